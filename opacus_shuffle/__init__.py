@@ -1,0 +1,31 @@
+"""Shuffle-model differential privacy for Opacus: import it, and Opacus knows the accountants; flags do the rest.
+
+>>> import opacus_shuffle
+>>> epsilon = opacus_shuffle.compute_epsilon(
+...     "shuffle_gauss", noise_multiplier=9.48, num_users=60_000, steps=7, delta=1 / 60_000, bound="tight")
+>>> round(epsilon, 7)
+0.0025118
+"""
+
+from __future__ import annotations
+
+from opacus_shuffle import accountants, analysis
+from opacus_shuffle._version import __version__
+from opacus_shuffle.accountants import Guarantee, PrivacyAssumptionWarning, PrivacyBound
+from opacus_shuffle.accountants.report import PrivacyReport
+from opacus_shuffle.accounting import compute_epsilon, compute_noise_multiplier
+from opacus_shuffle.privacy_engine import PrivacyEngine, ShuffleMixin
+
+__all__ = [
+    "Guarantee",
+    "PrivacyAssumptionWarning",
+    "PrivacyBound",
+    "PrivacyEngine",
+    "PrivacyReport",
+    "ShuffleMixin",
+    "__version__",
+    "accountants",
+    "analysis",
+    "compute_epsilon",
+    "compute_noise_multiplier",
+]

@@ -1,0 +1,65 @@
+"""How it is accounted: one thin Opacus accountant per registered name, over an open table of bounds.
+
+>>> from opacus.accountants import create_accountant
+>>> import opacus_shuffle
+>>> create_accountant("shuffle_gauss").mechanism()
+'shuffle_gauss'
+"""
+
+from __future__ import annotations
+
+from opacus.accountants import register_accountant
+from opacus.accountants.registry import create_accountant
+
+from opacus_shuffle.accountants import shuffle_gaussian_bounds as _registers_its_bounds  # noqa: F401
+from opacus_shuffle.accountants.base import ShuffleAccountant
+from opacus_shuffle.accountants.bounds import (
+    Guarantee,
+    PrivacyAssumptionWarning,
+    PrivacyBound,
+    bounds_of,
+    compute_bound,
+    register_bound,
+)
+from opacus_shuffle.accountants.shuffle_gauss import ShuffleGaussAccountant
+from opacus_shuffle.accountants.shuffled_checkin import ShuffledCheckInAccountant
+from opacus_shuffle.accountants.subsampled_shuffle import SubsampledShuffleAccountant
+
+ACCOUNTANTS: tuple[type[ShuffleAccountant], ...] = (
+    ShuffleGaussAccountant,
+    SubsampledShuffleAccountant,
+    ShuffledCheckInAccountant,
+)
+
+
+def register_accountants() -> None:
+    """Register every accountant with Opacus; again under a reload, never over a stranger's of the same name."""
+    for accountant in ACCOUNTANTS:
+        register_accountant(accountant.mechanism(), accountant, force=_registered_by_us(accountant))
+
+
+def _registered_by_us(accountant: type[ShuffleAccountant]) -> bool:
+    """Whether Opacus already holds this class or an earlier load of it."""
+    try:
+        existing = type(create_accountant(accountant.mechanism()))
+    except ValueError:  # Opacus's word for "not registered"
+        return False
+    return (existing.__module__, existing.__qualname__) == (accountant.__module__, accountant.__qualname__)
+
+
+register_accountants()
+
+__all__ = [
+    "ACCOUNTANTS",
+    "Guarantee",
+    "PrivacyAssumptionWarning",
+    "PrivacyBound",
+    "ShuffleAccountant",
+    "ShuffleGaussAccountant",
+    "ShuffledCheckInAccountant",
+    "SubsampledShuffleAccountant",
+    "bounds_of",
+    "compute_bound",
+    "register_accountants",
+    "register_bound",
+]

@@ -1,0 +1,132 @@
+"""An ε with its meaning: which bound, which data sets, which adjacency, proved or not; and the open table of bounds.
+
+A bound is a function registered for a mechanism; nothing here knows what the bounds compute.
+
+>>> from opacus_shuffle.mechanisms import ShuffleGauss
+>>> rounds = [(ShuffleGauss(noise_multiplier=9.48, num_users=60_000), 7)]
+>>> answer = compute_bound(rounds, delta=1 / 60_000, bound="tight")
+>>> round(answer.epsilon, 7), answer.guarantee.name
+(0.0025118, 'PAIR')
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from opacus_shuffle.mechanisms import Mechanism
+from opacus_shuffle.validation import one_of, open_unit_interval
+
+Rounds = Sequence[tuple[Mechanism, int]]
+"""What ran, in order: mechanisms of one kind, each with its number of rounds."""
+
+ADJACENCIES = ("zero_out", "replace")
+ADVERSARY = "sees every shuffled report of every round"
+
+
+class Guarantee(enum.Enum):
+    """How much an ε is worth."""
+
+    PROVED = "proved for every data set"
+    PAIR = "holds for one pair of data sets, not for every data set"
+    ESTIMATE = "an approximation, no bound at all"
+
+
+class PrivacyAssumptionWarning(UserWarning):
+    """An ε was shown that does not cover every data set."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundValue:
+    """What a bound function answers: ε, its worth, and the data sets it covers in words."""
+
+    epsilon: float
+    guarantee: Guarantee
+    covers: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PrivacyBound:
+    """One ε and everything needed to read it."""
+
+    mechanism: str
+    bound: str
+    epsilon: float
+    delta: float
+    adjacency: str
+    guarantee: Guarantee
+    covers: str
+    rounds: int
+    adversary: str = ADVERSARY
+
+    def to_dict(self) -> dict[str, str | float | int]:
+        """Plain values, for JSON."""
+        return {**dataclasses.asdict(self), "guarantee": self.guarantee.name}
+
+
+class BoundFunction(Protocol):
+    """ε of several rounds at δ; ``orders`` fixes the Rényi orders where the bound uses any."""
+
+    def __call__(self, rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[float] | None) -> BoundValue:
+        """One ε with its worth."""
+
+
+_BOUNDS: dict[type[Mechanism], dict[str, BoundFunction]] = {}
+
+
+def register_bound(mechanism: type[Mechanism], bound: str) -> Callable[[BoundFunction], BoundFunction]:
+    """Decorator: let ``bound`` of ``mechanism`` be answered by this function."""
+
+    def register(function: BoundFunction) -> BoundFunction:
+        _BOUNDS.setdefault(mechanism, {})[bound] = function
+        return function
+
+    return register
+
+
+def bounds_of(mechanism: type[Mechanism]) -> tuple[str, ...]:
+    """The names of the bounds a mechanism has, in order of registration."""
+    return tuple(_BOUNDS.get(mechanism, {}))
+
+
+def compute_bound(
+    rounds: Rounds,
+    *,
+    delta: float,
+    bound: str = "paper",
+    adjacency: str = "zero_out",
+    orders: Iterable[float] | None = None,
+) -> PrivacyBound:
+    """ε of ``rounds`` at δ, with its meaning. Nothing ran (no rounds) is an error here: it has no mechanism.
+
+    Args:
+        rounds: Mechanisms of one kind with their numbers of rounds, each at least 1.
+        delta: δ in (0, 1).
+        bound: A name in :func:`bounds_of`: ``"paper"``, ``"tight"`` or ``"certified"``.
+        adjacency: ``"zero_out"`` (a record becomes a zero report) or ``"replace"``.
+        orders: Rényi orders to use in place of the adaptive grid, for bounds that use any.
+
+    Raises:
+        ValueError: If an argument is out of range or the bound does not cover the adjacency.
+    """
+    open_unit_interval("delta", delta)
+    one_of("adjacency", adjacency, ADJACENCIES)
+    kinds = {type(mechanism) for mechanism, _ in rounds}
+    if len(kinds) != 1:
+        raise ValueError(f"rounds must hold one kind of mechanism, got {sorted(kind.name for kind in kinds)}")
+    (kind,) = kinds
+    functions = _BOUNDS.get(kind, {})
+    one_of("bound", bound, functions)
+    value = functions[bound](rounds, delta=delta, adjacency=adjacency, orders=orders)
+    return PrivacyBound(
+        mechanism=kind.name,
+        bound=bound,
+        epsilon=value.epsilon,
+        delta=delta,
+        adjacency=adjacency,
+        guarantee=value.guarantee,
+        covers=value.covers,
+        rounds=sum(count for _, count in rounds),
+    )

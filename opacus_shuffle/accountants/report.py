@@ -1,0 +1,63 @@
+"""The ladder of bounds on one run, printed so that no ε stands without its meaning.
+
+>>> from opacus_shuffle.accountants import ShuffleGaussAccountant
+>>> accountant = ShuffleGaussAccountant(num_users=60_000, local_noise=True)
+>>> accountant.step(noise_multiplier=9.48, sample_rate=1.0)
+>>> PrivacyReport(accountant.all_bounds(1 / 60_000)).to_dict()["bounds"][2]["guarantee"]
+'PROVED'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from decimal import ROUND_CEILING, Decimal
+from typing import Any
+
+from opacus_shuffle.accountants.bounds import PrivacyBound
+
+
+class PrivacyReport:
+    """Bounds on one run, of one mechanism at one δ.
+
+    Args:
+        bounds: What :meth:`ShuffleAccountant.all_bounds` answers; at least one.
+        emulated: The noise was added once to the sum (``local_noise=False``): the shuffle protocol is emulated.
+    """
+
+    def __init__(self, bounds: Sequence[PrivacyBound], *, emulated: bool = False) -> None:
+        if not bounds:
+            raise ValueError("bounds must not be empty")
+        self.bounds = tuple(bounds)
+        self.emulated = emulated
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"emulated": self.emulated, "bounds": [bound.to_dict() for bound in self.bounds]}
+
+    def __str__(self) -> str:
+        first = self.bounds[0]
+        rows = [("bound", "epsilon", "guarantee")]
+        rows += [(b.bound, round_up(b.epsilon), f"{b.guarantee.name}: {b.guarantee.value}") for b in self.bounds]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = [f"{name:<{widths[0]}}  {value:>{widths[1]}}  {worth}" for name, value, worth in rows]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        covered = {b.covers: None for b in self.bounds}  # in order, each once
+        notes = [f"{', '.join(b.bound for b in self.bounds if b.covers == text)}: {text}" for text in covered]
+        if self.emulated:
+            notes.append("the noise was added once to the sum: the rounds emulate locally noised reports")
+        title = (
+            f"{first.mechanism}, {first.rounds} rounds, delta = {first.delta:.3g}, {first.adjacency} adjacency; "
+            f"the adversary {first.adversary}"
+        )
+        return "\n".join([title, *lines, *notes])
+
+
+def round_up(value: float, digits: int = 4) -> str:
+    """A number in ``digits`` significant digits, never below the number.
+
+    >>> round_up(0.00140628), round_up(634.201), round_up(123456.1), round_up(0.0)
+    ('0.001407', '634.3', '123457', '0')
+    """
+    exact = Decimal(value)
+    places = max(digits - 1 - exact.adjusted(), 0) if exact else 0
+    return f"{exact.quantize(Decimal(1).scaleb(-places), rounding=ROUND_CEILING):f}"

@@ -1,0 +1,166 @@
+"""ε and noise from plain numbers, without a model.
+
+>>> from opacus_shuffle import compute_noise_multiplier
+>>> sigma = compute_noise_multiplier("shuffled_checkin", target_epsilon=1.0, target_delta=1e-5, num_users=60_000,
+...                                  steps=1000, sample_rate=0.1, bound="tight")
+>>> round(sigma, 3)
+0.696
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from opacus_shuffle.accountants import (
+    Guarantee,
+    PrivacyAssumptionWarning,
+    PrivacyBound,
+    compute_bound,
+)
+from opacus_shuffle.analysis.calibration import smallest_noise_multiplier
+from opacus_shuffle.mechanisms import MECHANISMS
+from opacus_shuffle.validation import one_of, open_unit_interval, positive, reject_unknown, whole_number
+
+
+def privacy_bound(
+    mechanism: str,
+    *,
+    noise_multiplier: float,
+    num_users: int,
+    steps: int,
+    delta: float,
+    sample_rate: float = 1.0,
+    bound: str = "paper",
+    adjacency: str = "zero_out",
+    orders: Iterable[float] | None = None,
+) -> PrivacyBound:
+    """:func:`compute_epsilon` with its meaning attached, and no warning. At least one step."""
+    kind = MECHANISMS[one_of("mechanism", mechanism, MECHANISMS)]
+    ran = kind.from_population(noise_multiplier=noise_multiplier, num_users=num_users, sample_rate=sample_rate)
+    rounds = [(ran, whole_number("steps", steps))]
+    return compute_bound(rounds, delta=delta, bound=bound, adjacency=adjacency, orders=orders)
+
+
+def compute_epsilon(
+    mechanism: str,
+    *,
+    noise_multiplier: float,
+    num_users: int,
+    steps: int,
+    delta: float,
+    sample_rate: float = 1.0,
+    bound: str = "paper",
+    adjacency: str = "zero_out",
+    orders: Iterable[float] | None = None,
+    **unknown: Any,
+) -> float:
+    """ε of ``steps`` rounds of a mechanism at δ.
+
+    Args:
+        mechanism: ``"shuffle_gauss"``, ``"subsampled_shuffle"`` or ``"shuffled_checkin"``.
+        noise_multiplier: Local σ: one report's noise over the clipping norm. Above 0.
+        num_users: n, the whole population; for ``"shuffle_gauss"`` the users of one round.
+        steps: Rounds, at least 0.
+        delta: δ in (0, 1).
+        sample_rate: γ in (0, 1]; m = round(γ·n) for ``"subsampled_shuffle"``; 1 for ``"shuffle_gauss"``.
+        bound: ``"paper"``, ``"tight"`` or ``"certified"``.
+        adjacency: ``"zero_out"``, or ``"replace"`` with ``bound="certified"``.
+        orders: Rényi orders in place of the adaptive grid.
+        **unknown: Refused.
+
+    Returns:
+        ε, rounded up; 0 if ``steps`` is 0.
+
+    Raises:
+        ValueError: If an argument is out of range or unknown.
+
+    Warns:
+        PrivacyAssumptionWarning: If the bound does not cover every data set.
+
+    Formal Guarantees:
+        ``"certified"`` covers every data set. ``"paper"`` and ``"tight"`` are about one pair of data sets: everyone else
+        reports zero and one record at the clipping norm becomes zero (SG ICLR Theorems 1–3).
+    """
+    reject_unknown("compute_epsilon", unknown)
+    # A round of no effect on the answer lets the validators see every argument even when nothing ran.
+    answer = privacy_bound(
+        mechanism,
+        noise_multiplier=noise_multiplier,
+        num_users=num_users,
+        steps=max(1, whole_number("steps", steps, minimum=0)),
+        delta=delta,
+        sample_rate=sample_rate,
+        bound=bound,
+        adjacency=adjacency,
+        orders=orders,
+    )
+    _warn_of_assumption(answer, "compute_epsilon")
+    return answer.epsilon if steps else 0.0
+
+
+def compute_noise_multiplier(
+    mechanism: str,
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    num_users: int,
+    steps: int,
+    sample_rate: float = 1.0,
+    bound: str = "paper",
+    adjacency: str = "zero_out",
+    **unknown: Any,
+) -> float:
+    """The smallest local σ whose ε stays within ``target_epsilon``, rounded up.
+
+    Args:
+        mechanism: As :func:`compute_epsilon`, like every argument not named here.
+        target_epsilon: ε to stay within, above 0.
+        target_delta: δ in (0, 1).
+        num_users: See there.
+        steps: Rounds, at least 1.
+        sample_rate: See there.
+        bound: See there.
+        adjacency: See there.
+        **unknown: Refused.
+
+    Returns:
+        Local σ, at least 1e-3.
+
+    Raises:
+        ValueError: If an argument is out of range or unknown, or no σ meets the target.
+
+    Warns:
+        PrivacyAssumptionWarning: If the bound does not cover every data set.
+    """
+    reject_unknown("compute_noise_multiplier", unknown)
+    positive("target_epsilon", target_epsilon)
+    open_unit_interval("target_delta", target_delta)
+
+    def answer(noise_multiplier: float) -> PrivacyBound:
+        return privacy_bound(
+            mechanism,
+            noise_multiplier=noise_multiplier,
+            num_users=num_users,
+            steps=steps,
+            delta=target_delta,
+            sample_rate=sample_rate,
+            bound=bound,
+            adjacency=adjacency,
+        )
+
+    sigma = smallest_noise_multiplier(lambda s: answer(s).epsilon, target_epsilon=target_epsilon)
+    _warn_of_assumption(answer(sigma), "compute_noise_multiplier")
+    return sigma
+
+
+def _warn_of_assumption(answer: PrivacyBound, function: str) -> None:
+    """One sentence, the same for every call, so that Python shows it once per place in the user's code."""
+    if answer.guarantee is not Guarantee.PROVED:
+        warnings.warn(
+            f"{function} with bound={answer.bound!r} {answer.guarantee.value} ({answer.covers}); bound='certified' covers "
+            "every data set",
+            PrivacyAssumptionWarning,
+            stacklevel=3,
+        )

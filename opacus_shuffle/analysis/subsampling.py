@@ -1,0 +1,132 @@
+r"""The papers' own bounds for subsampled and checked-in shuffling: SG ICLR Theorems 2 and 3, as printed.
+
+They carry a term 2γ^j·C(λ, j) for j ≥ 3 that does not vanish as n grows; :mod:`.mean_ratio` has the exact value of the same
+pair, often a hundred times smaller. They are here because ``bound="paper"`` means what the paper prints.
+
+Where the print departs from its own sources (this file follows the ICLR text, then says where it is loose):
+    * arXiv Eq. 17–18 and Theorem 3 combine logarithms of ε's without exponentials; ICLR Eq. 11 and 13 are right.
+    * Eq. 11 and 13 keep the rate γ given that k users came; given k, the rate is k/n.
+    * Eq. 11 leaves out k = 0; Theorem 3's first term covers it.
+    * Theorem 3's "if Eq. 12 decreases with n" needs no "if": sample means are a reverse martingale, and Jensen's inequality.
+
+>>> from opacus_shuffle.analysis import mean_ratio, subsampling
+>>> setting = dict(noise_multiplier=0.86, num_users=60_000, sample_rate=0.001, sampling="without_replacement", orders=2)
+>>> round(subsampling.compute_rdp(**setting) / mean_ratio.compute_rdp(**setting), 2)  # Theorem 2 over the exact value
+4.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, overload
+
+import numpy as np
+from scipy.special import gammaln
+
+from opacus_shuffle.analysis.mean_ratio import MAX_ORDER, Vector, log_moments, rdp_from_log_moments
+from opacus_shuffle.validation import finite_number, one_of, positive, renyi_orders, sampling_rate, whole_number
+
+SubsamplingScheme = Literal["without_replacement", "check_in"]
+
+
+@overload
+def compute_rdp(
+    *,
+    noise_multiplier: float,
+    num_users: int,
+    sample_rate: float,
+    orders: float,
+    sampling: SubsamplingScheme,
+    chernoff_slack: float | None = None,
+) -> float: ...
+@overload
+def compute_rdp(
+    *,
+    noise_multiplier: float,
+    num_users: int,
+    sample_rate: float,
+    orders: Iterable[float],
+    sampling: SubsamplingScheme,
+    chernoff_slack: float | None = None,
+) -> Vector: ...
+def compute_rdp(
+    *,
+    noise_multiplier: float,
+    num_users: int,
+    sample_rate: float,
+    orders: float | Iterable[float],
+    sampling: SubsamplingScheme,
+    chernoff_slack: float | None = None,
+) -> float | Vector:
+    """RDP of one round by SG ICLR Theorem 2 (``"without_replacement"``) or Theorem 3 (``"check_in"``).
+
+    Args:
+        noise_multiplier: Local σ: one report's noise over the clipping norm. In (0, ∞).
+        num_users: n, the whole population.
+        sample_rate: γ in (0, 1]. Without replacement, m = round(γ·n) users take part and γ is m/n.
+        orders: One order or several, each in (1, 16384]. The theorems hold at integers; between two of them log E[R^λ] is
+            bounded by the chord of its bounds.
+        sampling: ``"without_replacement"`` or ``"check_in"``.
+        chernoff_slack: Δ of Theorem 3, in [0, 1]. By default each order takes the best of a grid of 64, since Theorem 3
+            holds for every Δ. Only for ``"check_in"``.
+
+    Returns:
+        The RDP, a float for one order, else an array of shape ``(len(orders),)``.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Formal Guarantees:
+        An upper bound for one pair of data sets (everyone at zero against one record at norm C); no bound over all data
+        sets. Theorem 3 as printed also keeps the rate γ at every count (see the module's first lines).
+
+    Source: SG ICLR Theorem 2 (Eq. 10, from Wang et al. 2019, Theorem 9) and Theorem 3 (Eq. 13).
+    """
+    vector = renyi_orders(orders, maximum=MAX_ORDER)
+    sigma = positive("noise_multiplier", noise_multiplier)
+    users = whole_number("num_users", num_users)
+    rate = sampling_rate("sample_rate", sample_rate)
+    one_of("sampling", sampling, ("without_replacement", "check_in"))
+    max_order = max(2, int(np.ceil(vector.max())))
+    if sampling == "without_replacement":
+        if chernoff_slack is not None:
+            raise ValueError(f"chernoff_slack={chernoff_slack} belongs to sampling='check_in' alone; leave it out")
+        reports = whole_number("round(sample_rate * num_users)", round(rate * users))
+        bounds = _theorem_2(sigma, reports, reports / users, max_order)
+    elif chernoff_slack is not None:
+        slack = finite_number("chernoff_slack", chernoff_slack)
+        if not 0 <= slack <= 1:
+            raise ValueError(f"chernoff_slack must lie in [0, 1], got {chernoff_slack!r}")
+        bounds = _theorem_3(sigma, users, rate, max_order, slack)
+    else:
+        # Below 1/sqrt(n·gamma) the Chernoff factor exp(-slack²·n·gamma/2) no longer helps, hence the geometric grid.
+        grid = np.geomspace(min(0.5, 1 / np.sqrt(users * rate)), 1.0, 64)
+        bounds = np.min([_theorem_3(sigma, users, rate, max_order, slack) for slack in grid], axis=0)
+    rdp = rdp_from_log_moments(bounds, vector)
+    return rdp if isinstance(orders, Iterable) else float(rdp[0])
+
+
+def _theorem_2(sigma: float, reports: int, rate: float, max_order: int) -> Vector:
+    """Eq. 10 before the 1/(λ − 1)·: bounds on log E[R^λ] for λ = 0, …, ``max_order``."""
+    shuffled = log_moments(noise_multiplier=sigma, num_users=reports, max_order=max_order)
+    powers = np.arange(max_order + 1)
+    # j = 2 has its own factor, min{4(e^ε − 1), 2e^ε}, and E[R²] = e^{ε(2)}.
+    terms = powers * np.log(rate) + np.log(2.0) + shuffled
+    terms[2] = 2 * np.log(rate) + min(np.log(4.0) + np.log(np.expm1(min(shuffled[2], 700.0))), np.log(2.0) + shuffled[2])
+    factorials = gammaln(powers + 1.0)
+    bounds = np.zeros(max_order + 1)
+    for order in range(2, max_order + 1):
+        j = slice(2, order + 1)
+        binomials = factorials[order] - factorials[j] - factorials[order - 2 :: -1]
+        bounds[order] = np.logaddexp(0.0, np.logaddexp.reduce(binomials + terms[j]))
+    return bounds
+
+
+def _theorem_3(sigma: float, users: int, rate: float, max_order: int, slack: float) -> Vector:
+    """Eq. 13 before the 1/(λ − 1)·: few users with the Chernoff factor, plus at least (1 − Δ)nγ + 1 of them."""
+    few = _theorem_2(sigma, 1, rate, max_order) - slack**2 * users * rate / 2
+    # Rounded down where the paper assumes an integer: the Chernoff term already covers every count up to (1 − Δ)nγ.
+    many = _theorem_2(sigma, int((1 - slack) * users * rate) + 1, rate, max_order)
+    bounds = np.logaddexp(few, many)
+    bounds[:2] = 0.0  # E[1] = E[R] = 1
+    return bounds

@@ -1,0 +1,92 @@
+"""One-line checks of arguments: each returns the clean value or raises a ``ValueError`` that says what to pass instead.
+
+>>> whole_number("num_users", 60_000.0)
+60000
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+class UnknownKeywordError(ValueError, TypeError):
+    """A keyword that nobody reads: a ``ValueError`` as all our refusals, a ``TypeError`` as Python's own."""
+
+
+def reject_unknown(function: str, unknown: Mapping[str, Any], known: Iterable[str] = ()) -> None:
+    """Refuses leftover keywords, which stock Opacus would swallow without effect."""
+    if unknown:
+        names = ", ".join(f"{name}={value!r}" for name, value in unknown.items())
+        hint = ", ".join(sorted(known))
+        raise UnknownKeywordError(
+            f"{function} got unknown keyword(s): {names}; remove or correct them" + (f" (known: {hint})" if hint else "")
+        )
+
+
+def finite_number(name: str, value: Any) -> float:
+    """A finite float."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number, got {value!r}") from None
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return number
+
+
+def positive(name: str, value: Any) -> float:
+    """A finite float above zero."""
+    number = finite_number(name, value)
+    if number <= 0:
+        raise ValueError(f"{name} must be positive, got {value!r}")
+    return number
+
+
+def open_unit_interval(name: str, value: Any) -> float:
+    """A float strictly between 0 and 1, as every δ must be."""
+    number = finite_number(name, value)
+    if not 0 < number < 1:
+        raise ValueError(f"{name} must lie strictly between 0 and 1, got {value!r}")
+    return number
+
+
+def sampling_rate(name: str, value: Any) -> float:
+    """A float in (0, 1]."""
+    number = finite_number(name, value)
+    if not 0 < number <= 1:
+        raise ValueError(f"{name} must lie in (0, 1], got {value!r}")
+    return number
+
+
+def whole_number(name: str, value: Any, *, minimum: int = 1) -> int:
+    """An integer (or a float that is one) of at least ``minimum``."""
+    number = finite_number(name, value)
+    if number != int(number) or number < minimum:
+        raise ValueError(f"{name} must be a whole number of at least {minimum}, got {value!r}")
+    return int(value)
+
+
+def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
+    """A member of ``allowed``."""
+    choices = list(allowed)
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value
+
+
+def renyi_orders(orders: Any, *, maximum: int) -> npt.NDArray[np.float64]:
+    """A non-empty vector of Rényi orders in (1, maximum]."""
+    try:
+        vector = np.atleast_1d(np.asarray(list(orders) if isinstance(orders, Iterable) else orders, dtype=np.float64))
+    except (TypeError, ValueError):
+        raise ValueError(f"orders must be numbers above 1, got {orders!r}") from None
+    if vector.ndim != 1 or vector.size == 0 or not np.all(np.isfinite(vector)) or np.any(vector <= 1):
+        raise ValueError(f"orders must be a non-empty list of finite numbers above 1, got {orders!r}")
+    if vector.max() > maximum:
+        raise ValueError(f"orders must not exceed {maximum} (the cost grows as its square), got {vector.max():g}")
+    return vector
