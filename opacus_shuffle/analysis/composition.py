@@ -34,7 +34,7 @@ _LOW_ORDERS = 1 + np.exp2(-np.arange(20, 0, -0.25))
 """Orders in (1, 2), for a budget already so large that the best order lies close to 1."""
 
 _FIRST_TOP = 64
-"""The first grid ends here; each further one is four times as long."""
+"""The first grid ends here; each further one is twice as long."""
 
 
 class OrderCapWarning(UserWarning):
@@ -76,7 +76,7 @@ def epsilon_from_rdp(
                 stacklevel=3,
             )
             return epsilon, order
-        top = min(4 * top, MAX_ORDER)
+        top = min(2 * top, MAX_ORDER)
 
 
 def _convert(rdp: Callable[[Vector], Vector], orders: Vector, delta: float) -> tuple[float, float]:
