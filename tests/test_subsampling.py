@@ -47,7 +47,7 @@ def test_the_optimised_slack_is_never_worse_than_the_grid_around_a_given_one(sig
     best = subsampling.compute_rdp(sampling="check_in", **setting)
     given_slack = subsampling.compute_rdp(sampling="check_in", chernoff_slack=slack, **setting)
     low = min(0.5, 1 / np.sqrt(users * rate))
-    grid = np.geomspace(low, 1.0, 64)
+    grid = np.geomspace(low, 1.0, 32)
     above = grid[grid >= slack]
     if slack < low or not len(above):
         return

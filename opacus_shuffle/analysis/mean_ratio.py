@@ -151,18 +151,19 @@ def _log_moments(sigma: float, users: int, max_order: int, rate: float, sampling
     factorials = gammaln(powers + 1.0)
     excess = np.full(max_order + 1, -np.inf)
     for order in range(2, max_order + 1):
-        excess[order] = _logsumexp(factorials[order] - factorials[order - 2 :: -1] + central[2 : order + 1])
+        excess[order] = logsumexp(factorials[order] - factorials[order - 2 :: -1] + central[2 : order + 1])
     moments = np.logaddexp(0.0, excess)
     moments.setflags(write=False)
     return moments
 
 
-def _logsumexp(terms: Vector) -> float:
+def logsumexp(terms: Vector) -> float:
     """Scipy's logsumexp without its overhead, which would dominate these short loops."""
     top = terms.max()
     return float(top + np.log(np.exp(terms - top).sum())) if top > -np.inf else -np.inf
 
 
+@functools.lru_cache(maxsize=64)
 def _log_scaled_cumulants(inverse_variance: float, max_order: int) -> Vector:
     """Log s_k, s_k = k·κ_k/k! with κ_k the cumulants of X (step 1); index 0 is unused."""
     growth = np.arange(max_order + 1) * inverse_variance
@@ -172,8 +173,9 @@ def _log_scaled_cumulants(inverse_variance: float, max_order: int) -> Vector:
     scaled[1:2] = 0.0
     weighted = scaled + log_expm1
     for k in range(2, max_order + 1):
-        scaled[k] = _logsumexp(weighted[1:k] + scaled[k - 1 : 0 : -1]) - np.log(k - 1)
+        scaled[k] = logsumexp(weighted[1:k] + scaled[k - 1 : 0 : -1]) - np.log(k - 1)
         weighted[k] = scaled[k] + log_expm1[k]
+    scaled.setflags(write=False)
     return scaled
 
 
@@ -182,7 +184,7 @@ def _log_central_moments(cumulants: Vector) -> Vector:
     central = np.full(len(cumulants), -np.inf)
     central[0] = 0.0
     for m in range(2, len(cumulants)):
-        central[m] = _logsumexp(cumulants[2 : m + 1] + central[m - 2 :: -1]) - np.log(m)
+        central[m] = logsumexp(cumulants[2 : m + 1] + central[m - 2 :: -1]) - np.log(m)
     return central
 
 
@@ -196,7 +198,7 @@ def _log_power(series: Vector, exponent: int) -> Vector:
     for m in range(2, len(series)):
         with np.errstate(divide="ignore"):  # the weight is exactly 0 at k = 2, m = 2n + 2
             weights = np.log((exponent + 1.0) * k[2 : m + 1] - m)
-        result[m] = _logsumexp(weights + series[2 : m + 1] + result[m - 2 :: -1]) - np.log(m)
+        result[m] = logsumexp(weights + series[2 : m + 1] + result[m - 2 :: -1]) - np.log(m)
     return result
 
 
@@ -216,4 +218,4 @@ def _log_power_by_squaring(series: Vector, exponent: int) -> Vector:
 
 def _log_product(left: Vector, right: Vector) -> Vector:
     """Log-coefficients of a product of two power series, truncated."""
-    return np.array([_logsumexp(left[: m + 1] + right[m::-1]) for m in range(len(left))])
+    return np.array([logsumexp(left[: m + 1] + right[m::-1]) for m in range(len(left))])

@@ -23,7 +23,7 @@ from typing import Literal, overload
 import numpy as np
 from scipy.special import gammaln
 
-from opacus_shuffle.analysis.mean_ratio import MAX_ORDER, Vector, log_moments, rdp_from_log_moments
+from opacus_shuffle.analysis.mean_ratio import MAX_ORDER, Vector, log_moments, logsumexp, rdp_from_log_moments
 from opacus_shuffle.validation import finite_number, one_of, positive, renyi_orders, sampling_rate, whole_number
 
 SubsamplingScheme = Literal["without_replacement", "check_in"]
@@ -67,7 +67,7 @@ def compute_rdp(
         orders: One order or several, each in (1, 16384]. The theorems hold at integers; between two of them log E[R^λ] is
             bounded by the chord of its bounds.
         sampling: ``"without_replacement"`` or ``"check_in"``.
-        chernoff_slack: Δ of Theorem 3, in [0, 1]. By default each order takes the best of a grid of 64, since Theorem 3
+        chernoff_slack: Δ of Theorem 3, in [0, 1]. By default each order takes the best of a grid of 32, since Theorem 3
             holds for every Δ. Only for ``"check_in"``.
 
     Returns:
@@ -93,40 +93,46 @@ def compute_rdp(
             raise ValueError(f"chernoff_slack={chernoff_slack} belongs to sampling='check_in' alone; leave it out")
         reports = whole_number("round(sample_rate * num_users)", round(rate * users))
         bounds = _theorem_2(sigma, reports, reports / users, max_order)
-    elif chernoff_slack is not None:
-        slack = finite_number("chernoff_slack", chernoff_slack)
-        if not 0 <= slack <= 1:
-            raise ValueError(f"chernoff_slack must lie in [0, 1], got {chernoff_slack!r}")
-        bounds = _theorem_3(sigma, users, rate, max_order, slack)
     else:
-        # Below 1/sqrt(n·gamma) the Chernoff factor exp(-slack²·n·gamma/2) no longer helps, hence the geometric grid.
-        grid = np.geomspace(min(0.5, 1 / np.sqrt(users * rate)), 1.0, 64)
-        bounds = np.min([_theorem_3(sigma, users, rate, max_order, slack) for slack in grid], axis=0)
+        bounds = _theorem_3(sigma, users, rate, max_order, _slacks(chernoff_slack, users * rate))
     rdp = rdp_from_log_moments(bounds, vector)
     return rdp if isinstance(orders, Iterable) else float(rdp[0])
+
+
+def _slacks(chernoff_slack: float | None, expected_reports: float) -> list[float]:
+    """The Δ asked for, or a grid: below 1/√(nγ) the Chernoff factor e^{−Δ²nγ/2} is worth nothing."""
+    if chernoff_slack is None:
+        grid = np.geomspace(min(0.5, 1 / np.sqrt(expected_reports)), 1.0, 32)
+        return list({int((1 - slack) * expected_reports): slack for slack in grid}.values())  # per count the largest Δ
+    if not 0 <= finite_number("chernoff_slack", chernoff_slack) <= 1:
+        raise ValueError(f"chernoff_slack must lie in [0, 1], got {chernoff_slack!r}")
+    return [float(chernoff_slack)]
 
 
 def _theorem_2(sigma: float, reports: int, rate: float, max_order: int) -> Vector:
     """Eq. 10 before the 1/(λ − 1)·: bounds on log E[R^λ] for λ = 0, …, ``max_order``."""
     shuffled = log_moments(noise_multiplier=sigma, num_users=reports, max_order=max_order)
     powers = np.arange(max_order + 1)
-    # j = 2 has its own factor, min{4(e^ε − 1), 2e^ε}, and E[R²] = e^{ε(2)}.
-    terms = powers * np.log(rate) + np.log(2.0) + shuffled
-    terms[2] = 2 * np.log(rate) + min(np.log(4.0) + np.log(np.expm1(min(shuffled[2], 700.0))), np.log(2.0) + shuffled[2])
     factorials = gammaln(powers + 1.0)
+    # j = 2 has its own factor, min{4(e^ε − 1), 2e^ε}, and E[R²] = e^{ε(2)}.
+    terms = powers * np.log(rate) + np.log(2.0) + shuffled - factorials
+    second = min(np.log(4.0) + np.log(np.expm1(min(shuffled[2], 700.0))), np.log(2.0) + shuffled[2])
+    terms[2] = 2 * np.log(rate) + second - factorials[2]
     bounds = np.zeros(max_order + 1)
     for order in range(2, max_order + 1):
-        j = slice(2, order + 1)
-        binomials = factorials[order] - factorials[j] - factorials[order - 2 :: -1]
-        bounds[order] = np.logaddexp(0.0, np.logaddexp.reduce(binomials + terms[j]))
+        total = logsumexp(terms[2 : order + 1] - factorials[order - 2 :: -1]) + factorials[order]
+        bounds[order] = np.logaddexp(0.0, total)
     return bounds
 
 
-def _theorem_3(sigma: float, users: int, rate: float, max_order: int, slack: float) -> Vector:
-    """Eq. 13 before the 1/(λ − 1)·: few users with the Chernoff factor, plus at least (1 − Δ)nγ + 1 of them."""
-    few = _theorem_2(sigma, 1, rate, max_order) - slack**2 * users * rate / 2
-    # Rounded down where the paper assumes an integer: the Chernoff term already covers every count up to (1 − Δ)nγ.
-    many = _theorem_2(sigma, int((1 - slack) * users * rate) + 1, rate, max_order)
-    bounds = np.logaddexp(few, many)
+def _theorem_3(sigma: float, users: int, rate: float, max_order: int, slacks: list[float]) -> Vector:
+    """Eq. 13 before the 1/(λ − 1)·, at each order for its best Δ."""
+    one = _theorem_2(sigma, 1, rate, max_order)
+    bounds = np.full(max_order + 1, np.inf)
+    for slack in slacks:
+        few = one - slack**2 * users * rate / 2
+        # Rounded down where the paper assumes an integer: the Chernoff term already covers every count up to (1 − Δ)nγ.
+        many = _theorem_2(sigma, int((1 - slack) * users * rate) + 1, rate, max_order)
+        bounds = np.minimum(bounds, np.logaddexp(few, many))
     bounds[:2] = 0.0  # E[1] = E[R] = 1
     return bounds
