@@ -310,10 +310,13 @@ class ShuffleMixin(opacus.PrivacyEngine):
             )
         if local_noise and grad_sample_mode not in LOCAL_NOISE_MODES:
             raise ValueError(f"local_noise=True needs grad_sample_mode in {LOCAL_NOISE_MODES}, got {grad_sample_mode!r}")
-        if noise_generator is not None and noise_generator.device.type != _device(optimizer).type:
-            raise ValueError(
-                f"noise_generator lives on {noise_generator.device}, the parameters on {_device(optimizer)}: make one there"
-            )
+        if noise_generator is not None:
+            if not isinstance(noise_generator, torch.Generator):
+                raise ValueError(f"noise_generator must be a torch.Generator, got {noise_generator!r}")
+            if noise_generator.device.type != _device(optimizer).type:
+                raise ValueError(
+                    f"noise_generator lives on {noise_generator.device}, the parameters on {_device(optimizer)}: make one there"
+                )
         plan = plan_sampling(mechanism, data_loader, poisson_sampling)
         if isinstance(self.accountant, ShuffleAccountant) and len(self.accountant):
             ran = (self.accountant.num_users, self.accountant.local_noise)

@@ -46,12 +46,16 @@ def smallest_noise_multiplier(epsilon: Callable[[float], float], *, target_epsil
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OrderCapWarning)
         low = high = 0.0
+        reachable = False
         while excess(high) > 0:
-            if high >= math.log(HIGHEST):
-                raise ValueError(
-                    f"no noise_multiplier up to {HIGHEST:g} meets target_epsilon={target_epsilon}: epsilon stays at "
-                    f"{epsilon(HIGHEST):.4g}; raise the target or delta, or use bound='certified'"
-                )
+            if high >= math.log(64) and not reachable:  # before many costly steps: does the end of the range meet it?
+                floor = epsilon(HIGHEST)
+                if floor > target:
+                    raise ValueError(
+                        f"no noise_multiplier up to {HIGHEST:g} meets target_epsilon={target_epsilon}: epsilon stays at "
+                        f"{floor:.4g}; raise the target or delta, or use bound='certified'"
+                    )
+                reachable = True
             low, high = high, min(high + math.log(4), math.log(HIGHEST))
         if low == high:
             while low > math.log(LOWEST) and excess(low) <= 0:

@@ -1,0 +1,411 @@
+"""The drop-in engine: what it accounts, what it refuses, what it leaves as it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import warnings
+
+import opacus
+import pytest
+import torch
+from conftest import make_toy, run_epoch
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+
+from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine, ShuffleMixin, compute_epsilon
+from opacus_shuffle.accountants import ACCOUNTANTS
+from opacus_shuffle.data import FixedSizeSampler
+
+pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
+NAMES = [accountant.mechanism() for accountant in ACCOUNTANTS]
+every_accountant = pytest.mark.parametrize("name", NAMES)
+
+
+@every_accountant
+@pytest.mark.parametrize("bound", ["paper", "tight", "certified"])
+def test_epsilon_after_training_is_that_of_the_plain_numbers(name, bound):
+    engine = PrivacyEngine(accountant=name)
+    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, local_noise=True)
+    for _ in range(3):
+        run_epoch(model, optimizer, loader)
+    numbers = {"num_users": 6} if name == "shuffle_gauss" else {"num_users": 24, "sample_rate": 0.25}
+    expected = compute_epsilon(name, noise_multiplier=2.0, steps=12, delta=1e-5, bound=bound, **numbers)
+    assert engine.get_epsilon(1e-5, bound=bound) == expected
+
+
+@every_accountant
+def test_without_local_noise_the_multiplier_is_that_of_the_sum(name):
+    engines = [PrivacyEngine(accountant=name) for _ in range(2)]
+    for engine, sigma, local in zip(engines, (2.0, 2.0 * math.sqrt(6)), (True, False), strict=True):
+        model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=sigma, local_noise=local)
+        run_epoch(model, optimizer, loader)
+    assert engines[0].get_epsilon(1e-5) == pytest.approx(engines[1].get_epsilon(1e-5), rel=1e-9)
+
+
+def test_each_accountant_gets_its_sampler():
+    for name in NAMES:
+        _, _, loader = PrivacyEngine(accountant=name).make_private(**make_toy(), noise_multiplier=2.0, local_noise=True)
+        kind = UniformWithReplacementSampler if name == "shuffled_checkin" else FixedSizeSampler
+        assert type(loader.batch_sampler) is kind
+        assert loader.batch_sampler.generator is not None
+
+
+def test_the_fixed_size_sampler_draws_every_set_alike():
+    sampler = FixedSizeSampler(num_samples=5, batch_size=2, steps=20_000, generator=torch.Generator().manual_seed(0))
+    counts = {}
+    for batch in sampler:
+        assert len(set(batch)) == 2
+        counts[frozenset(batch)] = counts.get(frozenset(batch), 0) + 1
+    assert len(counts) == 10
+    # chi-square with 9 degrees of freedom exceeds 39 with probability 1e-5
+    assert sum((count - 2000) ** 2 / 2000 for count in counts.values()) < 39
+
+
+@every_accountant
+@pytest.mark.parametrize(
+    ("records", "batch"),
+    [(930, 10), (98, 2), (49, 1), (99, 1), (75, 1), (100, 30), (7, 100)],
+)
+def test_float_arithmetic_never_loses_a_step_or_a_record(name, records, batch):
+    toy = make_toy(records=records, batch_size=batch)
+    length = len(toy["data_loader"])
+    engine = PrivacyEngine(accountant=name)
+    model, optimizer, loader = engine.make_private(**toy, noise_multiplier=2.0, local_noise=True)
+    assert len(loader) == length
+    assert optimizer.expected_batch_size >= 1
+    run_epoch(model, optimizer, loader)
+    assert engine.accountant.num_users == records
+    if name == "shuffled_checkin":
+        assert engine.accountant.history == [(2.0, 1 / length, length)]
+        assert optimizer.expected_batch_size == max(1, round(records / length))
+    else:
+        reports = min(batch, records)
+        assert engine.accountant.history == [(2.0, reports / records, length)]
+        assert optimizer.expected_batch_size == reports
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+@every_accountant
+@pytest.mark.parametrize("bound", ["paper", "tight", "certified"])
+@pytest.mark.parametrize("local_noise", [True, False])
+def test_calibration_never_overshoots_and_is_close(name, bound, local_noise):
+    target = {"paper": 30.0, "tight": 8.0, "certified": 8.0}[bound]  # Theorems 2 and 3 have a floor
+    toy = make_toy(records=93)
+    toy["data_loader"] = DataLoader(toy["data_loader"].dataset, batch_size=1)
+    engine = PrivacyEngine(accountant=name)
+    model, optimizer, loader = engine.make_private_with_epsilon(
+        **toy, target_epsilon=target, target_delta=1e-5, epochs=3, bound=bound, local_noise=local_noise
+    )
+    for _ in range(3):
+        run_epoch(model, optimizer, loader)
+    assert len(engine.accountant) == 279
+    spent = engine.get_epsilon(1e-5, bound=bound)
+    assert spent <= target
+    assert spent > target * (1 - 1e-4)
+    assert engine.accountant.local_noise is local_noise
+
+
+def test_opacus_own_accountants_work_as_before():
+    for name in ("rdp", "prv"):
+        engine = PrivacyEngine(accountant=name)
+        model, optimizer, loader = engine.make_private(**make_toy(records=930, batch_size=10), noise_multiplier=1.0)
+        run_epoch(model, optimizer, loader)
+        assert engine.accountant.history == [(1.0, 1 / 93, 93)]
+        assert engine.get_epsilon(1e-5) > 0
+        with pytest.raises(ValueError, match="bound='tight'"):
+            engine.get_epsilon(1e-5, bound="tight")
+        with pytest.raises(ValueError, match="local_noise"):
+            PrivacyEngine(accountant=name).make_private(**make_toy(), noise_multiplier=1.0, local_noise=True)
+    engine = PrivacyEngine(accountant="rdp")
+    model, optimizer, loader = engine.make_private_with_epsilon(
+        **make_toy(records=75, batch_size=1), target_epsilon=5.0, target_delta=1e-5, epochs=3
+    )
+    for _ in range(3):
+        run_epoch(model, optimizer, loader)
+    assert len(engine.accountant.history) == 1
+    assert engine.accountant.history[0][2] == 225
+    assert engine.get_epsilon(1e-5) <= 5.0
+    PrivacyEngine(accountant="prv").make_private(**make_toy(), noise_multiplier=0.0)  # Opacus allows it
+
+
+@every_accountant
+def test_the_stock_engine_learns_n_and_b_in_its_step_hook(name):
+    engine = opacus.PrivacyEngine(accountant=name)
+    model, optimizer, loader = engine.make_private(**make_toy(records=640, batch_size=64), noise_multiplier=16.0)
+    run_epoch(model, optimizer, loader)
+    numbers = {"num_users": 64} if name == "shuffle_gauss" else {"num_users": 640, "sample_rate": 0.1}
+    expected = compute_epsilon(name, noise_multiplier=2.0, steps=10, delta=1e-5, **numbers)
+    assert engine.get_epsilon(1e-5) == pytest.approx(expected, rel=1e-9)
+    assert (engine.accountant.num_users, engine.accountant.batch_size) == (640, 64)
+
+
+def test_the_stock_engine_calibrates_when_told_n_and_refuses_when_not():
+    engine = opacus.PrivacyEngine(accountant="shuffle_gauss")
+    budget = {"target_epsilon": 4.0, "target_delta": 1e-5, "epochs": 2}
+    with pytest.raises(ValueError, match="num_users"):
+        engine.make_private_with_epsilon(**make_toy(), **budget)
+    model, optimizer, loader = engine.make_private_with_epsilon(**make_toy(), **budget, num_users=24)
+    for _ in range(2):
+        run_epoch(model, optimizer, loader)
+    assert engine.get_epsilon(1e-5) <= 4.0
+
+
+def test_the_stock_engine_s_zero_batch_size_is_refused_before_it_spoils_the_weights():
+    toy = make_toy(records=49, batch_size=1)
+    engine = opacus.PrivacyEngine(accountant="shuffled_checkin")
+    model, optimizer, loader = engine.make_private(**toy, noise_multiplier=2.0)
+    assert optimizer.expected_batch_size == 0  # int(49 * (1 / 49))
+    with pytest.raises(ValueError, match="expected_batch_size"):
+        run_epoch(model, optimizer, loader)
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "named"),
+    [
+        ("shuffle_gauss", {"noise_multiplier": 0.0}, "noise_multiplier"),
+        ("shuffle_gauss", {"noise_multiplier": -1.0}, "noise_multiplier"),
+        ("shuffle_gauss", {"noise_multiplier": math.nan}, "noise_multiplier"),
+        ("shuffle_gauss", {"max_grad_norm": 0.0}, "max_grad_norm"),
+        ("shuffle_gauss", {"max_grad_norm": math.inf}, "max_grad_norm"),
+        ("shuffle_gauss", {"max_grad_norm": [1.0]}, "max_grad_norm"),
+        ("shuffle_gauss", {"clipping": "per_layer"}, "max_grad_norm"),
+        ("shuffle_gauss", {"clipping": "per_layer", "max_grad_norm": [1.0, 1.0]}, "4 norms"),
+        ("shuffle_gauss", {"clipping": "adaptive"}, "clipping"),
+        ("shuffle_gauss", {"localnoise": True}, "localnoise"),
+        ("shuffle_gauss", {"poisson_sampling": True}, "poisson_sampling"),
+        ("subsampled_shuffle", {"poisson_sampling": True}, "poisson_sampling"),
+        ("shuffled_checkin", {"poisson_sampling": False}, "poisson_sampling"),
+        ("shuffled_checkin", {"grad_sample_mode": "no_op"}, "grad_sample_mode"),
+        ("shuffled_checkin", {"grad_sample_mode": "hook"}, "grad_sample_mode"),
+        ("shuffled_checkin", {"grad_sample_mode": "ghost", "clipping": "per_layer", "max_grad_norm": [1.0] * 4}, "ghost"),
+        ("shuffled_checkin", {"loss_reduction": "median"}, "loss_reduction"),
+        ("shuffled_checkin", {"noise_generator": "cpu"}, "noise_generator"),
+        ("rdp", {"clipping": "adaptive", "local_noise": False, "target": 3}, "target=3"),
+    ],
+)
+def test_bad_arguments_are_named_and_nothing_is_half_changed(name, change, named):
+    toy = make_toy()
+    engine = PrivacyEngine(accountant=name)
+    before = (copy.deepcopy(engine.accountant.__dict__), engine.dataset)
+    hooks = len(toy["module"][0]._forward_hooks)
+    with pytest.raises(ValueError, match=named):
+        engine.make_private(**{**toy, "noise_multiplier": 1.0, "local_noise": name != "rdp", **change})
+    assert (engine.accountant.__dict__, engine.dataset) == before
+    assert len(toy["module"][0]._forward_hooks) == hooks
+    assert not any(hasattr(parameter, "grad_sample") for parameter in toy["module"].parameters())
+    assert type(toy["optimizer"]) is torch.optim.SGD
+    # and the same objects still serve
+    usable = PrivacyEngine(accountant="shuffle_gauss")
+    model, optimizer, loader = usable.make_private(**toy, noise_multiplier=1.0, local_noise=True)
+    run_epoch(model, optimizer, loader)
+    assert len(usable.accountant) == 4
+
+
+def test_a_model_that_opacus_refuses_is_left_alone():
+    toy = make_toy()
+    toy["module"].append(nn.BatchNorm1d(3))
+    engine = PrivacyEngine(accountant="shuffled_checkin")
+    with pytest.raises(opacus.validators.errors.UnsupportedModuleError):
+        engine.make_private(**toy, noise_multiplier=1.0, local_noise=True)
+    assert engine.accountant.num_users is None
+    assert engine.dataset is None
+
+
+@every_accountant
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda data: {"sampler": WeightedRandomSampler(torch.ones(24), 24), "batch_size": 6},
+        lambda data: {"sampler": RandomSampler(data, replacement=True), "batch_size": 6},
+        lambda data: {"sampler": SubsetRandomSampler(range(12)), "batch_size": 6},
+        lambda data: {"batch_sampler": [[0, 1], [2, 3]]},
+    ],
+)
+def test_samplers_that_nobody_accounts_for_are_refused(name, sampler):
+    toy = make_toy()
+    data = toy["data_loader"].dataset
+    toy["data_loader"] = DataLoader(data, **sampler(data))
+    with pytest.raises(ValueError, match=r"cannot account|Sampler"):
+        PrivacyEngine(accountant=name).make_private(**toy, noise_multiplier=1.0, local_noise=True)
+
+
+def test_shuffle_gauss_keeps_a_loader_of_its_own_if_all_batches_have_one_size():
+    toy = make_toy(records=25, batch_size=6, shuffle=True)
+    options = {"noise_multiplier": 1.0, "local_noise": True, "poisson_sampling": False}
+    with pytest.raises(ValueError, match="drop_last"):
+        PrivacyEngine(accountant="shuffle_gauss").make_private(**toy, **options)
+    toy["data_loader"] = DataLoader(toy["data_loader"].dataset, batch_size=6, shuffle=True, drop_last=True)
+    engine = PrivacyEngine(accountant="shuffle_gauss")
+    model, optimizer, loader = engine.make_private(**toy, **options)
+    assert loader is toy["data_loader"]
+    run_epoch(model, optimizer, loader)
+    assert engine.accountant.history == [(1.0, 6 / 25, 4)]
+    assert engine.accountant.rounds()[0][0].num_users == 6
+
+
+def test_streams_and_empty_data_are_refused():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([])
+
+    for data in (Stream(), TensorDataset(torch.zeros(0, 5))):
+        toy = make_toy()
+        toy["data_loader"] = DataLoader(data, batch_size=2)
+        with pytest.raises(ValueError, match="data_loader"):
+            PrivacyEngine(accountant="shuffle_gauss").make_private(**toy, noise_multiplier=1.0)
+
+
+def test_distributed_training_is_refused_by_name():
+    toy = make_toy()
+
+    class DPDDP(opacus.distributed.DifferentiallyPrivateDistributedDataParallel):
+        def __init__(self, module):
+            nn.Module.__init__(self)
+            self.module = module
+
+    toy["module"] = DPDDP(toy["module"])
+    with pytest.raises(ValueError, match="distributed training"):
+        PrivacyEngine(accountant="shuffled_checkin").make_private(**toy, noise_multiplier=1.0)
+
+
+@every_accountant
+def test_accumulating_gradients_is_refused(name):
+    toy = make_toy()
+    model, _, _ = PrivacyEngine(accountant=name).make_private(**toy, noise_multiplier=1.0, local_noise=True)
+    x, y = toy["data_loader"].dataset[:6]
+    nn.functional.cross_entropy(model(x), y).backward()
+    again = nn.functional.cross_entropy(model(x), y)
+    with pytest.raises(ValueError, match=r"Poisson|accumulat"):
+        again.backward()
+
+
+@every_accountant
+def test_checkpoints_carry_what_was_spent(name):
+    engine = PrivacyEngine(accountant=name)
+    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, local_noise=True)
+    run_epoch(model, optimizer, loader)
+    file = io.BytesIO()
+    engine.save_checkpoint(path=file, module=model, optimizer=optimizer)
+    for prepared in (False, True):
+        file.seek(0)
+        again = PrivacyEngine(accountant=name)
+        toy = make_toy()
+        module, inner, _ = (
+            again.make_private(**toy, noise_multiplier=2.0, local_noise=True)
+            if prepared
+            else (opacus.GradSampleModule(toy["module"]), None, None)
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="optimizer_state_dict")
+            again.load_checkpoint(path=file, module=module, optimizer=inner)
+        assert again.get_epsilon(1e-5) == engine.get_epsilon(1e-5)
+        assert again.accountant.state_dict() == engine.accountant.state_dict()
+    other = PrivacyEngine(accountant=name)
+    model, _, _ = other.make_private(**make_toy(records=48), noise_multiplier=2.0, local_noise=True)
+    file.seek(0)
+    with pytest.raises(ValueError, match="num_users=24"):
+        other.load_checkpoint(path=file, module=model)
+
+
+def test_training_goes_on_with_the_same_engine_but_not_with_other_data():
+    toy = make_toy()
+    engine = PrivacyEngine(accountant="shuffled_checkin")
+    model, optimizer, loader = engine.make_private(**toy, noise_multiplier=2.0, local_noise=True)
+    run_epoch(model, optimizer, loader)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=loader, max_grad_norm=1.0, noise_multiplier=3.0, local_noise=True
+    )
+    run_epoch(model, optimizer, loader)
+    assert engine.accountant.history == [(2.0, 0.25, 4), (3.0, 0.25, 4)]
+    with pytest.raises(ValueError, match="new PrivacyEngine"):
+        engine.make_private(**make_toy(records=48), noise_multiplier=2.0, local_noise=True)
+    with pytest.raises(ValueError, match="new PrivacyEngine"):
+        engine.make_private(**make_toy(), noise_multiplier=2.0, local_noise=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"target_epsilon": 0}, "target_epsilon"),
+        ({"target_epsilon": math.nan}, "target_epsilon"),
+        ({"target_delta": 1.0}, "target_delta"),
+        ({"epochs": 0}, "epochs"),
+        ({"epochs": 1.5}, "epochs"),
+        ({"bound": "loose"}, "bound"),
+        ({"adjacency": "replace"}, "certified"),
+        ({"noise_multiplier": 1.0}, "noise_multiplier"),
+        ({"num_user": 3}, "num_user"),
+        ({"target_epsilon": 1e-9}, "certified"),
+    ],
+)
+def test_bad_budgets_are_named(change, named):
+    budget = {"target_epsilon": 4.0, "target_delta": 1e-5, "epochs": 2}
+    engine = PrivacyEngine(accountant="shuffle_gauss")
+    with pytest.raises(ValueError, match=named):
+        engine.make_private_with_epsilon(**{**make_toy(), **budget, **change})
+    assert engine.accountant.num_users is None
+
+
+def test_a_spent_budget_warns_before_calibrating_again():
+    engine = PrivacyEngine(accountant="shuffle_gauss")
+    toy = make_toy()
+    model, optimizer, loader = engine.make_private(**toy, noise_multiplier=2.0, local_noise=True)
+    run_epoch(model, optimizer, loader)
+    with pytest.warns(UserWarning, match="already spent"):
+        engine.make_private_with_epsilon(
+            module=model,
+            optimizer=optimizer,
+            data_loader=loader,
+            max_grad_norm=1.0,
+            local_noise=True,
+            target_epsilon=9.0,
+            target_delta=1e-5,
+            epochs=1,
+        )
+
+
+def test_the_mixin_stacks_on_another_engine():
+    calls = []
+
+    class Other(opacus.PrivacyEngine):
+        def make_private(self, **keywords):
+            calls.append(sorted(keywords))
+            return super().make_private(**keywords)
+
+    class Both(ShuffleMixin, Other):
+        pass
+
+    model, optimizer, loader = Both(accountant="shuffled_checkin").make_private(
+        **make_toy(), noise_multiplier=1.0, local_noise=True
+    )
+    run_epoch(model, optimizer, loader)
+    assert len(calls) == 1
+    assert "local_noise" not in calls[0]
+
+
+def test_the_report_shows_every_bound_and_refuses_when_nothing_ran():
+    engine = PrivacyEngine(accountant="shuffled_checkin")
+    with pytest.raises(ValueError, match="nothing to report"):
+        engine.privacy_report(1e-5)
+    with pytest.raises(ValueError, match="shuffle accountant"):
+        PrivacyEngine(accountant="rdp").privacy_report(1e-5)
+    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0)
+    run_epoch(model, optimizer, loader)
+    printed = str(engine.privacy_report(1e-5))
+    assert "certified" in printed
+    assert "added once to the sum" in printed
+
+
+def test_the_default_bound_warns_and_the_proved_one_does_not():
+    engine = PrivacyEngine(accountant="shuffled_checkin")
+    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, local_noise=True)
+    run_epoch(model, optimizer, loader)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyAssumptionWarning)
+        engine.get_epsilon(1e-5, bound="certified")
+        with pytest.raises(PrivacyAssumptionWarning):
+            engine.get_epsilon(1e-5)
