@@ -38,7 +38,7 @@ def privacy_bound(
 ) -> PrivacyBound:
     """:func:`compute_epsilon` with its meaning attached, and no warning. At least one step."""
     kind = MECHANISMS[one_of("mechanism", mechanism, MECHANISMS)]
-    ran = kind.from_population(noise_multiplier=noise_multiplier, num_users=num_users, sample_rate=sample_rate)
+    ran = kind(noise_multiplier=noise_multiplier, num_users=num_users, sample_rate=sample_rate)
     rounds = [(ran, whole_number("steps", steps))]
     return compute_bound(rounds, delta=delta, bound=bound, adjacency=adjacency, orders=orders)
 

@@ -3,21 +3,18 @@
 In every one of them a report is a vector clipped to norm C plus its sender's own N(0, σ²C²I), and the adversary sees the
 round's reports in random order (and how many there are). ``noise_multiplier`` is always that local σ.
 
->>> ShuffledCheckIn.from_population(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1).expected_reports
+>>> ShuffledCheckIn(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1).expected_reports
 6000.0
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from opacus_shuffle.analysis.mean_ratio import Sampling
 from opacus_shuffle.validation import positive, sampling_rate, whole_number
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 def whole_reports(expected: float) -> int:
@@ -26,96 +23,69 @@ def whole_reports(expected: float) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mechanism(abc.ABC):
-    """One round; ``noise_multiplier`` is the local σ, in units of the clipping norm."""
+class Mechanism:
+    """One round.
+
+    Attributes:
+        name: The accountant that goes with it.
+        sampling: How the round's users are chosen, in the words of :mod:`opacus_shuffle.analysis.mean_ratio`.
+        noise_multiplier: Local σ, in units of the clipping norm.
+        num_users: n, the whole population.
+        sample_rate: γ, the expected share of it in the round.
+    """
 
     name: ClassVar[str]
+    sampling: ClassVar[Sampling]
     noise_multiplier: float
     num_users: int
+    sample_rate: float = 1.0
 
     def __post_init__(self) -> None:
         positive("noise_multiplier", self.noise_multiplier)
         whole_number("num_users", self.num_users)
-
-    @classmethod
-    @abc.abstractmethod
-    def from_population(cls, *, noise_multiplier: float, num_users: int, sample_rate: float) -> Self:
-        """The round of ``num_users`` users who each take part at rate ``sample_rate``."""
+        sampling_rate("sample_rate", self.sample_rate)
 
     @property
     def expected_reports(self) -> float:
-        """Reports per round: exact where the number is fixed, else its mean."""
-        return float(self.num_users)
+        """Reports per round: exact where their number is fixed, else its mean."""
+        return self.num_users * self.sample_rate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShuffleGauss(Mechanism):
-    """All ``num_users`` users of the round report (SG Theorem 1)."""
+    """All ``num_users`` users of the round report (SG Theorem 1); in training, the records of the batch."""
 
     name: ClassVar[str] = "shuffle_gauss"
+    sampling: ClassVar[Sampling] = None
 
-    @classmethod
-    def from_population(cls, *, noise_multiplier: float, num_users: int, sample_rate: float) -> Self:
-        """A round of n users; in training each batch of B records is one, and being sampled earns nothing."""
-        if sampling_rate("sample_rate", sample_rate) != 1.0:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sample_rate != 1.0:
             raise ValueError(
-                f"shuffle_gauss gains nothing from sampling, got sample_rate={sample_rate}: pass num_users = reports per "
-                "round, or use subsampled_shuffle or shuffled_checkin"
+                f"shuffle_gauss gains nothing from sampling, got sample_rate={self.sample_rate}: pass num_users = reports "
+                "per round, or use subsampled_shuffle or shuffled_checkin"
             )
-        return cls(noise_multiplier=noise_multiplier, num_users=whole_number("num_users", num_users))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SubsampledShuffle(Mechanism):
-    """Exactly ``sample_size`` of the ``num_users`` users report, a fresh uniform draw each round (SG Theorem 2)."""
+    """Exactly m = round(γ·n) of the users report, a fresh uniform draw each round (SG Theorem 2); γ becomes m/n."""
 
     name: ClassVar[str] = "subsampled_shuffle"
-    sample_size: int
+    sampling: ClassVar[Sampling] = "without_replacement"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if whole_number("sample_size", self.sample_size) > self.num_users:
-            raise ValueError(f"sample_size must not exceed num_users={self.num_users}, got {self.sample_size}")
-
-    @classmethod
-    def from_population(cls, *, noise_multiplier: float, num_users: int, sample_rate: float) -> Self:
-        """M = round(γ·n) of n users."""
-        users = whole_number("num_users", num_users)
-        size = round(sampling_rate("sample_rate", sample_rate) * users)
-        return cls(noise_multiplier=noise_multiplier, num_users=users, sample_size=size)
-
-    @property
-    def expected_reports(self) -> float:
-        """m, exactly."""
-        return float(self.sample_size)
-
-    @property
-    def sample_rate(self) -> float:
-        """γ = m/n."""
-        return self.sample_size / self.num_users
+        reports = whole_number("round(sample_rate * num_users)", round(self.expected_reports))
+        object.__setattr__(self, "sample_rate", reports / self.num_users)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShuffledCheckIn(Mechanism):
-    """Each of the ``num_users`` users reports with probability ``sample_rate``, by its own coin (SG Theorem 3)."""
+    """Each of the users reports with probability γ, by its own coin (SG Theorem 3)."""
 
     name: ClassVar[str] = "shuffled_checkin"
-    sample_rate: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        sampling_rate("sample_rate", self.sample_rate)
-
-    @classmethod
-    def from_population(cls, *, noise_multiplier: float, num_users: int, sample_rate: float) -> Self:
-        """Rate γ among n users."""
-        users = whole_number("num_users", num_users)
-        return cls(noise_multiplier=noise_multiplier, num_users=users, sample_rate=sample_rate)
-
-    @property
-    def expected_reports(self) -> float:
-        """γ·n on average."""
-        return self.num_users * self.sample_rate
+    sampling: ClassVar[Sampling] = "check_in"
 
 
 MECHANISMS: dict[str, type[Mechanism]] = {

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.data import load_image_dataset
 from opacus_shuffle.privacy_engine import PrivacyEngine
-from opacus_shuffle.validation import positive, whole_number
+from opacus_shuffle.validation import open_unit_interval, positive, whole_number
 
 # The physical batch at which two CPU cores take the least time per record.
 PHYSICAL_BATCH = 300
@@ -67,7 +67,7 @@ class TrainingSettings:
     data_root: str | None = None
     epochs: int = 200
     batch_size: int = 400
-    learning_rate: float = 0.08
+    learning_rate: float = 0.1
     max_grad_norm: float = 1.0
     seed: int | None = None
     device: str = "cpu"
@@ -95,6 +95,7 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
     epochs = whole_number("epochs", settings.epochs)
     batch_size = whole_number("batch_size", settings.batch_size)
     positive("learning_rate", settings.learning_rate)
+    open_unit_interval("delta", settings.delta)
     if settings.noise_multiplier is not None and settings.target_epsilon is not None:
         raise ValueError("give either noise_multiplier or target_epsilon, not both")
     try:
@@ -110,11 +111,12 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
     train_set, test_set = load_image_dataset(settings.data, settings.data_root)
     noise_generator = sampling_generator = None
     if settings.seed is not None:
-        torch.manual_seed(settings.seed)
         noise_generator = torch.Generator(device).manual_seed(settings.seed + 1)
         sampling_generator = torch.Generator().manual_seed(settings.seed + 2)
     images = train_set.tensors[0]
-    network = SmallCNN(channels=images.shape[1], size=images.shape[2]).to(device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # the first weights are public: the same ones every time make runs comparable
+        network = SmallCNN(channels=images.shape[1], size=images.shape[2]).to(device)
     sgd = torch.optim.SGD(network.parameters(), lr=settings.learning_rate)
     data_loader = DataLoader(train_set, batch_size=batch_size, shuffle=True, generator=sampling_generator)
 
@@ -145,7 +147,7 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
     steps = epochs * len(loader)
     falling = torch.optim.lr_scheduler.LinearLR(sgd, 1.0, 0.0, total_iters=steps)
     sgd.register_step_post_hook(lambda *_: falling.step())
-    with tqdm(total=steps, desc="training", unit="step", disable=not progress, file=sys.stderr) as bar:
+    with tqdm(total=steps, desc="training", unit="step", disable=not progress, file=sys.stderr, mininterval=1.0) as bar:
         for epoch in range(epochs):
             before = len(engine.accountant)
             with BatchMemoryManager(

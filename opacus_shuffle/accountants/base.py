@@ -174,7 +174,7 @@ class ShuffleAccountant(IAccountant):
 
     def _round(self, sigma: float, num_users: int, sample_rate: float) -> Mechanism:
         """One round of this mechanism at local ``sigma``."""
-        return self.mechanism_class.from_population(noise_multiplier=sigma, num_users=num_users, sample_rate=sample_rate)
+        return self.mechanism_class(noise_multiplier=sigma, num_users=num_users, sample_rate=sample_rate)
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[DPOptimizer], None]:
         """The step hook of Opacus, which also learns n and B from an engine that does not know this accountant."""

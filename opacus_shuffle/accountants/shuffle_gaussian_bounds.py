@@ -35,64 +35,27 @@ FAMILY: tuple[type[Mechanism], ...] = (ShuffleGauss, SubsampledShuffle, Shuffled
 PAIR = "one pair of data sets: all other records report zero, one record at the clipping norm becomes zero"
 
 
-@functools.singledispatch
 def exact_rdp(mechanism: Mechanism, orders: Vector) -> Vector:
     """Exact RDP of the pair, one round."""
-    raise TypeError(f"no RDP is known for {mechanism!r}")
-
-
-@exact_rdp.register
-def _(mechanism: ShuffleGauss, orders: Vector) -> Vector:
-    return mean_ratio.compute_rdp(noise_multiplier=mechanism.noise_multiplier, num_users=mechanism.num_users, orders=orders)
-
-
-@exact_rdp.register
-def _(mechanism: SubsampledShuffle, orders: Vector) -> Vector:
     return mean_ratio.compute_rdp(
         noise_multiplier=mechanism.noise_multiplier,
         num_users=mechanism.num_users,
         orders=orders,
         sample_rate=mechanism.sample_rate,
-        sampling="without_replacement",
+        sampling=mechanism.sampling,
     )
 
 
-@exact_rdp.register
-def _(mechanism: ShuffledCheckIn, orders: Vector) -> Vector:
-    return mean_ratio.compute_rdp(
-        noise_multiplier=mechanism.noise_multiplier,
-        num_users=mechanism.num_users,
-        orders=orders,
-        sample_rate=mechanism.sample_rate,
-        sampling="check_in",
-    )
-
-
-@functools.singledispatch
 def printed_rdp(mechanism: Mechanism, orders: Vector) -> Vector:
-    """RDP by the papers' formulas, one round; Theorem 1 is exact already."""
-    return exact_rdp(mechanism, orders)
-
-
-@printed_rdp.register
-def _(mechanism: SubsampledShuffle, orders: Vector) -> Vector:
+    """RDP by the papers' formulas, one round; Theorem 1, for a round of everyone, is exact already."""
+    if mechanism.sampling is None:
+        return exact_rdp(mechanism, orders)
     return subsampling.compute_rdp(
         noise_multiplier=mechanism.noise_multiplier,
         num_users=mechanism.num_users,
-        sample_rate=mechanism.sample_rate,
         orders=orders,
-        sampling="without_replacement",
-    )
-
-
-@printed_rdp.register
-def _(mechanism: ShuffledCheckIn, orders: Vector) -> Vector:
-    return subsampling.compute_rdp(
-        noise_multiplier=mechanism.noise_multiplier,
-        num_users=mechanism.num_users,
         sample_rate=mechanism.sample_rate,
-        orders=orders,
-        sampling="check_in",
+        sampling=mechanism.sampling,
     )
 
 

@@ -1,0 +1,130 @@
+"""The console script, as a user types it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from opacus_shuffle import compute_epsilon, compute_noise_multiplier
+from opacus_shuffle.cli import main
+from opacus_shuffle.training import TrainingSettings, train
+
+pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
+CHECKIN = ["--mechanism", "shuffled_checkin", "--num-users", "60000", "--steps", "100", "--sample-rate", "0.1"]
+NUMBERS = {"num_users": 60_000, "steps": 100, "sample_rate": 0.1}
+QUICK = {"epochs": 1, "batch_size": 40, "seed": 0}
+
+
+@pytest.mark.parametrize("bound", ["paper", "tight", "certified"])
+def test_epsilon_prints_one_number_and_its_meaning(capsys, bound):
+    assert main(["epsilon", *CHECKIN, "--noise-multiplier", "5", "--delta", "1e-5", "--bound", bound]) == 0
+    number, *meaning = capsys.readouterr().out.splitlines()
+    exact = compute_epsilon("shuffled_checkin", noise_multiplier=5.0, delta=1e-5, bound=bound, **NUMBERS)
+    assert exact <= float(number) <= exact * 1.001  # four digits, rounded up
+    told = "\n".join(meaning)
+    for word in (bound, "zero_out", "1e-05", "100 rounds", "every data set", "adversary"):
+        assert word in told
+    assert ("PROVED" if bound == "certified" else "PAIR") in told
+
+
+def test_noise_prints_one_number_that_meets_the_budget(capsys):
+    budget = ["--target-epsilon", "1", "--target-delta", "1e-5", "--bound", "tight"]
+    assert main(["noise", *CHECKIN, *budget]) == 0
+    number = float(capsys.readouterr().out.splitlines()[0])
+    exact = compute_noise_multiplier("shuffled_checkin", target_epsilon=1.0, target_delta=1e-5, bound="tight", **NUMBERS)
+    assert exact <= number <= exact * (1 + 1e-5)
+    assert compute_epsilon("shuffled_checkin", noise_multiplier=number, delta=1e-5, bound="tight", **NUMBERS) <= 1.0
+
+
+def test_json_is_for_machines(capsys):
+    assert main(["epsilon", *CHECKIN, "--noise-multiplier", "5", "--delta", "1e-5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["guarantee"] == "PAIR"
+    assert found["certified_epsilon"] > found["epsilon"]
+    assert main(["noise", *CHECKIN, "--target-epsilon", "1", "--target-delta", "1e-5", "--bound", "tight", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["epsilon"] <= 1.0
+    assert found["noise_multiplier"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["epsilon", *CHECKIN, "--noise-multiplier", "-1", "--delta", "1e-5"], "noise_multiplier"),
+        (["epsilon", *CHECKIN, "--noise-multiplier", "nan", "--delta", "1e-5"], "noise_multiplier"),
+        (["epsilon", *CHECKIN, "--noise-multiplier", "1", "--delta", "2"], "delta"),
+        (["epsilon", *CHECKIN, "--noise-multiplier", "1", "--delta", "1e-5", "--adjacency", "replace"], "certified"),
+        (["epsilon", *CHECKIN, "--noise-multiplier", "1", "--delta", "1e-5", "--steps", "0"], "steps"),
+        (["noise", *CHECKIN, "--target-epsilon", "0", "--target-delta", "1e-5"], "target_epsilon"),
+        (["train", "--data", "mnist"], "data-root"),
+        (["train", "--data", "cifar10", "--data-root", "/nowhere"], "cifar10"),
+        (["train", "--epochs", "0"], "epochs"),
+        (["train", "--noise-multiplier", "0"], "noise_multiplier"),
+        (["train", "--delta", "0"], "delta"),
+        (["train", "--device", "abacus"], "device"),
+        (["train", "--data-root", "/tmp"], "mnist-5k"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_exit_status_2(capsys, arguments, named):
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert named in printed.err
+    assert len(printed.err.splitlines()) == 1
+
+
+def test_unknown_flags_are_refused():
+    with pytest.raises(SystemExit) as stop:
+        main(["epsilon", "--sigma", "1"])
+    assert stop.value.code == 2
+
+
+@pytest.mark.parametrize("accountant", ["shuffle_gauss", "subsampled_shuffle", "shuffled_checkin"])
+@pytest.mark.parametrize("local_noise", [True, False])
+def test_the_main_job_trains_and_ends_with_accuracy_and_the_table(capsys, accountant, local_noise):
+    flag = "--local-noise" if local_noise else "--no-local-noise"
+    job = ["train", "--accountant", accountant, flag, "--epochs", "1", "--batch-size", "400", "--noise-multiplier", "1"]
+    assert main(job) == 0
+    printed = capsys.readouterr().out
+    for word in ("test accuracy", "held-out", "certified", "PROVED", accountant, "10 rounds"):
+        assert word in printed
+    assert ("added once to the sum" in printed) is not local_noise
+
+
+def test_a_seed_repeats_a_run_and_no_seed_does_not():
+    def weights(seed):
+        settings = TrainingSettings(**{**QUICK, "batch_size": 1000, "seed": seed})
+        return next(train(settings, progress=False).model.parameters())
+
+    assert weights(0).equal(weights(0))
+    assert not weights(None).equal(weights(None))
+
+
+def test_a_budget_is_kept():
+    settings = TrainingSettings(target_epsilon=3.0, bound="tight", **QUICK)
+    result = train(settings, progress=False)
+    spent = {answer.bound: answer.epsilon for answer in result.report.bounds}
+    assert 2.99 < spent["tight"] <= 3.0
+    assert result.noise_multiplier > 0
+
+
+def test_both_a_noise_and_a_budget_is_one_too_many():
+    with pytest.raises(ValueError, match="not both"):
+        train(TrainingSettings(noise_multiplier=1.0, target_epsilon=1.0), progress=False)
+
+
+@pytest.mark.slow
+def test_the_main_job_learns_the_digits():
+    result = train(dataclasses.replace(TrainingSettings(), seed=0), progress=False)
+    assert result.accuracy > 0.85
+    assert all(math.isfinite(answer.epsilon) for answer in result.report.bounds)
+
+
+def test_the_module_runs_as_a_script():
+    run = subprocess.run([sys.executable, "-m", "opacus_shuffle.cli", "--version"], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("opacus-shuffle ")
