@@ -42,7 +42,7 @@ from opacus_shuffle.data.fixed_size_sampler import FixedSizeSampler, with_batch_
 from opacus_shuffle.data.sampling_plan import SamplingPlan, plan_sampling
 from opacus_shuffle.optimizers import allow_empty_batches, optimizer_class
 from opacus_shuffle.randomness import secret_generator
-from opacus_shuffle.validation import open_unit_interval, positive, reject_unknown, whole_number
+from opacus_shuffle.validation import one_of, open_unit_interval, positive, reject_unknown, whole_number
 
 LOCAL_NOISE_MODES = ("hooks", "functorch", "ew", "ghost")
 # What clipping="adaptive" takes besides: Opacus hands these to its optimizer.
@@ -126,6 +126,8 @@ class ShuffleMixin(opacus.PrivacyEngine):
             ValueError: If anything does not fit; nothing is changed then.
         """
         reject_unknown("make_private", unknown if clipping != "adaptive" else _without(unknown, ADAPTIVE_KEYWORDS))
+        if criterion is not None and "ghost" in grad_sample_mode:
+            one_of("criterion.reduction", getattr(criterion, "reduction", loss_reduction), [loss_reduction])
         run = self._plan_run(
             module, optimizer, data_loader, poisson_sampling, clipping, grad_sample_mode, local_noise, noise_generator
         )
@@ -163,6 +165,8 @@ class ShuffleMixin(opacus.PrivacyEngine):
             self.accountant.__dict__.update(before[1])
             if self._wrapped is not None and self._wrapped is not module:
                 self._wrapped.cleanup()
+                for parameter in module.parameters():
+                    parameter.__dict__.pop("summed_grad", None)
             raise
         finally:
             self._run = self._wrapped = None

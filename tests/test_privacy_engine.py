@@ -183,6 +183,7 @@ def test_the_stock_engine_s_zero_batch_size_is_refused_before_it_spoils_the_weig
         ("shuffled_checkin", {"grad_sample_mode": "hook"}, "grad_sample_mode"),
         ("shuffled_checkin", {"grad_sample_mode": "ghost", "clipping": "per_layer", "max_grad_norm": [1.0] * 4}, "ghost"),
         ("shuffled_checkin", {"loss_reduction": "median"}, "loss_reduction"),
+        ("shuffled_checkin", {"grad_sample_mode": "ghost", "criterion": nn.MSELoss(reduction="sum")}, "reduction"),
         ("shuffled_checkin", {"noise_generator": "cpu"}, "noise_generator"),
         ("rdp", {"clipping": "adaptive", "local_noise": False, "target": 3}, "target=3"),
     ],
@@ -196,7 +197,8 @@ def test_bad_arguments_are_named_and_nothing_is_half_changed(name, change, named
         engine.make_private(**{**toy, "noise_multiplier": 1.0, "local_noise": name != "rdp", **change})
     assert (engine.accountant.__dict__, engine.dataset) == before
     assert len(toy["module"][0]._forward_hooks) == hooks
-    assert not any(hasattr(parameter, "grad_sample") for parameter in toy["module"].parameters())
+    traces = ("grad_sample", "summed_grad", "_norm_sample", "_forward_counter")
+    assert not any(hasattr(parameter, name) for parameter in toy["module"].parameters() for name in traces)
     assert type(toy["optimizer"]) is torch.optim.SGD
     # and the same objects still serve
     usable = PrivacyEngine(accountant="shuffle_gauss")
