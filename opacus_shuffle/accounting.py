@@ -159,8 +159,8 @@ def _warn_of_assumption(answer: PrivacyBound, function: str) -> None:
     """One sentence, the same for every call, so that Python shows it once per place in the user's code."""
     if answer.guarantee is not Guarantee.PROVED:
         warnings.warn(
-            f"{function} with bound={answer.bound!r} {answer.guarantee.value} ({answer.covers}); bound='certified' covers "
-            "every data set",
+            f"{function} with bound={answer.bound!r} covers {answer.covers}, which is no guarantee for every data set; "
+            "bound='certified' is one",
             PrivacyAssumptionWarning,
             stacklevel=3,
         )

@@ -23,10 +23,10 @@ from typing import Any
 from opacus_shuffle._version import __version__
 from opacus_shuffle.accountants import PrivacyAssumptionWarning, PrivacyBound
 from opacus_shuffle.accountants.bounds import ADJACENCIES, Guarantee
-from opacus_shuffle.accountants.report import round_up
 from opacus_shuffle.accounting import compute_noise_multiplier, privacy_bound
 from opacus_shuffle.data import DATASETS
 from opacus_shuffle.mechanisms import MECHANISMS
+from opacus_shuffle.rounding import round_up
 from opacus_shuffle.training import DEFAULT_NOISE_MULTIPLIER, TrainingSettings, train
 
 BOUNDS = ("paper", "tight", "certified")

@@ -171,8 +171,8 @@ class ShuffleMixin(opacus.PrivacyEngine):
         finally:
             self._run = self._wrapped = None
         private_module, private_optimizer = result[0], result[1]
-        if run.plan.kind == "fixed_size":
-            private_module.forbid_grad_accumulation()  # two draws could hold one record twice
+        if isinstance(self.accountant, ShuffleAccountant):
+            private_module.forbid_grad_accumulation()  # two batches could hold one record twice
         if local_noise and grad_sample_mode == "ghost":
             private_optimizer.grad_sample_module = private_module
         # Opacus's hook has the rate 1/L; a fixed-size batch has B/n.

@@ -65,9 +65,9 @@ class TrainingSettings:
     delta: float = 1e-5
     data: str = "mnist-5k"
     data_root: str | None = None
-    epochs: int = 200
+    epochs: int = 150
     batch_size: int = 400
-    learning_rate: float = 0.1
+    learning_rate: float = 0.12
     max_grad_norm: float = 1.0
     seed: int | None = None
     device: str = "cpu"

@@ -29,6 +29,7 @@ from opacus_shuffle.accountants.bounds import (
     compute_bound,
 )
 from opacus_shuffle.mechanisms import Mechanism
+from opacus_shuffle.rounding import round_up
 from opacus_shuffle.validation import (
     finite_number,
     open_unit_interval,
@@ -236,7 +237,7 @@ class ShuffleAccountant(IAccountant):
 def assumption(answer: PrivacyBound, certified: PrivacyBound, *, emulated: bool = False) -> str:
     """The one sentence that goes with an ε that is not proved for every data set."""
     return (
-        f"epsilon={answer.epsilon:.4g} (bound={answer.bound!r}, delta={answer.delta:.3g}) {answer.guarantee.value} "
-        f"({answer.covers}{'; the noise was added once to the sum, emulating local reports' if emulated else ''}); "
-        f"the value that covers {certified.covers} is epsilon={certified.epsilon:.4g} (bound={certified.bound!r})"
+        f"epsilon={round_up(answer.epsilon)} (bound={answer.bound!r}, delta={answer.delta:.3g}) covers {answer.covers}"
+        f"{' (and the noise was added once to the sum, emulating local reports)' if emulated else ''}, which is no guarantee "
+        f"for every data set; proved for every data set is epsilon={round_up(certified.epsilon)} (bound={certified.bound!r})"
     )

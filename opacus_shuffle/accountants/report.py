@@ -10,10 +10,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
 from opacus_shuffle.accountants.bounds import PrivacyBound
+from opacus_shuffle.rounding import round_up
 
 
 class PrivacyReport:
@@ -50,14 +50,3 @@ class PrivacyReport:
             f"the adversary {first.adversary}"
         )
         return "\n".join([title, *lines, *notes])
-
-
-def round_up(value: float, digits: int = 4) -> str:
-    """A number in ``digits`` significant digits, never below the number.
-
-    >>> round_up(0.00140628), round_up(634.201), round_up(123456.1), round_up(0.0)
-    ('0.001407', '634.3', '123457', '0')
-    """
-    exact = Decimal(value)
-    places = max(digits - 1 - exact.adjusted(), 0) if exact else 0
-    return f"{exact.quantize(Decimal(1).scaleb(-places), rounding=ROUND_CEILING):f}"
