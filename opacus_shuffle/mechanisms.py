@@ -14,7 +14,7 @@ import math
 from typing import ClassVar
 
 from opacus_shuffle.analysis.mean_ratio import Sampling
-from opacus_shuffle.validation import positive, sampling_rate, whole_number
+from opacus_shuffle.validation import noise_level, sampling_rate, whole_number
 
 
 def whole_reports(expected: float) -> int:
@@ -41,9 +41,9 @@ class Mechanism:
     sample_rate: float = 1.0
 
     def __post_init__(self) -> None:
-        positive("noise_multiplier", self.noise_multiplier)
-        whole_number("num_users", self.num_users)
-        sampling_rate("sample_rate", self.sample_rate)
+        object.__setattr__(self, "noise_multiplier", noise_level("noise_multiplier", self.noise_multiplier))
+        object.__setattr__(self, "num_users", whole_number("num_users", self.num_users))
+        object.__setattr__(self, "sample_rate", sampling_rate("sample_rate", self.sample_rate))
 
     @property
     def expected_reports(self) -> float:

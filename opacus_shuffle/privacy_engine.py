@@ -18,49 +18,35 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import opacus
 import torch
 from opacus.accountants.utils import get_noise_multiplier
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.grad_sample import GradSampleModuleExpandedWeights
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from opacus.optimizers import DPOptimizer, get_optimizer_class
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants import ShuffleAccountant
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.analysis.calibration import smallest_noise_multiplier
+from opacus_shuffle.data.epoch_start import EpochStart, PoissonSampler, call_at_epoch_start
 from opacus_shuffle.data.fixed_size_sampler import FixedSizeSampler, with_batch_sampler
-from opacus_shuffle.data.sampling_plan import SamplingPlan, plan_sampling
-from opacus_shuffle.optimizers import allow_empty_batches, optimizer_class
+from opacus_shuffle.data.sampling_plan import plan_sampling
+from opacus_shuffle.optimizers import GhostLogicalBatch, LogicalBatch, allow_empty_batches, optimizer_class
 from opacus_shuffle.randomness import secret_generator
-from opacus_shuffle.validation import one_of, open_unit_interval, positive, reject_unknown, whole_number
-
-LOCAL_NOISE_MODES = ("hooks", "functorch", "ew", "ghost")
-# What clipping="adaptive" takes besides: Opacus hands these to its optimizer.
-ADAPTIVE_KEYWORDS = (
-    "target_unclipped_quantile",
-    "clipbound_learning_rate",
-    "max_clipbound",
-    "min_clipbound",
-    "unclipped_num_std",
+from opacus_shuffle.run_plan import Run, plan_run
+from opacus_shuffle.validation import (
+    flag,
+    instance_of,
+    open_unit_interval,
+    positive,
+    reject_unknown,
+    whole_number,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """What one ``make_private`` decided, for the builders that Opacus calls on the way."""
-
-    plan: SamplingPlan
-    local_noise: bool
 
 
 class ShuffleMixin(opacus.PrivacyEngine):
@@ -69,11 +55,11 @@ class ShuffleMixin(opacus.PrivacyEngine):
     Formal Guarantees:
         That of the accountant's bound, see :meth:`get_epsilon`. With ``local_noise=True`` the sum has the law of the sum of
         locally noised reports; the shuffler itself is simulated. Noise and participation come from generators seeded by
-        the operating system unless you pass your own; their state is never saved, because a checkpoint is often published
+        the operating system unless you pass your own; a checkpoint never holds their state, because it is often published
         and such a state can be run backwards to the noise already used.
     """
 
-    _run: _Run | None = None
+    _run: Run | None = None
     _wrapped: AbstractGradSampleHooks | None = None
     dataset: Any  # Opacus's, untyped
 
@@ -125,23 +111,31 @@ class ShuffleMixin(opacus.PrivacyEngine):
         Raises:
             ValueError: If anything does not fit; nothing is changed then.
         """
-        reject_unknown("make_private", unknown if clipping != "adaptive" else _without(unknown, ADAPTIVE_KEYWORDS))
-        if criterion is not None and "ghost" in grad_sample_mode:
-            one_of("criterion.reduction", getattr(criterion, "reduction", loss_reduction), [loss_reduction])
-        run = self._plan_run(
-            module, optimizer, data_loader, poisson_sampling, clipping, grad_sample_mode, local_noise, noise_generator
+        run = plan_run(
+            self.accountant,
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            criterion=criterion,
+            loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling,
+            clipping=clipping,
+            noise_generator=noise_generator,
+            grad_sample_mode=grad_sample_mode,
+            local_noise=local_noise,
+            flags={"wrap_model": wrap_model, "batch_first": batch_first, "rand_on_empty": rand_on_empty},
+            unknown=unknown,
         )
-        if noise_multiplier != 0 or isinstance(self.accountant, ShuffleAccountant):
-            positive("noise_multiplier", noise_multiplier)
-        _check_norms(max_grad_norm, clipping, optimizer)
         if noise_generator is None and not self.secure_mode:
-            noise_generator = secret_generator(_device(optimizer))
+            noise_generator = secret_generator(run.device)
         before = (self.dataset, dict(self.accountant.__dict__))
         self._run = run
         try:
             if isinstance(self.accountant, ShuffleAccountant):
-                self.accountant.num_users = run.plan.num_users
-                self.accountant.batch_size = run.plan.batch_size
+                self.accountant.num_users = run.sampling.num_users
+                self.accountant.batch_size = run.sampling.batch_size
                 self.accountant.local_noise = local_noise
             result = super().make_private(
                 module=module,
@@ -152,7 +146,7 @@ class ShuffleMixin(opacus.PrivacyEngine):
                 max_grad_norm=max_grad_norm,
                 batch_first=batch_first,
                 loss_reduction=loss_reduction,
-                poisson_sampling=run.plan.kind == "poisson",
+                poisson_sampling=run.sampling.kind == "poisson",
                 clipping=clipping,
                 noise_generator=noise_generator,
                 grad_sample_mode=grad_sample_mode,
@@ -173,11 +167,16 @@ class ShuffleMixin(opacus.PrivacyEngine):
         private_module, private_optimizer = result[0], result[1]
         if isinstance(self.accountant, ShuffleAccountant):
             private_module.forbid_grad_accumulation()  # two batches could hold one record twice
-        if local_noise and grad_sample_mode == "ghost":
-            private_optimizer.grad_sample_module = private_module
+        if isinstance(private_optimizer, GhostLogicalBatch):
+            private_optimizer.watch(private_module)
+        if isinstance(private_optimizer, LogicalBatch):
+            if isinstance(self.accountant, ShuffleAccountant) and run.sampling.kind != "poisson":
+                private_optimizer.records_per_round = run.sampling.batch_size
+            if isinstance(result[-1].batch_sampler, EpochStart):
+                call_at_epoch_start(result[-1].batch_sampler, private_optimizer.discard_partial_batch)
         # Opacus's hook has the rate 1/L; a fixed-size batch has B/n.
         private_optimizer.step_hook = None
-        private_optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=run.plan.sample_rate))
+        private_optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=run.sampling.sample_rate))
         return result
 
     def make_private_with_epsilon(  # type: ignore[override]
@@ -218,12 +217,13 @@ class ShuffleMixin(opacus.PrivacyEngine):
             ValueError: If an argument is out of range or no noise meets the target.
         """
         positive("target_epsilon", target_epsilon)
-        open_unit_interval("target_delta", target_delta)
-        whole_number("epochs", epochs)
+        target_delta = open_unit_interval("target_delta", target_delta)
+        flag("local_noise", local_noise)
+        instance_of("data_loader", data_loader, (DataLoader,))
         if "noise_multiplier" in keywords:
             raise ValueError("noise_multiplier is what make_private_with_epsilon finds: leave it out or call make_private")
         plan = plan_sampling(self.accountant.mechanism(), data_loader, poisson_sampling)
-        steps = epochs * plan.steps_per_epoch
+        steps = whole_number("epochs", epochs) * plan.steps_per_epoch
         if len(self.accountant) > 0:
             warnings.warn(
                 "this engine has already spent privacy: the noise assumes a fresh start, so the total will exceed "
@@ -231,13 +231,15 @@ class ShuffleMixin(opacus.PrivacyEngine):
                 stacklevel=2,
             )
         if isinstance(self.accountant, ShuffleAccountant):
-            probe = type(self.accountant)(num_users=plan.num_users, local_noise=local_noise)
+            probe = type(self.accountant)(num_users=plan.num_users, batch_size=plan.batch_size, local_noise=local_noise)
 
             def epsilon(noise_multiplier: float) -> float:
                 probe.history = [(noise_multiplier, plan.sample_rate, steps)]
                 return probe.bound(target_delta, bound=bound or "paper", adjacency=adjacency or "zero_out").epsilon
 
             noise_multiplier = smallest_noise_multiplier(epsilon, target_epsilon=target_epsilon)
+            epsilon(noise_multiplier)
+            probe.warn_of_assumption(target_delta, bound=bound or "paper", adjacency=adjacency or "zero_out")
         else:
             if bound is not None or adjacency is not None:
                 raise ValueError(
@@ -287,50 +289,6 @@ class ShuffleMixin(opacus.PrivacyEngine):
             raise ValueError("privacy_report has nothing to report: no training step was taken yet")
         return PrivacyReport(self.accountant.all_bounds(delta), emulated=not self.accountant.local_noise)
 
-    def _plan_run(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        data_loader: DataLoader,
-        poisson_sampling: bool | None,
-        clipping: str,
-        grad_sample_mode: str,
-        local_noise: bool,
-        noise_generator: torch.Generator | None,
-    ) -> _Run:
-        """Everything that can be refused before anything is touched."""
-        mechanism = self.accountant.mechanism()
-        shuffle = isinstance(self.accountant, ShuffleAccountant)
-        parallel = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel, FSDPModule)
-        if shuffle or local_noise:
-            if isinstance(module, parallel):
-                raise ValueError(f"distributed training ({type(module).__name__}) is not supported yet by {mechanism}")
-            if clipping not in ("flat", "per_layer"):
-                raise ValueError(f"clipping must be 'flat' or 'per_layer' with {mechanism}, got {clipping!r}")
-        if local_noise and not shuffle:
-            raise ValueError(
-                f"local_noise=True needs an accountant that knows it, got {mechanism!r}: use 'shuffle_gauss', "
-                "'subsampled_shuffle' or 'shuffled_checkin'"
-            )
-        if local_noise and grad_sample_mode not in LOCAL_NOISE_MODES:
-            raise ValueError(f"local_noise=True needs grad_sample_mode in {LOCAL_NOISE_MODES}, got {grad_sample_mode!r}")
-        if noise_generator is not None:
-            if not isinstance(noise_generator, torch.Generator):
-                raise ValueError(f"noise_generator must be a torch.Generator, got {noise_generator!r}")
-            if noise_generator.device.type != _device(optimizer).type:
-                raise ValueError(
-                    f"noise_generator lives on {noise_generator.device}, the parameters on {_device(optimizer)}: make one there"
-                )
-        plan = plan_sampling(mechanism, data_loader, poisson_sampling)
-        if isinstance(self.accountant, ShuffleAccountant) and len(self.accountant):
-            ran = (self.accountant.num_users, self.accountant.local_noise)
-            if ran != (plan.num_users, local_noise):
-                raise ValueError(
-                    f"this engine has accounted rounds with (num_users, local_noise) = {ran}, got "
-                    f"{(plan.num_users, local_noise)}: use a new PrivacyEngine"
-                )
-        return _Run(plan, local_noise)
-
     def _prepare_model(self, module: nn.Module, **keywords: Any) -> Any:
         self._wrapped = super()._prepare_model(module, **keywords)
         if isinstance(self._wrapped, GradSampleModuleExpandedWeights):
@@ -345,20 +303,29 @@ class ShuffleMixin(opacus.PrivacyEngine):
         )
         if self._run is None:
             return loader
-        plan = self._run.plan
+        plan = self._run.sampling
         generator = self.secure_rng if data_loader.generator is None else data_loader.generator
         if plan.kind == "fixed_size":
-            sampler = FixedSizeSampler(
+            fixed = FixedSizeSampler(
                 num_samples=plan.num_users,
                 batch_size=plan.batch_size,
                 steps=plan.steps_per_epoch,
                 generator=generator,
             )
-            return with_batch_sampler(loader, sampler)
+            return with_batch_sampler(loader, fixed)
         if plan.kind == "poisson":
-            setattr(loader.batch_sampler, "num_batches" if distributed else "steps", plan.steps_per_epoch)
-            if loader.batch_sampler.generator is None:
-                loader.batch_sampler.generator = secret_generator("cpu")
+            if generator is None:
+                generator = secret_generator("cpu")
+            if distributed:
+                loader.batch_sampler.num_batches, loader.batch_sampler.generator = plan.steps_per_epoch, generator
+            else:  # DataLoader forbids setting its sampler, but asks for it anew in every epoch
+                sampler = PoissonSampler(
+                    num_samples=plan.num_users,
+                    sample_rate=plan.sample_rate,
+                    steps=plan.steps_per_epoch,
+                    generator=generator,
+                )
+                object.__setattr__(loader, "batch_sampler", sampler)
         return loader
 
     def _prepare_optimizer(
@@ -375,7 +342,7 @@ class ShuffleMixin(opacus.PrivacyEngine):
         if self._run is None:
             raise RuntimeError("_prepare_optimizer is called by make_private alone")
         if not distributed:
-            expected_batch_size = self._run.plan.batch_size
+            expected_batch_size = self._run.sampling.batch_size
         base = get_optimizer_class(clipping=clipping, distributed=distributed, grad_sample_mode=grad_sample_mode)
         return optimizer_class(base, local_noise=self._run.local_noise)(
             optimizer=optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
@@ -393,28 +360,3 @@ class PrivacyEngine(ShuffleMixin, opacus.PrivacyEngine):
         accountant: ``"shuffle_gauss"``, ``"subsampled_shuffle"``, ``"shuffled_checkin"``, or any of Opacus's own.
         secure_mode: As Opacus's.
     """
-
-
-def _without(keywords: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The keywords that are not among ``names``."""
-    return {name: value for name, value in keywords.items() if name not in names}
-
-
-def _device(optimizer: torch.optim.Optimizer) -> torch.device:
-    """The one device of the parameters."""
-    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
-    if len(devices) != 1:
-        raise ValueError(f"the parameters must live on one device, got {sorted(map(str, devices))}")
-    return devices.pop()
-
-
-def _check_norms(max_grad_norm: float | list[float], clipping: str, optimizer: torch.optim.Optimizer) -> None:
-    """Positive, and one per trainable parameter with per-layer clipping."""
-    if clipping != "per_layer":
-        positive("max_grad_norm", max_grad_norm)
-        return
-    trainable = sum(p.requires_grad for group in optimizer.param_groups for p in group["params"])
-    if not isinstance(max_grad_norm, Sequence) or len(max_grad_norm) != trainable:
-        raise ValueError(f"max_grad_norm must list {trainable} norms, one per trainable parameter, got {max_grad_norm!r}")
-    for norm in max_grad_norm:
-        positive("max_grad_norm", norm)

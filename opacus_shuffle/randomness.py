@@ -1,18 +1,36 @@
 """Secret randomness: generators seeded by the operating system, so that ``torch.manual_seed`` never predicts the noise.
 
->>> secret_generator("cpu").initial_seed() == secret_generator("cpu").initial_seed()
+PyTorch's CPU generator is a Mersenne Twister whose ``manual_seed`` keeps 32 bits, few enough to try them all; so its whole
+state of 19,968 bits is filled. It is still no cryptographic generator: whoever learns enough of its raw output can predict the
+rest (``secure_mode`` is Opacus's answer to that).
+
+>>> torch.equal(torch.randn(4, generator=secret_generator("cpu")), torch.randn(4, generator=secret_generator("cpu")))
 False
 """
 
 from __future__ import annotations
 
+import os
 import secrets
+import warnings
 
+import numpy as np
 import torch
+
+# Where PyTorch keeps the Twister's 624 words, 64 bits each, behind its seed, counters and position.
+_FIRST, _WORDS = 24, 624
 
 
 def secret_generator(device: torch.device | str) -> torch.Generator:
-    """A generator on ``device`` with 64 bits of the operating system's entropy for a seed."""
+    """A generator on ``device`` whose state comes from the operating system."""
     generator = torch.Generator(device=device)
-    generator.manual_seed(secrets.randbits(64) - 2**63)
-    return generator
+    if generator.device.type != "cpu":
+        return generator.manual_seed(secrets.randbits(64) - 2**63)  # counter-based: all 64 bits are the key
+    probe = 20_061_111
+    state = generator.manual_seed(probe).get_state()
+    words = state[_FIRST : _FIRST + 8 * _WORDS].view(torch.int64)
+    if len(words) != _WORDS or int(words[0]) != probe:
+        warnings.warn("this PyTorch keeps the state of its CPU generator elsewhere: only 32 bits are secret", stacklevel=2)
+        return generator.manual_seed(secrets.randbits(32))
+    words.copy_(torch.from_numpy(np.frombuffer(os.urandom(4 * _WORDS), np.uint32).astype(np.int64)))
+    return generator.set_state(state)

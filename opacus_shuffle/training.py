@@ -22,7 +22,7 @@ from opacus_shuffle.validation import open_unit_interval, positive, whole_number
 
 # The physical batch at which two CPU cores take the least time per record.
 PHYSICAL_BATCH = 300
-DEFAULT_NOISE_MULTIPLIER = 0.5
+DEFAULT_NOISE_MULTIPLIER = 0.5  # local; the sum of B reports carries √B times as much
 
 
 class SmallCNN(nn.Module):
@@ -52,15 +52,15 @@ class SmallCNN(nn.Module):
 class TrainingSettings:
     """What the main job needs to know; see ``opacus-shuffle train --help``.
 
-    ``noise_multiplier`` is each record's own σ with ``local_noise``, else that of the sum; 0.5 if there is no
-    ``target_epsilon`` either. The learning rate falls linearly to zero. With a ``seed`` the noise can be predicted by
+    ``noise_multiplier`` is each record's own σ with ``local_noise``, else that of the sum; without a ``target_epsilon`` it is
+    0.5, or √B times that for the sum. ``bound`` says which ε the target is about (``"paper"`` by default). The learning rate falls linearly to zero. With a ``seed`` the noise can be predicted by
     whoever knows it.
     """
 
     accountant: str = "shuffled_checkin"
     noise_multiplier: float | None = None
     target_epsilon: float | None = None
-    bound: str = "paper"
+    bound: str | None = None
     local_noise: bool = True
     delta: float = 1e-5
     data: str = "mnist-5k"
@@ -96,12 +96,14 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
     batch_size = whole_number("batch_size", settings.batch_size)
     positive("learning_rate", settings.learning_rate)
     open_unit_interval("delta", settings.delta)
+    if settings.target_epsilon is None and settings.bound is not None:
+        raise ValueError(f"bound={settings.bound!r} says which epsilon target_epsilon is about: give target_epsilon too")
     if settings.noise_multiplier is not None and settings.target_epsilon is not None:
         raise ValueError("give either noise_multiplier or target_epsilon, not both")
     try:
         device = torch.device(settings.device)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"device={settings.device!r} cannot be used here: {str(error).splitlines()[0]}") from None
     try:
         from tqdm import tqdm
@@ -111,22 +113,26 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
     train_set, test_set = load_image_dataset(settings.data, settings.data_root)
     noise_generator = sampling_generator = None
     if settings.seed is not None:
+        whole_number("seed", settings.seed, minimum=0)
         noise_generator = torch.Generator(device).manual_seed(settings.seed + 1)
         sampling_generator = torch.Generator().manual_seed(settings.seed + 2)
     images = train_set.tensors[0]
+    if batch_size > len(images):
+        raise ValueError(f"batch_size must not exceed the {len(images)} training images, got {batch_size}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # the first weights are public: the same ones every time make runs comparable
         network = SmallCNN(channels=images.shape[1], size=images.shape[2]).to(device)
     sgd = torch.optim.SGD(network.parameters(), lr=settings.learning_rate)
     data_loader = DataLoader(train_set, batch_size=batch_size, shuffle=True, generator=sampling_generator)
 
+    default_noise = DEFAULT_NOISE_MULTIPLIER * (1 if settings.local_noise else batch_size**0.5)
     engine = PrivacyEngine(accountant=settings.accountant)
     if settings.target_epsilon is None:
         model, optimizer, loader = engine.make_private(
             module=network,
             optimizer=sgd,
             data_loader=data_loader,
-            noise_multiplier=DEFAULT_NOISE_MULTIPLIER if settings.noise_multiplier is None else settings.noise_multiplier,
+            noise_multiplier=default_noise if settings.noise_multiplier is None else settings.noise_multiplier,
             max_grad_norm=settings.max_grad_norm,
             noise_generator=noise_generator,
             local_noise=settings.local_noise,

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -30,12 +31,14 @@ def reject_unknown(function: str, unknown: Mapping[str, Any], known: Iterable[st
 
 def finite_number(name: str, value: Any) -> float:
     """A finite float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name} must be a number, got {value!r}")
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a number, got {value!r}") from None
-    if isinstance(value, bool) or not math.isfinite(number):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be a finite number, got {number if number == math.inf else value!r}")
     return number
 
 
@@ -66,9 +69,24 @@ def sampling_rate(name: str, value: Any) -> float:
 def whole_number(name: str, value: Any, *, minimum: int = 1) -> int:
     """An integer (or a float that is one) of at least ``minimum``."""
     number = finite_number(name, value)
-    if number != int(number) or number < minimum:
-        raise ValueError(f"{name} must be a whole number of at least {minimum}, got {value!r}")
-    return int(value)
+    if number != int(number) or not minimum <= number <= 2**53:
+        raise ValueError(f"{name} must be a whole number of at least {minimum} (and at most 2**53), got {value!r}")
+    return int(number)
+
+
+def noise_level(name: str, value: Any) -> float:
+    """A noise multiplier in [1e-6, 1e12], beyond which double precision says nothing."""
+    number = positive(name, value)
+    if not 1e-6 <= number <= 1e12:
+        raise ValueError(f"{name} must lie in [1e-6, 1e12], got {value!r}")
+    return number
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False, and nothing that merely looks like it."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
 
 
 def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
@@ -76,6 +94,13 @@ def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
     choices = list(allowed)
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value
+
+
+def instance_of(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
+    """An object of one of these classes."""
+    if not isinstance(value, kinds):
+        raise ValueError(f"{name} must be a {' or '.join(kind.__name__ for kind in kinds)}, got {type(value).__name__}")
     return value
 
 

@@ -99,8 +99,8 @@ def test_the_gaussian_epsilon_is_just_above_the_exact_one(mu, delta):
             )
 
         assert exact_delta(mpmath.mpf(epsilon)) <= mpmath.mpf(delta)
-        if epsilon > 0:  # the root is found to 1e-12 of its bracket
-            slack = 1e-11 * (mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / delta)))
+        if epsilon > 0:  # the root is found to 1e-12 of its bracket, then enlarged by RELATIVE_ERROR
+            slack = 2 * gaussian.RELATIVE_ERROR * epsilon + 1e-11 * (mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / delta)))
             lower = epsilon - slack
             assert lower <= 0 or exact_delta(mpmath.mpf(lower)) >= mpmath.mpf(delta)
 

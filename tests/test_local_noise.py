@@ -15,6 +15,7 @@ from scipy import stats
 from torch import nn
 
 from opacus_shuffle import PrivacyEngine
+from opacus_shuffle.randomness import secret_generator
 
 SIGMA = 3.0
 MODES = [
@@ -177,18 +178,95 @@ def test_a_second_step_hook_does_not_end_the_accounting():
     assert len(calls) == len(engine.accountant) == 4
 
 
-def test_leaving_a_split_batch_early_keeps_the_count_with_the_sum():
-    model, optimizer, loader, criterion, _ = private("shuffle_gauss", make_toy(), seed=3)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("accountant", ["shuffled_checkin", "subsampled_shuffle", "shuffle_gauss"])
+@pytest.mark.parametrize("before_step", [True, False])
+def test_leaving_a_split_batch_early_carries_nothing_into_the_next_epoch(accountant, workers, before_step):
+    toy = make_toy(records=40, batch_size=20, num_workers=workers)
+    model, optimizer, loader, criterion, engine = private(accountant, toy, seed=3)
+    for epoch in range(3):
+        drawn, in_round, counted = [], 0, []
+        optimizer.attach_step_hook(lambda o, counted=counted: counted.append(o.num_records))
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as batches:
+            for number, (x, y) in enumerate(batches):
+                in_round += len(x)
+                optimizer.zero_grad()
+                criterion(model(x), y).backward()
+                if epoch < 2 and number == 1 and before_step:
+                    break
+                optimizer.step()
+                if not optimizer._is_last_step_skipped:
+                    drawn.append(in_round)
+                    in_round = 0
+                if epoch < 2 and number == 1:
+                    break
+    assert counted == drawn
+    assert len(drawn) == 2
+    assert accountant == "shuffled_checkin" or drawn == [20, 20]
+    assert len(engine.accountant) == 2
+
+
+def test_a_loader_that_was_not_returned_is_refused_by_its_batch_sizes():
+    toy = make_toy(records=25)
+    model, optimizer, _, criterion, engine = private("subsampled_shuffle", toy)
+    with pytest.raises(ValueError, match="1 records"):
+        run_epoch(model, optimizer, toy["data_loader"], criterion)
+    assert len(engine.accountant) == 4
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_a_norm_that_changes_inside_a_batch_is_refused(mode):
+    model, optimizer, loader, criterion, engine = private("shuffle_gauss", make_toy(), mode=mode)
+    scheduler = ExponentialGradClip(optimizer, gamma=0.1)
     manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer)
-    with manager as batches:
+    with manager as batches, pytest.raises(ValueError, match="max_grad_norm"):  # noqa: PT012
         for x, y in batches:
             optimizer.zero_grad()
             criterion(model(x), y).backward()
             optimizer.step()
-            break
-    assert optimizer.num_records == 2
+            scheduler.step()
+    assert len(engine.accountant) == 0
+
+
+@pytest.mark.parametrize("local_noise", [True, False])
+def test_ghost_clipping_refuses_a_gradient_that_was_not_clipped(local_noise):
+    toy = make_toy()
+    engine = PrivacyEngine(accountant="shuffle_gauss")
+    model, optimizer, criterion, loader = engine.make_private(
+        **toy, noise_multiplier=1.0, local_noise=local_noise, grad_sample_mode="ghost"
+    )
+    run_epoch(model, optimizer, loader, criterion)
+    steps = len(engine.accountant)
+    x, y = toy["data_loader"].dataset[:6]
     optimizer.zero_grad()
-    assert optimizer.num_records == 2  # Opacus keeps the sum of a skipped step, so its records count
+    (1e6 * nn.functional.cross_entropy(model(x), y)).backward()
+    with pytest.raises(ValueError, match="not clipped"):
+        optimizer.step()
+    assert len(engine.accountant) == steps
+
+
+def test_ghost_clipping_refuses_a_parameter_thawed_later():
+    toy = make_toy()
+    toy["module"][0].requires_grad_(False)
+    model, optimizer, loader, criterion, engine = private("shuffle_gauss", toy, mode="ghost")
+    run_epoch(model, optimizer, loader, criterion)
+    toy["module"][0].requires_grad_(True)
+    with pytest.raises(ValueError, match="trainable after make_private"):
+        run_epoch(model, optimizer, loader, criterion)
+    assert len(engine.accountant) == 4
+
+
+def test_secret_generators_hold_more_than_a_seed():
+    import numpy as np
+
+    # The layout that secret_generator relies on: the Twister's words, as NumPy has them too.
+    words = torch.Generator().manual_seed(7).get_state()[24 : 24 + 8 * 624].view(torch.int64).numpy()
+    assert np.array_equal(words, np.random.RandomState(7).get_state()[1])
+    generator = secret_generator("cpu")
+    state = generator.get_state()[24 : 24 + 8 * 624].view(torch.int64)
+    for seed in (0, generator.initial_seed(), int(state[0])):
+        assert not torch.equal(torch.Generator().manual_seed(seed).get_state(), generator.get_state())
+    assert_standard_normal(torch.randn(200_000, generator=generator, dtype=torch.float64))
 
 
 def test_torch_manual_seed_does_not_predict_the_noise():

@@ -49,7 +49,7 @@ def test_each_accountant_gets_its_sampler():
     for name in NAMES:
         _, _, loader = PrivacyEngine(accountant=name).make_private(**make_toy(), noise_multiplier=2.0, local_noise=True)
         kind = UniformWithReplacementSampler if name == "shuffled_checkin" else FixedSizeSampler
-        assert type(loader.batch_sampler) is kind
+        assert isinstance(loader.batch_sampler, kind)
         assert loader.batch_sampler.generator is not None
 
 

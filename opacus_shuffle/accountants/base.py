@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections import OrderedDict
@@ -20,8 +21,10 @@ from typing import Any, ClassVar
 
 from opacus.accountants import IAccountant
 from opacus.optimizers import DPOptimizer
+from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants.bounds import (
+    ADJACENCIES,
     Guarantee,
     PrivacyAssumptionWarning,
     PrivacyBound,
@@ -32,8 +35,10 @@ from opacus_shuffle.mechanisms import Mechanism
 from opacus_shuffle.rounding import round_up
 from opacus_shuffle.validation import (
     finite_number,
+    flag,
+    noise_level,
+    one_of,
     open_unit_interval,
-    positive,
     reject_unknown,
     sampling_rate,
     whole_number,
@@ -44,9 +49,10 @@ class ShuffleAccountant(IAccountant):
     """Accounts rounds of one mechanism; subclasses name it and say how a batch becomes one of its rounds.
 
     Args:
-        num_users: n, the size of the data set. ``opacus_shuffle.PrivacyEngine`` sets it; a stock engine's step hook
-            learns ``expected_batch_size / sample_rate``, which is n rounded down to whole batches.
-        batch_size: B, reports per round; only used while n is unknown.
+        num_users: n, the size of the data set. ``opacus_shuffle.PrivacyEngine`` sets it; on a stock engine the step hook
+            learns it.
+        batch_size: B, reports per round. Used for n while n is unknown; where it exceeds n·γ, the noise of the sum is
+            divided by its root.
         local_noise: What the multipliers in ``history`` mean. ``False`` (Opacus): the noise of the sum, √B·σ.
             ``True``: each report's own σ.
 
@@ -64,9 +70,9 @@ class ShuffleAccountant(IAccountant):
 
     def __init__(self, *, num_users: int | None = None, batch_size: int | None = None, local_noise: bool = False) -> None:
         super().__init__()
-        self.num_users = None if num_users is None else whole_number("num_users", num_users)
-        self.batch_size = None if batch_size is None else whole_number("batch_size", batch_size)
-        self.local_noise = local_noise
+        self.num_users = _optional_count("num_users", num_users)
+        self.batch_size = _optional_count("batch_size", batch_size)
+        self.local_noise = flag("local_noise", local_noise)
         self._warned = False
 
     @classmethod
@@ -81,7 +87,7 @@ class ShuffleAccountant(IAccountant):
             noise_multiplier: The optimizer's multiplier (local or summed, see ``local_noise``), above 0.
             sample_rate: Expected share of the users in the round, in (0, 1].
         """
-        entry = (positive("noise_multiplier", noise_multiplier), sampling_rate("sample_rate", sample_rate))
+        entry = (noise_level("noise_multiplier", noise_multiplier), sampling_rate("sample_rate", sample_rate))
         if self.history and tuple(self.history[-1][:2]) == entry:
             self.history[-1] = (*entry, self.history[-1][2] + 1)
         else:
@@ -121,13 +127,16 @@ class ShuffleAccountant(IAccountant):
         """
         reject_unknown("get_epsilon", unknown, ["bound", "adjacency", "orders", "num_users", "batch_size"])
         open_unit_interval("delta", delta)
+        one_of("bound", bound, bounds_of(self.mechanism_class))
+        one_of("adjacency", adjacency, ADJACENCIES)
         if not self.history:
             return 0.0
         answer = self.bound(delta, bound=bound, adjacency=adjacency, orders=orders, num_users=num_users, batch_size=batch_size)
-        if answer.guarantee is not Guarantee.PROVED and not self._warned:
-            self._warned = True
-            certified = self.bound(delta, bound="certified", adjacency=adjacency, num_users=num_users, batch_size=batch_size)
-            warnings.warn(assumption(answer, certified, emulated=not self.local_noise), PrivacyAssumptionWarning, stacklevel=2)
+        if not self._warned:
+            self._warned = answer.guarantee is not Guarantee.PROVED
+            self.warn_of_assumption(
+                delta, bound=bound, adjacency=adjacency, orders=orders, num_users=num_users, batch_size=batch_size
+            )
         return answer.epsilon
 
     def bound(
@@ -149,6 +158,15 @@ class ShuffleAccountant(IAccountant):
             orders=orders,
         )
 
+    def warn_of_assumption(self, delta: float, *, bound: str = "paper", **options: Any) -> None:
+        """Warn if this bound is not proved for every data set, naming the value that is (options as :meth:`bound`)."""
+        answer = self.bound(delta, bound=bound, **options)
+        if answer.guarantee is not Guarantee.PROVED:
+            options.pop("orders", None)
+            certified = self.bound(delta, bound="certified", **options)
+            sentence = assumption(answer, certified, emulated=not self.local_noise)
+            warnings.warn(sentence, PrivacyAssumptionWarning, stacklevel=4)
+
     def all_bounds(self, delta: float) -> list[PrivacyBound]:
         """Every bound this accountant has, in order of registration."""
         return [self.bound(delta, bound=name) for name in bounds_of(self.mechanism_class)]
@@ -156,6 +174,8 @@ class ShuffleAccountant(IAccountant):
     def rounds(self, *, num_users: int | None = None, batch_size: int | None = None) -> list[tuple[Mechanism, int]]:
         """What ran: the history as mechanisms with the local σ."""
         users = self.num_users if num_users is None else whole_number("num_users", num_users)
+        if self.num_users is not None and users != self.num_users:
+            raise ValueError(f"num_users is known to be {self.num_users}, got {num_users}: leave it out")
         batch = self.batch_size if batch_size is None else whole_number("batch_size", batch_size)
         if users is None and batch is None:
             raise ValueError(
@@ -167,8 +187,8 @@ class ShuffleAccountant(IAccountant):
         for noise_multiplier, sample_rate, steps in self.history:
             rate = sampling_rate("sample_rate", sample_rate)
             n = users if users is not None else max(1, round((batch or 1) / rate))
-            reports = max(1.0, n * rate)  # whenever a batch is not empty it holds a report
-            sigma = positive("noise_multiplier", noise_multiplier) / (1.0 if self.local_noise else math.sqrt(reports))
+            reports = max(1, n * rate, batch or 1)  # that many, or a few more, share the noise of the sum
+            sigma = noise_level("noise_multiplier", noise_multiplier) / (1.0 if self.local_noise else math.sqrt(reports))
             count = whole_number("steps", steps)
             rounds.append((self._round(sigma, n, rate), count))
         return rounds
@@ -179,26 +199,30 @@ class ShuffleAccountant(IAccountant):
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[DPOptimizer], None]:
         """The step hook of Opacus, which also learns n and B from an engine that does not know this accountant."""
+        users = _size_of_the_caller_s_data_set()
 
         def record(optimizer: DPOptimizer) -> None:
             if self.num_users is None:
-                batch = finite_number(
-                    "expected_batch_size", (optimizer.expected_batch_size or 0) * getattr(optimizer, "world_size", 1)
-                )
-                if batch < 1:
-                    raise ValueError(
-                        f"expected_batch_size is {batch}, so num_users cannot be learned from it: set "
-                        "engine.accountant.num_users = len(dataset) and use a larger batch, or use "
-                        "opacus_shuffle.PrivacyEngine"
-                    )
-                self.batch_size = round(batch)
-                self.num_users = round(batch / sample_rate)
+                self._learn(optimizer, sample_rate, users)
             self.step(
                 noise_multiplier=optimizer.noise_multiplier,
                 sample_rate=min(1.0, sample_rate * optimizer.accumulated_iterations),
             )
 
         return record
+
+    def _learn(self, optimizer: DPOptimizer, sample_rate: float, users: int | None) -> None:
+        """Take n and B from a stock engine's optimizer, whose batch size is rounded down: n down too, but B up."""
+        batch = finite_number("expected_batch_size", (optimizer.expected_batch_size or 0) * getattr(optimizer, "world_size", 1))
+        if batch < 1:
+            raise ValueError(
+                f"expected_batch_size is {batch}, so the gradients were divided by nothing: use a larger batch, or "
+                "opacus_shuffle.PrivacyEngine, which computes it in whole numbers"
+            )
+        if users is None:
+            self.num_users, self.batch_size = round(batch / sample_rate), math.floor(batch) + 1
+        else:
+            self.num_users, self.batch_size = users, math.ceil(users * sample_rate - 1e-6)
 
     def state_dict(self, destination: Any = None) -> Any:
         """History, mechanism, n, B and the meaning of the multipliers."""
@@ -207,37 +231,55 @@ class ShuffleAccountant(IAccountant):
         return destination
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Restore a :meth:`state_dict`; refused whole if it is not one or speaks of another data set.
+        """Restore a :meth:`state_dict`; refused whole if it is not one, or speaks of another data set or kind of noise.
 
         Raises:
-            ValueError: If a key is missing, the mechanism or n differs, or the history is not Opacus's 3-tuples.
+            ValueError: If a key is missing or malformed, the mechanism differs, or an engine has already made this
+                accountant account for another n or another ``local_noise``.
         """
         before = self.history
         super().load_state_dict(state_dict)
         history, self.history = self.history, before
-        try:
-            entries = [
-                (positive("noise_multiplier", sigma), sampling_rate("sample_rate", rate), whole_number("steps", steps))
-                for sigma, rate, steps in history
-            ]
-        except TypeError:
-            raise ValueError(f"history must hold (noise_multiplier, sample_rate, steps) triples, got {history!r}") from None
-        users = state_dict.get("num_users")
-        if self.num_users is not None and users is not None and users != self.num_users:
+        if not all(isinstance(entry, (tuple, list)) and len(entry) == 3 for entry in history):
+            raise ValueError(f"history must hold (noise_multiplier, sample_rate, steps) triples, got {history!r}")
+        entries = [
+            (noise_level("noise_multiplier", sigma), sampling_rate("sample_rate", rate), whole_number("steps", steps))
+            for sigma, rate, steps in history
+        ]
+        users = _optional_count("num_users", state_dict.get("num_users"))
+        batch = _optional_count("batch_size", state_dict.get("batch_size"))
+        local_noise = flag("local_noise", state_dict.get("local_noise", self.local_noise))
+        if self.num_users is not None and (users, local_noise) != (self.num_users, self.local_noise):
             raise ValueError(
-                f"state_dict speaks of num_users={users}, this accountant of num_users={self.num_users}: load it into an "
-                "engine made private with the same data set"
+                f"state_dict speaks of num_users={users}, local_noise={local_noise}, this accountant of "
+                f"num_users={self.num_users}, local_noise={self.local_noise}: load it into an engine made private with the "
+                "same data set and the same kind of noise"
             )
-        self.history = entries
-        self.num_users = self.num_users if users is None else users
-        self.batch_size = state_dict.get("batch_size", self.batch_size)
-        self.local_noise = state_dict.get("local_noise", self.local_noise)
+        self.history, self.num_users, self.batch_size, self.local_noise = entries, users, batch, local_noise
+
+
+def _optional_count(name: str, value: Any) -> int | None:
+    """A whole number of at least 1, or None."""
+    return None if value is None else whole_number(name, value)
+
+
+def _size_of_the_caller_s_data_set() -> int | None:
+    """The records behind ``data_loader`` in the function that asked for a hook, as in a stock engine's ``make_private``.
+
+    Opacus tells accountants nothing of the data but a batch size that float arithmetic has rounded down (98 records in batches
+    of 2 become 49 of 1). If Opacus ever names it otherwise, the rounded figures are used, on the safe side.
+    """
+    frame = inspect.currentframe()
+    caller = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
+    loader = caller.f_locals.get("data_loader") if caller is not None else None
+    return len(loader.dataset) if isinstance(loader, DataLoader) else None  # type: ignore[arg-type]
 
 
 def assumption(answer: PrivacyBound, certified: PrivacyBound, *, emulated: bool = False) -> str:
     """The one sentence that goes with an ε that is not proved for every data set."""
+    how = " (and the noise was added once to the sum, emulating batches of the expected size)" if emulated else ""
     return (
         f"epsilon={round_up(answer.epsilon)} (bound={answer.bound!r}, delta={answer.delta:.3g}) covers {answer.covers}"
-        f"{' (and the noise was added once to the sum, emulating local reports)' if emulated else ''}, which is no guarantee "
+        f"{how}, which is no guarantee "
         f"for every data set; proved for every data set is epsilon={round_up(certified.epsilon)} (bound={certified.bound!r})"
     )

@@ -29,9 +29,9 @@ ADVERSARY = "sees every shuffled report of every round"
 class Guarantee(enum.Enum):
     """How much an ε is worth."""
 
-    PROVED = "proved for every data set"
-    PAIR = "holds for one pair of data sets, not for every data set"
-    ESTIMATE = "an approximation, no bound at all"
+    PROVED = "a differential-privacy guarantee for every data set"
+    PAIR = "about one pair of data sets only, no differential-privacy guarantee"
+    ESTIMATE = "an approximation, no guarantee"
 
 
 class PrivacyAssumptionWarning(UserWarning):
@@ -111,7 +111,7 @@ def compute_bound(
     Raises:
         ValueError: If an argument is out of range or the bound does not cover the adjacency.
     """
-    open_unit_interval("delta", delta)
+    delta = open_unit_interval("delta", delta)
     one_of("adjacency", adjacency, ADJACENCIES)
     kinds = {type(mechanism) for mechanism, _ in rounds}
     if len(kinds) != 1:

@@ -12,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from opacus_shuffle.accountants.bounds import PrivacyBound
+from opacus_shuffle.accountants.bounds import Guarantee, PrivacyBound
 from opacus_shuffle.rounding import round_up
+
+WEAK = 10.0
+"""From here on an ε is not worth calling protection: the odds of any event may change by a factor of 22,000."""
 
 
 class PrivacyReport:
@@ -44,9 +47,12 @@ class PrivacyReport:
         covered = {b.covers: None for b in self.bounds}  # in order, each once
         notes = [f"{', '.join(b.bound for b in self.bounds if b.covers == text)}: {text}" for text in covered]
         if self.emulated:
-            notes.append("the noise was added once to the sum: the rounds emulate locally noised reports")
-        title = (
-            f"{first.mechanism}, {first.rounds} rounds, delta = {first.delta:.3g}, {first.adjacency} adjacency; "
-            f"the adversary {first.adversary}"
-        )
-        return "\n".join([title, *lines, *notes])
+            notes.append(
+                "the noise was added once to the sum: this emulates locally noised reports, in batches of the expected size"
+            )
+        notes.append("simulated in one process, which sees every record: the reports and the shuffler")
+        proved = [b.epsilon for b in self.bounds if b.guarantee is Guarantee.PROVED]
+        if proved and min(proved) > WEAK:
+            notes.append(f"a proved epsilon above {WEAK:g} protects next to nothing")
+        title = f"{first.mechanism}, {first.rounds} rounds, delta = {first.delta:.3g}, {first.adjacency} adjacency"
+        return "\n".join([title, f"the adversary {first.adversary}", *lines, *notes])

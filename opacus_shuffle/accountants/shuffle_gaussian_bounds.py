@@ -32,7 +32,10 @@ from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.mechanisms import Mechanism, ShuffledCheckIn, ShuffleGauss, SubsampledShuffle
 
 FAMILY: tuple[type[Mechanism], ...] = (ShuffleGauss, SubsampledShuffle, ShuffledCheckIn)
-PAIR = "one pair of data sets: all other records report zero, one record at the clipping norm becomes zero"
+PAIR = (
+    "one pair of data sets: all other records report zero, one record at the clipping norm becomes zero "
+    "(one direction: how far the moved record stands out from the zero one)"
+)
 
 
 def exact_rdp(mechanism: Mechanism, orders: Vector) -> Vector:
@@ -47,16 +50,21 @@ def exact_rdp(mechanism: Mechanism, orders: Vector) -> Vector:
 
 
 def printed_rdp(mechanism: Mechanism, orders: Vector) -> Vector:
-    """RDP by the papers' formulas, one round; Theorem 1, for a round of everyone, is exact already."""
+    """RDP by the papers' formulas, one round; Theorem 1, for a round of everyone, is exact already.
+
+    Never below the exact value: Theorem 3 as printed would be, for fewer than one expected report.
+    """
+    exact = exact_rdp(mechanism, orders)
     if mechanism.sampling is None:
-        return exact_rdp(mechanism, orders)
-    return subsampling.compute_rdp(
+        return exact
+    printed = subsampling.compute_rdp(
         noise_multiplier=mechanism.noise_multiplier,
         num_users=mechanism.num_users,
         orders=orders,
         sample_rate=mechanism.sample_rate,
         sampling=mechanism.sampling,
     )
+    return np.maximum(printed, exact)
 
 
 def _pair_bound(
@@ -91,7 +99,7 @@ def _unshuffled_bound(rounds: Rounds, *, delta: float, adjacency: str, orders: I
     return BoundValue(
         gaussian.compute_epsilon(mu=mu, delta=delta),
         Guarantee.PROVED,
-        "every data set; the value without the shuffler, which shuffling can only improve",
+        "every data set, computed as if there were no shuffler, which can only help",
     )
 
 

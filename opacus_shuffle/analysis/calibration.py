@@ -52,8 +52,9 @@ def smallest_noise_multiplier(epsilon: Callable[[float], float], *, target_epsil
                 floor = epsilon(HIGHEST)
                 if floor > target:
                     raise ValueError(
-                        f"no noise_multiplier up to {HIGHEST:g} meets target_epsilon={target_epsilon}: epsilon stays at "
-                        f"{floor:.4g}; raise the target or delta, or use bound='certified'"
+                        f"no noise_multiplier up to {HIGHEST:g} meets target_epsilon={target_epsilon}: by this bound epsilon "
+                        f"stays at {floor:.4g}, however large the noise; raise the target or delta, or use bound='tight' (one "
+                        "pair of data sets) or 'certified' (every data set, more noise)"
                     )
                 reachable = True
             low, high = high, min(high + math.log(4), math.log(HIGHEST))
@@ -63,6 +64,7 @@ def smallest_noise_multiplier(epsilon: Callable[[float], float], *, target_epsil
             if excess(low) <= 0:
                 return LOWEST
         root = brentq(excess, low, high, xtol=RELATIVE_TOLERANCE / 4)
-        while excess(root) > 0:
-            root += RELATIVE_TOLERANCE / 4
+        step = RELATIVE_TOLERANCE / 4
+        while excess(root) > 0:  # step off the solver's tolerance; faster and faster, should ε have a small jump here
+            root, step = root + step, 2 * step
     return math.exp(root)

@@ -21,6 +21,9 @@ from scipy.special import log_ndtr
 
 from opacus_shuffle.validation import finite_number, open_unit_interval
 
+RELATIVE_ERROR = 1e-8
+"""Every ε is enlarged by this fraction: above what the difference of two normal tails loses, at δ down to 1e-300."""
+
 
 def log_delta(*, mu: float, epsilon: float) -> float:
     """Log δ(ε) of the Gaussian mechanism with mean shift μ > 0 in units of its standard deviation."""
@@ -58,4 +61,4 @@ def compute_epsilon(*, mu: float, delta: float) -> float:
     epsilon = root
     while log_delta(mu=mu, epsilon=epsilon) > math.log(delta):  # step off the root's tolerance to the safe side
         epsilon += max(1e-12 * high, math.ulp(high))
-    return math.nextafter(epsilon * (1 + 1e-12), math.inf)
+    return math.nextafter(epsilon * (1 + RELATIVE_ERROR), math.inf)

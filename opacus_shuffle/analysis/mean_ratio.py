@@ -32,13 +32,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
 from scipy.special import gammaln
 
-from opacus_shuffle.validation import one_of, positive, renyi_orders, sampling_rate, whole_number
+from opacus_shuffle.validation import noise_level, one_of, renyi_orders, sampling_rate, whole_number
 
 Vector = npt.NDArray[np.float64]
 Sampling = Literal["without_replacement", "check_in"] | None
@@ -124,7 +124,7 @@ def log_moments(
     *, noise_multiplier: float, num_users: int, max_order: int, sample_rate: float = 1.0, sampling: Sampling = None
 ) -> Vector:
     """Log E[R^λ] for λ = 0, …, ``max_order`` (arguments as in :func:`compute_rdp`), read-only and cached."""
-    sigma = positive("noise_multiplier", noise_multiplier)
+    sigma = noise_level("noise_multiplier", noise_multiplier)
     users = whole_number("num_users", num_users)
     rate = sampling_rate("sample_rate", sample_rate)
     one_of("sampling", sampling, SAMPLINGS)
@@ -163,18 +163,22 @@ def logsumexp(terms: Vector) -> float:
     return float(top + np.log(np.exp(terms - top).sum())) if top > -np.inf else -np.inf
 
 
+def log_expm1(x: Any) -> Any:
+    """log(eˣ − 1) for x ≥ 0, in whichever form is accurate."""
+    with np.errstate(divide="ignore", over="ignore"):
+        return np.where(x < 1, np.log(np.expm1(x)), x + np.log1p(-np.exp(-np.maximum(x, 1))))
+
+
 @functools.lru_cache(maxsize=64)
 def _log_scaled_cumulants(inverse_variance: float, max_order: int) -> Vector:
     """Log s_k, s_k = k·κ_k/k! with κ_k the cumulants of X (step 1); index 0 is unused."""
-    growth = np.arange(max_order + 1) * inverse_variance
-    with np.errstate(divide="ignore", over="ignore"):  # log expm1, whichever form is accurate
-        log_expm1 = np.where(growth < 1, np.log(np.expm1(growth)), growth + np.log1p(-np.exp(-growth)))
+    factors = log_expm1(np.arange(max_order + 1) * inverse_variance)
     scaled = np.full(max_order + 1, -np.inf)
     scaled[1:2] = 0.0
-    weighted = scaled + log_expm1
+    weighted = scaled + factors
     for k in range(2, max_order + 1):
         scaled[k] = logsumexp(weighted[1:k] + scaled[k - 1 : 0 : -1]) - np.log(k - 1)
-        weighted[k] = scaled[k] + log_expm1[k]
+        weighted[k] = scaled[k] + factors[k]
     scaled.setflags(write=False)
     return scaled
 

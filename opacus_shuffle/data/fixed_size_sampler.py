@@ -12,11 +12,12 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from opacus_shuffle.data.epoch_start import EpochStart
 from opacus_shuffle.randomness import secret_generator
 from opacus_shuffle.validation import whole_number
 
 
-class FixedSizeSampler(BatchSampler):
+class FixedSizeSampler(EpochStart, BatchSampler):
     """The sampling of ``subsampled_shuffle``: batches are independent of each other, records within one are distinct.
 
     A ``BatchSampler``, so that Opacus's ``BatchMemoryManager`` knows its length.
@@ -48,6 +49,7 @@ class FixedSizeSampler(BatchSampler):
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.epoch_starts()
         for _ in range(self.steps):
             yield torch.randperm(self.num_samples, generator=self.generator)[: self.batch_size].tolist()
 

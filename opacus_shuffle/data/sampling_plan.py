@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from opacus_shuffle.data.fixed_size_sampler import FixedSizeSampler
 from opacus_shuffle.mechanisms import MECHANISMS
+from opacus_shuffle.validation import flag
 
 Kind = Literal["poisson", "fixed_size", "own"]
 
@@ -54,6 +55,8 @@ def plan_sampling(mechanism: str, data_loader: DataLoader, poisson_sampling: boo
     steps = len(data_loader)
     if users < 1 or steps < 1:
         raise ValueError(f"data_loader yields no batch: {users} records, batch_size={data_loader.batch_size}")
+    if poisson_sampling is not None:
+        flag("poisson_sampling", poisson_sampling)
     kind = _kind(mechanism, poisson_sampling)
     _check_sampler(mechanism, kind, data_loader)
     if kind == "poisson" or mechanism not in MECHANISMS:

@@ -1,0 +1,136 @@
+"""What a logical batch really held: how many records, clipped to what, and nothing left over from a batch that was abandoned.
+
+Opacus sums physical batches until one step ends the logical batch. Three of its habits would make an ε too small, and end
+here: leaving the loop inside a logical batch leaves a sum that the next epoch's first batch would join; a norm that changes
+between two physical batches leaves reports larger than the noise was made for; ghost clipping steps on any gradient at all.
+
+>>> LogicalBatch.num_records
+0
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from opacus.optimizers import DPOptimizer as _Base
+else:
+    _Base = object
+
+
+class LogicalBatch(_Base):
+    """Mixin for Opacus's flat clipping; the subclasses below are for per-layer and ghost clipping.
+
+    Attributes:
+        num_records: Records of the current logical batch that have been clipped and summed so far.
+        records_per_round: Records that every round must hold, if the accountant counts on it.
+    """
+
+    num_records: int = 0
+    records_per_round: int | None = None
+    _clipped_to: float | None = None
+
+    def clip_and_accumulate(self) -> None:
+        """Clip and sum one physical batch, and note its size and norm."""
+        if self.params:
+            self._note(len(self._get_flat_grad_sample(self.params[0])), self._clipping_norm())
+        super().clip_and_accumulate()
+
+    def add_noise(self) -> None:
+        """Add the noise, if it is made for what was summed.
+
+        Raises:
+            ValueError: If the norm was changed after the reports were clipped, or the round has another size than accounted.
+        """
+        if self._clipped_to is not None and not math.isclose(self._clipped_to, self.max_grad_norm, rel_tol=1e-6):
+            raise ValueError(
+                f"max_grad_norm is {self.max_grad_norm} for the noise but reports of this batch were clipped to "
+                f"{self._clipped_to}: change it only between logical batches, and with a scheduler only with clipping='flat' "
+                "and grad_sample_mode 'hooks', 'functorch' or 'ew'"
+            )
+        if self.records_per_round not in (None, self.num_records):
+            raise ValueError(
+                f"this batch held {self.num_records} records, the accountant counts on {self.records_per_round}: iterate over "
+                "the data loader that make_private returned"
+            )
+        super().add_noise()
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clear gradients, and the notes whenever Opacus clears the sum."""
+        super().zero_grad(set_to_none)
+        if not self._is_last_step_skipped:
+            self._forget()
+
+    def discard_partial_batch(self) -> None:
+        """Drop the sum of a logical batch that was left before its end, and Opacus's plans for the rest of it."""
+        self._step_skip_queue.clear()
+        self._is_last_step_skipped = False
+        for parameter in self.params:
+            parameter.grad_sample = None
+            parameter.summed_grad = None
+        self._forget()
+
+    def _note(self, records: int, norm: float) -> None:
+        """Add one physical batch to the notes; of two norms the larger counts."""
+        self.num_records += records
+        self._clipped_to = norm if self._clipped_to is None else max(norm, self._clipped_to)
+
+    def _forget(self) -> None:
+        self.num_records, self._clipped_to = 0, None
+
+    def _clipping_norm(self) -> float:
+        """The norm that one whole report is clipped to."""
+        return self.max_grad_norm
+
+
+class PerLayerLogicalBatch(LogicalBatch):
+    """Per-layer clipping: the reports' norm is that of the layers' norms, which schedulers do not reach."""
+
+    def _clipping_norm(self) -> float:
+        return float(torch.norm(torch.Tensor(self.max_grad_norms), p=2).item())  # type: ignore[attr-defined]
+
+
+class GhostLogicalBatch(LogicalBatch):
+    """Ghost clipping: the criterion's backward pass clips, and its clipping factors say how many records there were."""
+
+    _pending: tuple[int, float] | None = None
+    _clipped_parameters: frozenset[int] = frozenset()
+
+    def watch(self, module: Any) -> None:
+        """Note every batch that ``module`` computes clipping factors for, and which parameters it clips."""
+        factors = module.get_clipping_coef
+
+        def noted() -> torch.Tensor:
+            found: torch.Tensor = factors()
+            self._pending = (len(found), module.max_grad_norm)
+            return found
+
+        module.get_clipping_coef = noted
+        self._clipped_parameters = frozenset(map(id, module.trainable_parameters))
+
+    def accumulate(self) -> None:
+        """Add one physical batch's clipped sum.
+
+        Raises:
+            ValueError: If this gradient was not clipped, or holds a parameter that the clipping does not know.
+        """
+        if self._pending is None:
+            raise ValueError(
+                "this gradient was not clipped: call the criterion that make_private returned, then loss.backward(), then "
+                "optimizer.step(), once each per batch"
+            )
+        if not self._clipped_parameters.issuperset(map(id, self.params)):
+            raise ValueError("a parameter was made trainable after make_private and is not clipped: call make_private after")
+        self._note(*self._pending)
+        self._pending = None
+        super().accumulate()  # type: ignore[misc]
+
+    def clip_and_accumulate(self) -> None:
+        """Nothing: the backward pass has clipped."""
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._pending = None
