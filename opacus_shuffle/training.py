@@ -53,8 +53,8 @@ class TrainingSettings:
     """What the main job needs to know; see ``opacus-shuffle train --help``.
 
     ``noise_multiplier`` is each record's own σ with ``local_noise``, else that of the sum; without a ``target_epsilon`` it is
-    0.5, or √B times that for the sum. ``bound`` says which ε the target is about (``"paper"`` by default). The learning rate falls linearly to zero. With a ``seed`` the noise can be predicted by
-    whoever knows it.
+    0.5, or √B times that for the sum. ``bound`` says which ε the target is about (``"paper"`` by default). The learning rate
+    falls linearly to zero. With a ``seed`` the noise can be predicted by whoever knows it.
     """
 
     accountant: str = "shuffled_checkin"

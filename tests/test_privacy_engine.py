@@ -142,6 +142,52 @@ def test_the_stock_engine_learns_n_and_b_in_its_step_hook(name):
     assert (engine.accountant.num_users, engine.accountant.batch_size) == (640, 64)
 
 
+@every_accountant
+@pytest.mark.parametrize(("records", "batch"), [(98, 2), (930, 10), (99, 50)])
+def test_the_stock_engine_s_rounding_never_makes_epsilon_smaller(name, records, batch):
+    toy = make_toy(records=records, batch_size=batch)
+    engine = opacus.PrivacyEngine(accountant=name)
+    model, optimizer, loader = engine.make_private(**toy, noise_multiplier=8.0)
+    run_epoch(model, optimizer, loader)
+    rounds = engine.accountant.rounds()
+    assert engine.accountant.num_users == records
+    assert 8.0 / rounds[0][0].noise_multiplier >= math.sqrt(batch) * (1 - 1e-9)
+    # and where the data set cannot be seen: n down, B up
+    blind = type(engine.accountant)()
+    blind._learn(optimizer, 1 / len(loader), None)
+    blind.history = list(engine.accountant.history)
+    for bound in ("tight", "certified"):
+        assert blind.get_epsilon(1e-5, bound=bound) >= engine.accountant.get_epsilon(1e-5, bound=bound)
+
+
+def test_a_second_make_private_cannot_change_the_meaning_of_the_first():
+    engine = PrivacyEngine(accountant="shuffled_checkin")
+    engine.make_private(**make_toy(), noise_multiplier=2.0, local_noise=False)
+    for toy, local_noise in ((make_toy(), True), (make_toy(records=2400, batch_size=60), False)):
+        with pytest.raises(ValueError, match="new PrivacyEngine"):
+            engine.make_private(**toy, noise_multiplier=2.0, local_noise=local_noise)
+
+
+def test_a_checkpoint_of_another_kind_of_noise_is_refused():
+    local, summed = (PrivacyEngine(accountant="shuffled_checkin") for _ in range(2))
+    model, optimizer, loader = local.make_private(**make_toy(), noise_multiplier=2.0, local_noise=True)
+    run_epoch(model, optimizer, loader)
+    file = io.BytesIO()
+    local.save_checkpoint(path=file, module=model)
+    file.seek(0)
+    other, _, _ = summed.make_private(**make_toy(), noise_multiplier=2.0, local_noise=False)
+    with pytest.raises(ValueError, match="local_noise=True"):
+        summed.load_checkpoint(path=file, module=other)
+    assert summed.accountant.history == []
+
+
+def test_calibrating_for_a_bound_that_is_not_proved_warns():
+    with pytest.warns(PrivacyAssumptionWarning, match="certified"):
+        PrivacyEngine(accountant="shuffle_gauss").make_private_with_epsilon(
+            **make_toy(), target_epsilon=4.0, target_delta=1e-5, epochs=2, local_noise=True
+        )
+
+
 def test_the_stock_engine_calibrates_when_told_n_and_refuses_when_not():
     engine = opacus.PrivacyEngine(accountant="shuffle_gauss")
     budget = {"target_epsilon": 4.0, "target_delta": 1e-5, "epochs": 2}
@@ -176,6 +222,14 @@ def test_the_stock_engine_s_zero_batch_size_is_refused_before_it_spoils_the_weig
         ("shuffle_gauss", {"clipping": "per_layer", "max_grad_norm": [1.0, 1.0]}, "4 norms"),
         ("shuffle_gauss", {"clipping": "adaptive"}, "clipping"),
         ("shuffle_gauss", {"localnoise": True}, "localnoise"),
+        ("shuffle_gauss", {"noise_multiplier": "2.0"}, "noise_multiplier"),
+        ("shuffle_gauss", {"max_grad_norm": "1"}, "max_grad_norm"),
+        ("shuffle_gauss", {"local_noise": "False"}, "local_noise"),
+        ("shuffle_gauss", {"wrap_model": None}, "wrap_model"),
+        ("shuffled_checkin", {"poisson_sampling": "False"}, "poisson_sampling"),
+        ("shuffled_checkin", {"data_loader": None}, "data_loader"),
+        ("shuffled_checkin", {"optimizer": 5}, "optimizer"),
+        ("shuffled_checkin", {"module": None}, "module"),
         ("shuffle_gauss", {"poisson_sampling": True}, "poisson_sampling"),
         ("subsampled_shuffle", {"poisson_sampling": True}, "poisson_sampling"),
         ("shuffled_checkin", {"poisson_sampling": False}, "poisson_sampling"),
@@ -337,6 +391,10 @@ def test_training_goes_on_with_the_same_engine_but_not_with_other_data():
         ({"target_delta": 1.0}, "target_delta"),
         ({"epochs": 0}, "epochs"),
         ({"epochs": 1.5}, "epochs"),
+        ({"epochs": "3"}, "epochs"),
+        ({"target_delta": "1e-5"}, "target_delta"),
+        ({"local_noise": 1}, "local_noise"),
+        ({"data_loader": [1]}, "data_loader"),
         ({"bound": "loose"}, "bound"),
         ({"adjacency": "replace"}, "certified"),
         ({"noise_multiplier": 1.0}, "noise_multiplier"),

@@ -61,6 +61,23 @@ def test_the_optimised_slack_improves_on_one_half():
     assert subsampling.compute_rdp(**setting) < 0.6 * subsampling.compute_rdp(chernoff_slack=0.5, **setting)
 
 
+@pytest.mark.parametrize("sampling", ["without_replacement", "check_in"])
+def test_the_printed_bounds_keep_rising_as_the_noise_falls(sampling):
+    sigmas = np.geomspace(1.0, 1e-3, 40)
+    rdp = [
+        subsampling.compute_rdp(noise_multiplier=s, num_users=100, sample_rate=0.5, sampling=sampling, orders=[2, 5])
+        for s in sigmas
+    ]
+    assert np.all(np.diff(rdp, axis=0) > 0)
+
+
+def test_theorem_3_as_printed_can_fall_below_the_exact_value_of_its_own_pair():
+    # Why the accountants take the larger of the two: with n·γ < 1 the rate given one participant is 1/n, not γ.
+    setting = {"noise_multiplier": 2.0, "num_users": 2, "sample_rate": 1e-4, "sampling": "check_in", "orders": 40}
+    assert subsampling.compute_rdp(**setting) == pytest.approx(0.0178, abs=1e-4)
+    assert mean_ratio.compute_rdp(**setting) == pytest.approx(4.0708, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -33,8 +33,8 @@ from opacus_shuffle.mechanisms import Mechanism, ShuffledCheckIn, ShuffleGauss, 
 
 FAMILY: tuple[type[Mechanism], ...] = (ShuffleGauss, SubsampledShuffle, ShuffledCheckIn)
 PAIR = (
-    "one pair of data sets: all other records report zero, one record at the clipping norm becomes zero "
-    "(one direction: how far the moved record stands out from the zero one)"
+    "one pair of data sets: all other records report zero, one record at the clipping norm becomes zero; "
+    "one direction, D(moved || zero)"
 )
 
 
