@@ -304,7 +304,7 @@ class ShuffleMixin(opacus.PrivacyEngine):
         if self._run is None:
             return loader
         plan = self._run.sampling
-        generator = self.secure_rng if data_loader.generator is None else data_loader.generator
+        generator = self.secure_rng if self.secure_mode else data_loader.generator
         if plan.kind == "fixed_size":
             fixed = FixedSizeSampler(
                 num_samples=plan.num_users,

@@ -94,7 +94,10 @@ class PerLayerLogicalBatch(LogicalBatch):
 
 
 class GhostLogicalBatch(LogicalBatch):
-    """Ghost clipping: the criterion's backward pass clips, and its clipping factors say how many records there were."""
+    """Ghost clipping: the criterion's backward pass clips, and its clipping factors say how many records there were.
+
+    Pitfall (HIGH): a second, plain loss that is backpropagated beside the criterion's adds gradients that nobody clips, unseen.
+    """
 
     _pending: tuple[int, float] | None = None
     _clipped_parameters: frozenset[int] = frozenset()

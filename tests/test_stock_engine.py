@@ -1,0 +1,66 @@
+"""The stock ``opacus.PrivacyEngine`` with our accountants, after ``import opacus_shuffle``."""
+
+from __future__ import annotations
+
+import math
+
+import opacus
+import pytest
+import torch
+from conftest import make_toy, run_epoch
+
+from opacus_shuffle import compute_epsilon
+from opacus_shuffle.accountants import ACCOUNTANTS
+
+pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
+every_accountant = pytest.mark.parametrize("name", [accountant.mechanism() for accountant in ACCOUNTANTS])
+
+
+@every_accountant
+def test_the_stock_engine_learns_n_and_b_in_its_step_hook(name):
+    engine = opacus.PrivacyEngine(accountant=name)
+    model, optimizer, loader = engine.make_private(**make_toy(records=640, batch_size=64), noise_multiplier=16.0)
+    run_epoch(model, optimizer, loader)
+    numbers = {"num_users": 64} if name == "shuffle_gauss" else {"num_users": 640, "sample_rate": 0.1}
+    expected = compute_epsilon(name, noise_multiplier=2.0, steps=10, delta=1e-5, **numbers)
+    assert engine.get_epsilon(1e-5) == pytest.approx(expected, rel=1e-9)
+    assert (engine.accountant.num_users, engine.accountant.batch_size) == (640, 64)
+
+
+@every_accountant
+@pytest.mark.parametrize(("records", "batch"), [(98, 2), (930, 10), (99, 50)])
+def test_the_stock_engine_s_rounding_never_makes_epsilon_smaller(name, records, batch):
+    toy = make_toy(records=records, batch_size=batch)
+    engine = opacus.PrivacyEngine(accountant=name)
+    model, optimizer, loader = engine.make_private(**toy, noise_multiplier=8.0)
+    run_epoch(model, optimizer, loader)
+    rounds = engine.accountant.rounds()
+    assert engine.accountant.num_users == records
+    assert 8.0 / rounds[0][0].noise_multiplier >= math.sqrt(batch) * (1 - 1e-9)
+    # and where the data set cannot be seen: n down, B up
+    blind = type(engine.accountant)()
+    blind._learn(optimizer, 1 / len(loader), None)
+    blind.history = list(engine.accountant.history)
+    for bound in ("tight", "certified"):
+        assert blind.get_epsilon(1e-5, bound=bound) >= engine.accountant.get_epsilon(1e-5, bound=bound)
+
+
+def test_the_stock_engine_calibrates_when_told_n_and_refuses_when_not():
+    engine = opacus.PrivacyEngine(accountant="shuffle_gauss")
+    budget = {"target_epsilon": 4.0, "target_delta": 1e-5, "epochs": 2}
+    with pytest.raises(ValueError, match="num_users"):
+        engine.make_private_with_epsilon(**make_toy(), **budget)
+    model, optimizer, loader = engine.make_private_with_epsilon(**make_toy(), **budget, num_users=24)
+    for _ in range(2):
+        run_epoch(model, optimizer, loader)
+    assert engine.get_epsilon(1e-5) <= 4.0
+
+
+def test_the_stock_engine_s_zero_batch_size_is_refused_before_it_spoils_the_weights():
+    toy = make_toy(records=49, batch_size=1)
+    engine = opacus.PrivacyEngine(accountant="shuffled_checkin")
+    model, optimizer, loader = engine.make_private(**toy, noise_multiplier=2.0)
+    assert optimizer.expected_batch_size == 0  # int(49 * (1 / 49))
+    with pytest.raises(ValueError, match="expected_batch_size"):
+        run_epoch(model, optimizer, loader)
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
