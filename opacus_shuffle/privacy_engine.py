@@ -154,7 +154,7 @@ class ShuffleMixin(opacus.PrivacyEngine):
                 rand_on_empty=rand_on_empty,
                 **unknown,
             )
-        except BaseException:
+        except BaseException:  # Opacus refuses some things midway, an unsupported layer say: leave no trace of the attempt
             self.dataset = before[0]
             self.accountant.__dict__.update(before[1])
             if self._wrapped is not None and self._wrapped is not module:
