@@ -268,6 +268,12 @@ def test_shuffle_gauss_takes_a_batch_for_a_round():
     assert epsilon == opacus_shuffle.compute_epsilon("shuffle_gauss", noise_multiplier=3.0, num_users=100, steps=7, delta=DELTA)
 
 
+def test_orders_may_come_from_a_generator():
+    orders = [2, 3, 5, 8]
+    once = spent(ShuffleGaussAccountant, [(3.0, 0.1, 7)], orders=(order for order in orders))
+    assert once == spent(ShuffleGaussAccountant, [(3.0, 0.1, 7)], orders=orders)
+
+
 def test_shuffle_gauss_is_theorem_1_for_paper_and_tight_alike():
     paper, tight = (spent(ShuffleGaussAccountant, [(3.0, 0.1, 7)], bound=bound) for bound in ("paper", "tight"))
     assert paper == tight

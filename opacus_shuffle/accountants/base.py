@@ -129,6 +129,7 @@ class ShuffleAccountant(IAccountant):
         open_unit_interval("delta", delta)
         one_of("bound", bound, bounds_of(self.mechanism_class))
         one_of("adjacency", adjacency, ADJACENCIES)
+        orders = None if orders is None else tuple(orders)  # read twice below
         if not self.history:
             return 0.0
         answer = self.bound(delta, bound=bound, adjacency=adjacency, orders=orders, num_users=num_users, batch_size=batch_size)
