@@ -31,6 +31,7 @@ from opacus_shuffle.accountants.bounds import (
     bounds_of,
     compute_bound,
 )
+from opacus_shuffle.analysis.mean_ratio import MAX_ORDER
 from opacus_shuffle.mechanisms import Mechanism
 from opacus_shuffle.rounding import round_up
 from opacus_shuffle.validation import (
@@ -40,6 +41,7 @@ from opacus_shuffle.validation import (
     one_of,
     open_unit_interval,
     reject_unknown,
+    renyi_orders,
     sampling_rate,
     whole_number,
 )
@@ -129,7 +131,7 @@ class ShuffleAccountant(IAccountant):
         open_unit_interval("delta", delta)
         one_of("bound", bound, bounds_of(self.mechanism_class))
         one_of("adjacency", adjacency, ADJACENCIES)
-        orders = None if orders is None else tuple(orders)  # read twice below
+        orders = None if orders is None else renyi_orders(orders, maximum=MAX_ORDER)  # once, should it be a generator
         if not self.history:
             return 0.0
         answer = self.bound(delta, bound=bound, adjacency=adjacency, orders=orders, num_users=num_users, batch_size=batch_size)
