@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -42,9 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.simplefilter("ignore", PrivacyAssumptionWarning)  # what is printed says it already
             warnings.filterwarnings("ignore", message="Secure RNG turned off|Full backward hook is firing")
             command(options)
+            sys.stdout.flush()
     except ValueError as error:
         print(f"opacus-shuffle: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader has had enough, as "head -1" does: leave nothing for Python to flush at exit
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     except KeyboardInterrupt:
         print("opacus-shuffle: stopped", file=sys.stderr)
         return 130
@@ -116,9 +120,10 @@ def _train(options: dict[str, Any]) -> None:
         found = {"test_accuracy": result.accuracy, "noise_multiplier": result.noise_multiplier, **result.report.to_dict()}
         print(json.dumps({"settings": dataclasses.asdict(settings), **found}))
         return
+    shown = round_up(result.noise_multiplier) if settings.target_epsilon is not None else f"{result.noise_multiplier:g}"
     kind = "each record's own" if settings.local_noise else "the sum's"
     print(f"\ntest accuracy: {result.accuracy:.1%} ({result.test_records} held-out images of {settings.data})")
-    print(f"noise multiplier: {result.noise_multiplier:.4g} ({kind}), clipping norm {settings.max_grad_norm:g}\n")
+    print(f"noise multiplier: {shown} ({kind}), clipping norm {settings.max_grad_norm:g}\n")
     print(result.report)
     if settings.target_epsilon is not None and settings.bound != "certified":
         print(

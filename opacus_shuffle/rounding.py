@@ -1,16 +1,20 @@
 """Numbers as text, never below the number.
 
->>> round_up(0.00140628), round_up(634.201), round_up(123456.1), round_up(0.0)
-('0.001407', '634.3', '123457', '0')
+>>> round_up(0.00140628), round_up(634.201), round_up(123456.1), round_up(0.0), round_up(1.2345e28)
+('0.001407', '634.3', '123457', '0', '1.235E+28')
 """
 
 from __future__ import annotations
 
-from decimal import ROUND_CEILING, Decimal
+from decimal import ROUND_CEILING, Context, Decimal
 
 
 def round_up(value: float, digits: int = 4) -> str:
-    """A finite number in ``digits`` significant digits, or as a whole number if that takes more."""
+    """A finite number in ``digits`` significant digits, as a whole number if that takes more, with an exponent if extreme."""
     exact = Decimal(value)
-    places = max(digits - 1 - exact.adjusted(), 0) if exact else 0
+    if not exact:
+        return "0"
+    if not -9 <= exact.adjusted() < 16:
+        return str(Context(prec=digits, rounding=ROUND_CEILING).plus(exact))
+    places = max(digits - 1 - exact.adjusted(), 0)
     return f"{exact.quantize(Decimal(1).scaleb(-places), rounding=ROUND_CEILING):f}"

@@ -306,6 +306,12 @@ def test_a_rise_in_the_number_of_users_is_worth_reporting_in_full():
 # --- registration --------------------------------------------------------------------------------------------------
 
 
+def assert_fine(source):
+    """A fresh interpreter runs this and prints that all is fine."""
+    run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert run.stdout.strip() == "fine", run.stderr
+
+
 def test_registration_survives_a_reload():
     source = (
         "import importlib, opacus_shuffle, opacus_shuffle.accountants as a\n"
@@ -316,8 +322,7 @@ def test_registration_survives_a_reload():
         "from opacus.accountants import create_accountant\n"
         "create_accountant('shuffle_gauss'); print('fine')"
     )
-    run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
-    assert run.stdout.strip() == "fine", run.stderr
+    assert_fine(source)
 
 
 def test_a_stranger_of_the_same_name_is_not_overwritten():
@@ -339,8 +344,7 @@ def test_importing_needs_none_of_the_extras():
         "for name in ('matplotlib', 'mlxtend', 'tqdm', 'flwr', 'transformers', 'triton'): sys.modules[name] = None\n"
         "import opacus_shuffle, opacus_shuffle.cli; print('fine')"
     )
-    run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
-    assert run.stdout.strip() == "fine", run.stderr
+    assert_fine(source)
 
 
 def test_reloading_one_accountant_module_keeps_the_names():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from decimal import Decimal
 
 import mpmath
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from opacus_shuffle.analysis import composition, gaussian, mean_ratio
 from opacus_shuffle.analysis.calibration import smallest_noise_multiplier
 from opacus_shuffle.analysis.composition import RELATIVE_ERROR, OrderCapWarning, epsilon_from_rdp
+from opacus_shuffle.rounding import round_up
 
 TABLE_1 = {"noise_multiplier": 9.48, "num_users": 60_000}
 DELTA = 1 / 60_000
@@ -130,6 +132,17 @@ def test_calibration_refuses_nan():
 def test_target_epsilon_must_be_positive(target):
     with pytest.raises(ValueError, match="target_epsilon"):
         smallest_noise_multiplier(lambda sigma: 1 / sigma, target_epsilon=target)
+
+
+def test_no_privacy_loss_is_exactly_zero():
+    assert epsilon_from_rdp(rounds(1), delta=0.999)[0] == 0.0
+
+
+@given(st.floats(0, 1e300), st.integers(1, 8))
+def test_numbers_are_never_shown_below_themselves(value, digits):
+    shown = Decimal(round_up(value, digits))
+    assert Decimal(value) <= shown <= Decimal(value) * (1 + Decimal(10) ** (1 - digits))
+    assert len(round_up(value, digits)) < 30
 
 
 def test_the_conversion_is_opacus_own():

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from scipy.optimize import brentq
 
 from opacus_shuffle.analysis.composition import OrderCapWarning
+from opacus_shuffle.rounding import round_up
 from opacus_shuffle.validation import positive
 
 LOWEST, HIGHEST = 1e-3, 1e9
@@ -53,8 +54,8 @@ def smallest_noise_multiplier(epsilon: Callable[[float], float], *, target_epsil
                 if floor > target:
                     raise ValueError(
                         f"no noise_multiplier up to {HIGHEST:g} meets target_epsilon={target_epsilon}: by this bound epsilon "
-                        f"stays at {floor:.4g}, however large the noise; raise the target or delta, or use bound='tight' (one "
-                        "pair of data sets) or 'certified' (every data set, more noise)"
+                        f"stays at {round_up(floor)}, however large the noise; raise the target or delta, or use bound='tight' "
+                        "(one pair of data sets) or 'certified' (every data set, more noise)"
                     )
                 reachable = True
             low, high = high, min(high + math.log(4), math.log(HIGHEST))

@@ -25,6 +25,7 @@ import numpy as np
 from opacus.accountants.analysis.rdp import get_privacy_spent
 
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER, Vector
+from opacus_shuffle.rounding import round_up
 from opacus_shuffle.validation import open_unit_interval, renyi_orders
 
 RELATIVE_ERROR = 1e-9
@@ -70,7 +71,7 @@ def epsilon_from_rdp(
             return epsilon, order
         if top >= MAX_ORDER:
             warnings.warn(
-                f"the best Rényi order lies beyond the largest computed, {MAX_ORDER}: epsilon={epsilon:.3g} is valid, a "
+                f"the best Rényi order lies beyond the largest computed, {MAX_ORDER}: epsilon={round_up(epsilon)} is valid, a "
                 "smaller one may hold (it is close to the conversion's floor, log(1/delta)/order)",
                 OrderCapWarning,
                 stacklevel=3,
@@ -87,4 +88,6 @@ def _convert(rdp: Callable[[Vector], Vector], orders: Vector, delta: float) -> t
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Optimal order is the")
         epsilon, order = get_privacy_spent(orders=orders.tolist(), rdp=values.tolist(), delta=delta)
-    return math.nextafter(max(float(epsilon), 0.0) * (1 + RELATIVE_ERROR), math.inf), float(order)
+    if epsilon <= 0:
+        return 0.0, float(order)
+    return math.nextafter(float(epsilon) * (1 + RELATIVE_ERROR), math.inf), float(order)
