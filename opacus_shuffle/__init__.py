@@ -3,8 +3,8 @@
 >>> import opacus_shuffle
 >>> epsilon = opacus_shuffle.compute_epsilon(
 ...     "shuffle_gauss", noise_multiplier=9.48, num_users=60_000, steps=7, delta=1 / 60_000, bound="tight")
->>> round(epsilon, 7)
-0.0025118
+>>> round(epsilon, 5)
+0.00205
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from opacus_shuffle import accountants, analysis
 from opacus_shuffle._version import __version__
 from opacus_shuffle.accountants import Guarantee, PrivacyAssumptionWarning, PrivacyBound
 from opacus_shuffle.accountants.report import PrivacyReport
-from opacus_shuffle.accounting import compute_epsilon, compute_noise_multiplier, privacy_bound
+from opacus_shuffle.accounting import compute_epsilon, compute_noise_multiplier, privacy_bound, privacy_report
 from opacus_shuffle.privacy_engine import PrivacyEngine, ShuffleMixin
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "compute_epsilon",
     "compute_noise_multiplier",
     "privacy_bound",
+    "privacy_report",
 ]

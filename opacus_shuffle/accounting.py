@@ -19,8 +19,9 @@ from opacus_shuffle.accountants import (
     PrivacyBound,
     compute_bound,
 )
+from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.analysis.calibration import smallest_noise_multiplier
-from opacus_shuffle.mechanisms import MECHANISMS
+from opacus_shuffle.mechanisms import MECHANISMS, Mechanism
 from opacus_shuffle.validation import one_of, open_unit_interval, positive, reject_unknown, whole_number
 
 
@@ -37,10 +38,40 @@ def privacy_bound(
     orders: Iterable[float] | None = None,
 ) -> PrivacyBound:
     """:func:`compute_epsilon` with its meaning attached, and no warning. At least one step."""
-    kind = MECHANISMS[one_of("mechanism", mechanism, MECHANISMS)]
-    ran = kind(noise_multiplier=noise_multiplier, num_users=num_users, sample_rate=sample_rate)
+    ran = _mechanism(mechanism, noise_multiplier=noise_multiplier, num_users=num_users, sample_rate=sample_rate)
     rounds = [(ran, whole_number("steps", steps))]
     return compute_bound(rounds, delta=delta, bound=bound, adjacency=adjacency, orders=orders)
+
+
+def privacy_report(
+    mechanism: str,
+    *,
+    noise_multiplier: float,
+    num_users: int,
+    steps: int,
+    delta: float,
+    sample_rate: float = 1.0,
+    adjacency: str = "zero_out",
+    **unknown: Any,
+) -> PrivacyReport:
+    """Every bound on ``steps`` rounds, and what the same noise would give under other trust models: print or plot it.
+
+    Args:
+        mechanism: As :func:`compute_epsilon`, like every argument.
+        noise_multiplier: See there.
+        num_users: See there.
+        steps: Rounds, at least 1.
+        delta: See there.
+        sample_rate: See there.
+        adjacency: ``"zero_out"``, or ``"replace"``, for which ``paper`` and ``tight`` have no value.
+        **unknown: Refused.
+
+    Raises:
+        ValueError: If an argument is out of range or unknown.
+    """
+    reject_unknown("privacy_report", unknown)
+    ran = _mechanism(mechanism, noise_multiplier=noise_multiplier, num_users=num_users, sample_rate=sample_rate)
+    return PrivacyReport([(ran, whole_number("steps", steps))], delta=delta, adjacency=adjacency)
 
 
 def compute_epsilon(
@@ -65,9 +96,9 @@ def compute_epsilon(
         steps: Rounds, at least 0.
         delta: δ in (0, 1).
         sample_rate: γ in (0, 1]; m = round(γ·n) for ``"subsampled_shuffle"``; 1 for ``"shuffle_gauss"``.
-        bound: ``"paper"``, ``"tight"`` or ``"certified"``.
-        adjacency: ``"zero_out"``, or ``"replace"`` with ``bound="certified"``.
-        orders: Rényi orders in place of the adaptive grid.
+        bound: ``"paper"``, ``"tight"``, ``"certified"`` or ``"certified_sharp"``.
+        adjacency: ``"zero_out"``, or ``"replace"`` with the certified bounds.
+        orders: Rényi orders in place of the adaptive grid, for ``"paper"``.
         **unknown: Refused.
 
     Returns:
@@ -80,8 +111,8 @@ def compute_epsilon(
         PrivacyAssumptionWarning: If the bound does not cover every data set.
 
     Formal Guarantees:
-        ``"certified"`` covers every data set. ``"paper"`` and ``"tight"`` are about one pair of data sets: everyone else
-        reports zero and one record at the clipping norm becomes zero (SG ICLR Theorems 1–3).
+        ``"certified"`` and ``"certified_sharp"`` cover every data set. ``"paper"`` and ``"tight"`` are about one pair of data
+        sets: everyone else reports zero and one record at the clipping norm becomes zero (SG ICLR Theorems 1–3).
     """
     reject_unknown("compute_epsilon", unknown)
     # A round of no effect on the answer lets the validators see every argument even when nothing ran.
@@ -153,6 +184,11 @@ def compute_noise_multiplier(
     sigma = smallest_noise_multiplier(lambda s: answer(s).epsilon, target_epsilon=target_epsilon)
     _warn_of_assumption(answer(sigma), "compute_noise_multiplier")
     return sigma
+
+
+def _mechanism(name: str, **numbers: Any) -> Mechanism:
+    """The mechanism of that name."""
+    return MECHANISMS[one_of("mechanism", name, MECHANISMS)](**numbers)
 
 
 def _warn_of_assumption(answer: PrivacyBound, function: str) -> None:

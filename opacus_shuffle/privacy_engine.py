@@ -209,8 +209,9 @@ class ShuffleMixin(opacus.PrivacyEngine):
             max_grad_norm: See there.
             poisson_sampling: See there.
             local_noise: See there; the multiplier found is then the local σ.
-            bound: ``"paper"`` (default), ``"tight"`` or ``"certified"``; not with Opacus's own accountants.
-            adjacency: ``"zero_out"`` (default), or ``"replace"`` with ``bound="certified"``.
+            bound: ``"paper"`` (default), ``"tight"``, ``"certified"`` or ``"certified_sharp"``; not with Opacus's own
+                accountants.
+            adjacency: ``"zero_out"`` (default), or ``"replace"`` with the certified bounds.
             **keywords: Passed on to :meth:`make_private`, which refuses unknown ones.
 
         Raises:
@@ -276,8 +277,12 @@ class ShuffleMixin(opacus.PrivacyEngine):
             reject_unknown(f"get_epsilon of accountant {self.accountant.mechanism()!r}", options)
         return self.accountant.get_epsilon(delta, **options)
 
-    def privacy_report(self, delta: float) -> PrivacyReport:
-        """Every bound on what was spent so far, with its meaning, for ``print``.
+    def privacy_report(self, delta: float, *, adjacency: str = "zero_out") -> PrivacyReport:
+        """Every bound on what was spent so far, with its meaning: print it, show it in a notebook, ``.plot()`` it.
+
+        Args:
+            delta: δ in (0, 1).
+            adjacency: ``"zero_out"`` or ``"replace"``.
 
         Raises:
             ValueError: If δ is out of range, nothing ran yet, or the accountant is one of Opacus's own.
@@ -287,7 +292,7 @@ class ShuffleMixin(opacus.PrivacyEngine):
         open_unit_interval("delta", delta)
         if not len(self.accountant):
             raise ValueError("privacy_report has nothing to report: no training step was taken yet")
-        return PrivacyReport(self.accountant.all_bounds(delta), emulated=not self.accountant.local_noise)
+        return self.accountant.report(delta, adjacency=adjacency)
 
     def _prepare_model(self, module: nn.Module, **keywords: Any) -> Any:
         self._wrapped = super()._prepare_model(module, **keywords)

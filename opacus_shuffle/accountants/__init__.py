@@ -11,13 +11,16 @@ from __future__ import annotations
 from opacus.accountants import register_accountant
 from opacus.accountants.registry import create_accountant
 
+from opacus_shuffle.accountants import baselines as _registers_its_baselines  # noqa: F401
 from opacus_shuffle.accountants import shuffle_gaussian_bounds as _registers_its_bounds  # noqa: F401
 from opacus_shuffle.accountants.base import ShuffleAccountant
 from opacus_shuffle.accountants.bounds import (
     Guarantee,
     PrivacyAssumptionWarning,
     PrivacyBound,
+    baselines_of,
     bounds_of,
+    compute_baseline,
     compute_bound,
     register_bound,
 )
@@ -58,7 +61,9 @@ __all__ = [
     "ShuffleGaussAccountant",
     "ShuffledCheckInAccountant",
     "SubsampledShuffleAccountant",
+    "baselines_of",
     "bounds_of",
+    "compute_baseline",
     "compute_bound",
     "register_accountants",
     "register_bound",

@@ -1,12 +1,14 @@
-"""An ε with its meaning: which bound, which data sets, which adjacency, proved or not; and the open table of bounds.
+"""An ε with its meaning: which bound, which data sets, which adjacency, proved or not; and the open tables of bounds.
 
-A bound is a function registered for a mechanism; nothing here knows what the bounds compute.
+A bound is a function registered for a mechanism; nothing here knows what the bounds compute. A *baseline* is the same for
+another trust model with the same noise: what no shuffler would give, or a trusted server. It is not an ε of the mechanism, so
+nothing accounts or calibrates by it.
 
 >>> from opacus_shuffle.mechanisms import ShuffleGauss
 >>> rounds = [(ShuffleGauss(noise_multiplier=9.48, num_users=60_000), 7)]
 >>> answer = compute_bound(rounds, delta=1 / 60_000, bound="tight")
 >>> round(answer.epsilon, 7), answer.guarantee.name
-(0.0025118, 'PAIR')
+(0.0020509, 'PAIR')
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ Rounds = Sequence[tuple[Mechanism, int]]
 
 ADJACENCIES = ("zero_out", "replace")
 ADVERSARY = "sees every shuffled report of every round"
+SHUFFLER = "the shuffler"
 
 
 class Guarantee(enum.Enum):
@@ -40,11 +43,17 @@ class PrivacyAssumptionWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True)
 class BoundValue:
-    """What a bound function answers: ε, its worth, and the data sets it covers in words."""
+    """What a bound function answers: ε, its worth, and the data sets it covers in words.
+
+    ``lower``, where there is one, is a value that the exact ε of what is covered is not below.
+    """
 
     epsilon: float
     guarantee: Guarantee
     covers: str
+    lower: float | None = None
+    trusted: str = SHUFFLER
+    adversary: str = ADVERSARY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +68,11 @@ class PrivacyBound:
     guarantee: Guarantee
     covers: str
     rounds: int
+    lower: float | None = None
+    trusted: str = SHUFFLER
     adversary: str = ADVERSARY
 
-    def to_dict(self) -> dict[str, str | float | int]:
+    def to_dict(self) -> dict[str, str | float | int | None]:
         """Plain values, for JSON."""
         return {**dataclasses.asdict(self), "guarantee": self.guarantee.name}
 
@@ -73,14 +84,18 @@ class BoundFunction(Protocol):
         """One ε with its worth."""
 
 
-_BOUNDS: dict[type[Mechanism], dict[str, BoundFunction]] = {}
+Table = dict[type[Mechanism], dict[str, BoundFunction]]
+_BOUNDS: Table = {}
+_BASELINES: Table = {}
 
 
-def register_bound(mechanism: type[Mechanism], bound: str) -> Callable[[BoundFunction], BoundFunction]:
-    """Decorator: let ``bound`` of ``mechanism`` be answered by this function."""
+def register_bound(
+    mechanism: type[Mechanism], bound: str, *, baseline: bool = False
+) -> Callable[[BoundFunction], BoundFunction]:
+    """Decorator: let ``bound`` (or baseline) of ``mechanism`` be answered by this function."""
 
     def register(function: BoundFunction) -> BoundFunction:
-        _BOUNDS.setdefault(mechanism, {})[bound] = function
+        (_BASELINES if baseline else _BOUNDS).setdefault(mechanism, {})[bound] = function
         return function
 
     return register
@@ -89,6 +104,11 @@ def register_bound(mechanism: type[Mechanism], bound: str) -> Callable[[BoundFun
 def bounds_of(mechanism: type[Mechanism]) -> tuple[str, ...]:
     """The names of the bounds a mechanism has, in order of registration."""
     return tuple(_BOUNDS.get(mechanism, {}))
+
+
+def baselines_of(mechanism: type[Mechanism]) -> tuple[str, ...]:
+    """The names of the baselines a mechanism has, in order of registration."""
+    return tuple(_BASELINES.get(mechanism, {}))
 
 
 def compute_bound(
@@ -104,20 +124,32 @@ def compute_bound(
     Args:
         rounds: Mechanisms of one kind with their numbers of rounds, each at least 1.
         delta: δ in (0, 1).
-        bound: A name in :func:`bounds_of`: ``"paper"``, ``"tight"`` or ``"certified"``.
+        bound: A name in :func:`bounds_of`: ``"paper"``, ``"tight"``, ``"certified"``, ``"certified_sharp"``.
         adjacency: ``"zero_out"`` (a record becomes a zero report) or ``"replace"``.
         orders: Rényi orders to use in place of the adaptive grid, for bounds that use any.
 
     Raises:
         ValueError: If an argument is out of range or the bound does not cover the adjacency.
     """
+    return _answer(_BOUNDS, rounds, delta=delta, bound=bound, adjacency=adjacency, orders=orders)
+
+
+def compute_baseline(rounds: Rounds, *, delta: float, baseline: str, adjacency: str = "zero_out") -> PrivacyBound:
+    """What the same noise would give under another trust model, with its meaning (arguments as :func:`compute_bound`)."""
+    return _answer(_BASELINES, rounds, delta=delta, bound=baseline, adjacency=adjacency, orders=None)
+
+
+def _answer(
+    table: Table, rounds: Rounds, *, delta: float, bound: str, adjacency: str, orders: Iterable[float] | None
+) -> PrivacyBound:
+    """Look the function up, ask it, and attach the meaning."""
     delta = open_unit_interval("delta", delta)
     one_of("adjacency", adjacency, ADJACENCIES)
     kinds = {type(mechanism) for mechanism, _ in rounds}
     if len(kinds) != 1:
         raise ValueError(f"rounds must hold one kind of mechanism, got {sorted(kind.name for kind in kinds)}")
     (kind,) = kinds
-    functions = _BOUNDS.get(kind, {})
+    functions = table.get(kind, {})
     one_of("bound", bound, functions)
     value = functions[bound](rounds, delta=delta, adjacency=adjacency, orders=orders)
     return PrivacyBound(
@@ -129,4 +161,7 @@ def compute_bound(
         guarantee=value.guarantee,
         covers=value.covers,
         rounds=sum(count for _, count in rounds),
+        lower=value.lower,
+        trusted=value.trusted,
+        adversary=value.adversary,
     )

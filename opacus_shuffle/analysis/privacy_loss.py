@@ -1,0 +1,341 @@
+r"""From the laws of R of many rounds to one ε at δ: privacy losses on one grid, composed by Opacus's own FFT code.
+
+The loss of a round is L = log R. Rounds compose by adding losses, so all laws go to one grid of step h, again above or below
+the truth in convex order (:mod:`opacus_shuffle.analysis.ratio_law`), and
+:func:`opacus.accountants.analysis.prv.compose_heterogeneous` convolves them. Both directions, moved ‖ zero (loss log R under
+the moved data set) and zero ‖ moved (loss −log R under the other), are composed; ε is the larger.
+
+Two things are ours, because Opacus's discretisation and its read-out have an *absolute* error in ε (0.01 by default) while ε
+here may be 6e-4:
+    * the grid's laws bound the truth from one side, so nothing has to be added to ε for the grid;
+    * the losses are tilted first, f(l)·e^{θl}/M(θ), with θ where Chernoff's bound of the composed loss meets δ: the FFT then
+      works where the answer is, its rounding is relative to δ (even δ = 1e-200), and losses beyond its window have
+      a Chernoff bound that is added to δ.
+
+>>> from opacus_shuffle.analysis.ratio_law import mean_law
+>>> def week(side):
+...     return [(Mixture.of(mean_law(noise_multiplier=9.48, num_users=60_000, side=side)), 7)]
+>>> round(compute_epsilon(week("upper"), delta=1 / 60_000), 5), round(lower_epsilon(week("lower"), delta=1 / 60_000), 5)
+(0.00205, 0.00204)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from opacus.accountants.analysis.prv import DiscretePRV, Domain, compose_heterogeneous
+from scipy.fft import next_fast_len
+from scipy.optimize import brentq, minimize_scalar
+from scipy.special import logsumexp
+
+from opacus_shuffle.analysis.mean_ratio import Vector
+from opacus_shuffle.analysis.ratio_law import RatioLaw, Side
+
+RELATIVE_ERROR = 1e-9
+"""Every upper ε is enlarged by this fraction, for the rounding of sums of positive terms."""
+
+STEP = 0.05
+"""Grid step in standard deviations of one round's loss, averaged over the rounds."""
+
+_LARGEST_GRID = 2**22
+_CLIPPED = 1e-4
+"""Share of δ that may be spent on tails clipped off single rounds."""
+_OUTSIDE = 1e-16
+"""Tilted probability that may lie outside the FFT's window."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """One round whose adversary learns which of several laws of R is in force, the same in both data sets.
+
+    Attributes:
+        parts: (probability, law) pairs.
+        lost: Probability with which the adversary learns everything; the probabilities and it add up to 1.
+    """
+
+    parts: tuple[tuple[float, RatioLaw], ...]
+    lost: float = 0.0
+
+    @classmethod
+    def of(cls, law: RatioLaw) -> Mixture:
+        """One law."""
+        return cls(((1.0, law),))
+
+    @property
+    def variance(self) -> float:
+        """Of the loss, roughly: the unit for grids."""
+        return sum(weight * law.scale**2 for weight, law in self.parts)
+
+
+Rounds = Sequence[tuple[Mixture, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loss:
+    """One round's loss in one direction: probabilities at (first + i)·step, and at infinity."""
+
+    first: int
+    masses: Vector
+    infinite: float
+
+
+def compute_epsilon(rounds: Rounds, *, delta: float, slack: float = 0.0, step: float = STEP) -> float:
+    """The smallest ε with δ(ε) + (1 + e^ε)·slack ≤ δ in both directions, rounded up.
+
+    Args:
+        rounds: Mixtures of **upper** laws, each with its number of rounds.
+        delta: δ in (0, 1).
+        slack: Total-variation distance, over all rounds, between what runs and what ``rounds`` describes.
+        step: Grid step in standard deviations of a round's loss.
+
+    Returns:
+        ε ≥ 0, or ``inf`` if ``lost``, infinite losses or ``slack`` leave nothing of δ.
+    """
+    return max(_direction_epsilon(rounds, delta, slack, step, reverse=reverse, side="upper") for reverse in (False, True))
+
+
+def lower_epsilon(rounds: Rounds, *, delta: float, step: float = STEP) -> float:
+    """A value that the smallest valid ε is not below (rounded down): ``rounds`` holds **lower** laws, without mixtures."""
+    return max(_direction_epsilon(rounds, delta, 0.0, step, reverse=reverse, side="lower") for reverse in (False, True))
+
+
+def _direction_epsilon(rounds: Rounds, delta: float, slack: float, step: float, *, reverse: bool, side: Side) -> float:
+    """ε in one direction."""
+    counts = [count for _, count in rounds]
+    total = sum(counts)
+    width = step * math.sqrt(sum(count * mixture.variance for mixture, count in rounds) / total)
+    width = max(width, _span(rounds) / _LARGEST_GRID)
+    on_grid = [_on_grid(mixture, width, _CLIPPED * delta / total, side) for mixture, _ in rounds]
+    losses = [_reversed(q) if reverse else _forward(q, width) for q in on_grid]
+    left = sum(count * loss.infinite for loss, count in zip(losses, counts, strict=True))
+    if left + 2 * slack >= delta:
+        return math.inf
+    composed = _compose(losses, counts, width, math.log(delta))
+    sign = 1.0 if side == "upper" else -1.0
+
+    def excess(epsilon: float) -> float:
+        return composed.log_delta(epsilon, sign, left, slack) - math.log(delta)
+
+    low = high = composed.chernoff
+    while excess(high) > 0:
+        high *= 1.05
+        if high > 20 * composed.chernoff:
+            return math.inf
+    while excess(low) <= 0:
+        low *= 0.95
+        if low < 1e-3 * composed.chernoff:
+            if excess(0.0) <= 0:
+                return 0.0
+            low = 0.0
+    root = float(brentq(excess, low, high, xtol=1e-12 * high, rtol=1e-12))
+    if side == "lower":
+        return root * (1 - RELATIVE_ERROR)
+    pace = 1e-12
+    while excess(root) > 0:  # step off the root's tolerance to the safe side
+        root, pace = root * (1 + pace), 2 * pace
+    return math.nextafter(root * (1 + RELATIVE_ERROR), math.inf)
+
+
+def _span(rounds: Rounds) -> float:
+    """The widest range of finite losses in any round."""
+    ends = []
+    for mixture, _ in rounds:
+        logs = np.concatenate([law.log_ratios for _, law in mixture.parts])
+        logs = logs[np.isfinite(logs)]
+        ends.append(float(logs.max() - logs.min()))
+    return max(ends)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ratios:
+    """Probabilities (nobody moved) at log R = (first + i)·step, at R = 0, and the moved data set's at R = ∞."""
+
+    first: int
+    masses: Vector
+    zero: float
+    infinite: float
+
+
+def _on_grid(mixture: Mixture, width: float, budget: float, side: Side) -> _Ratios:
+    """The mixture's laws on the grid, added up; ``budget`` is the probability that may be clipped off at either end."""
+    place = _spread if side == "upper" else _gather
+    placed = [(weight, place(law, width)) for weight, law in mixture.parts]
+    first = min(ratios.first for _, ratios in placed)
+    last = max(ratios.first + len(ratios.masses) for _, ratios in placed)
+    masses = np.zeros(last - first)
+    for weight, ratios in placed:
+        masses[ratios.first - first : ratios.first - first + len(ratios.masses)] += weight * ratios.masses
+    zero = mixture.lost + sum(weight * ratios.zero for weight, ratios in placed)
+    infinite = mixture.lost + sum(weight * ratios.infinite for weight, ratios in placed)
+    return _clip(_Ratios(first, masses, zero, infinite), width, budget, side)
+
+
+def _spread(law: RatioLaw, width: float) -> _Ratios:
+    """Mean-preserving split of every atom to its neighbours on the grid: above the law in convex order."""
+    logs = law.log_ratios
+    finite = np.isfinite(logs)
+    position = logs[finite] / width
+    below = np.floor(position).astype(np.int64)
+    upward = law.masses[finite] * np.clip(np.expm1((position - below) * width) / math.expm1(width), 0.0, 1.0)
+    first = int(below.min())
+    size = int(below.max()) - first + 2
+    masses: Vector = np.bincount(below - first, law.masses[finite] - upward, minlength=size).astype(np.float64)
+    masses += np.bincount(below - first + 1, upward, minlength=size)
+    return _Ratios(first, masses, float(law.masses[~finite].sum()), law.infinite)
+
+
+def _gather(law: RatioLaw, width: float) -> _Ratios:
+    """Neighbouring atoms merged (and split) so that every group's mean is a grid point: below the law in convex order.
+
+    From left to right a group collects mass until its mean has risen to its grid point. The last group never gets there: its
+    mass, of the size of the tails, is left out, which only lowers δ.
+    """
+    found: dict[int, float] = {}
+    logs = law.log_ratios.tolist()
+    point, target, mass, deficit = 0, 0.0, 0.0, 0.0
+    for log_ratio, left in zip(logs, law.masses.tolist(), strict=True):
+        ratio = math.exp(log_ratio)
+        if mass:
+            gain = (ratio - target) if abs(log_ratio - point * width) > 0.1 else target * math.expm1(log_ratio - point * width)
+            if gain * left < deficit:
+                mass, deficit = mass + left, deficit - gain * left
+                continue
+            used = deficit / gain
+            found[point] = found.get(point, 0.0) + mass + used
+            left, mass = left - used, 0.0
+        point = math.ceil(log_ratio / width)
+        target = math.exp(point * width)
+        mass, deficit = left, target * -math.expm1(log_ratio - point * width) * left
+    first = min(found)
+    masses = np.zeros(max(found) - first + 1)
+    masses[np.array(list(found)) - first] = list(found.values())
+    return _Ratios(first, masses, 0.0, 0.0)
+
+
+def _clip(ratios: _Ratios, width: float, budget: float, side: Side) -> _Ratios:
+    """Take the outermost atoms, up to ``budget`` at either end: to zero and infinity (a mean-preserving spread), or away."""
+    values = np.exp((ratios.first + np.arange(len(ratios.masses))) * width)
+    moved = ratios.masses * values
+    start = min(int(np.searchsorted(np.cumsum(ratios.masses), budget)), len(moved) - 1)
+    end = max(int(np.searchsorted(-np.cumsum(moved[::-1])[::-1], -budget)), start + 1)
+    masses = ratios.masses[start:end].copy()
+    if side == "lower":
+        return _Ratios(ratios.first + start, masses, 0.0, 0.0)
+    below, above = slice(0, start), slice(end, None)
+    kept_below = moved[below].sum() / values[start]
+    masses[0] += kept_below
+    masses[-1] += ratios.masses[above].sum()
+    zero = ratios.zero + max(ratios.masses[below].sum() - kept_below, 0.0)
+    infinite = ratios.infinite + max((moved[above] - ratios.masses[above] * values[end - 1]).sum(), 0.0)
+    return _Ratios(ratios.first + start, masses, float(zero), float(infinite))
+
+
+def _forward(ratios: _Ratios, width: float) -> _Loss:
+    """Loss log R under the moved data set."""
+    values = np.exp((ratios.first + np.arange(len(ratios.masses))) * width)
+    return _Loss(ratios.first, ratios.masses * values, ratios.infinite)
+
+
+def _reversed(ratios: _Ratios) -> _Loss:
+    """Loss −log R under the data set in which nobody moved."""
+    return _Loss(-(ratios.first + len(ratios.masses) - 1), ratios.masses[::-1], ratios.zero)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Composed:
+    """The composed loss, tilted: its value is (first + i)·width, its true probability masses·e^{log_norm − θ·value}."""
+
+    losses: Vector
+    masses: Vector
+    theta: float
+    log_norm: float
+    error: float
+    chernoff: float
+
+    def log_delta(self, epsilon: float, sign: float, left: float, slack: float) -> float:
+        """Log of δ(ε), with the errors added (sign 1) or taken off (sign −1)."""
+        start = int(np.searchsorted(self.losses, epsilon, side="right"))
+        beyond = self.losses[start:] - epsilon
+        weights = -np.expm1(-beyond) * np.exp(-self.theta * beyond)
+        largest = (self.theta / (1 + self.theta)) ** self.theta / (1 + self.theta)  # of the weights, at any loss
+        inside = float(weights @ self.masses[start:]) + sign * self.error * largest
+        if inside <= 0:
+            return -math.inf if sign > 0 and left + slack == 0 else -1e6
+        log_inside = math.log(inside) + self.log_norm - self.theta * epsilon
+        rest = sign * left + ((1 + math.exp(min(epsilon, 700.0))) * slack if slack else 0.0)
+        if rest <= 0:
+            return log_inside
+        return float(np.logaddexp(log_inside, math.log(rest)))
+
+
+def _compose(losses: Sequence[_Loss], counts: Sequence[int], width: float, log_delta: float) -> _Composed:
+    """Tilt, convolve with Opacus's code, and say how much probability the window and the rounding may have lost."""
+    values = [(loss.first + np.arange(len(loss.masses))) * width for loss in losses]
+    with np.errstate(divide="ignore"):
+        logs = [np.log(loss.masses) for loss in losses]
+
+    def log_moment(index: int, theta: float) -> float:
+        return float(logsumexp(logs[index] + theta * values[index]))
+
+    def total_log_moment(theta: float) -> float:
+        return sum(count * log_moment(index, theta) for index, count in enumerate(counts))
+
+    deviation = math.sqrt(sum(count * float(v**2 @ loss.masses) for v, loss, count in zip(values, losses, counts, strict=True)))
+
+    def chernoff(theta: float) -> float:
+        # E(1 − e^{ε−L})₊ ≤ E e^{θ(L−ε)} · θ^θ/(1+θ)^{1+θ}
+        return (total_log_moment(theta) - log_delta - math.log1p(theta) - theta * math.log1p(1 / theta)) / theta
+
+    theta = math.exp(_minimum(lambda log_theta: chernoff(math.exp(log_theta)), -math.log(deviation)))
+    tilted = []
+    for index, log_masses in enumerate(logs):
+        exponents = log_masses + theta * values[index]
+        tilted.append(np.exp(exponents - logsumexp(exponents)))
+    centres = [round(float(v @ p) / width) for v, p in zip(values, tilted, strict=True)]
+    reach = max(
+        max(abs(loss.first - c), abs(loss.first + len(loss.masses) - 1 - c)) for loss, c in zip(losses, centres, strict=True)
+    )
+
+    def escape(indices: Sequence[int], sign: float) -> float:
+        """How far from their centre the indices' composed tilted losses stray but for ``_OUTSIDE`` (Chernoff)."""
+
+        def bound(log_slope: float) -> float:
+            slope = sign * math.exp(log_slope)
+            growth = sum(
+                counts[i] * (log_moment(i, theta + slope) - log_moment(i, theta) - slope * centres[i] * width) for i in indices
+            )
+            return (growth - math.log(_OUTSIDE)) / abs(slope)
+
+        return bound(_minimum(bound, -math.log(deviation)))
+
+    groups = [[index] for index in range(len(losses))] + ([list(range(len(losses)))] if len(losses) > 1 else [])
+    window = max(escape(group, sign) for group in groups for sign in (1.0, -1.0))
+    size = 2 * next_fast_len(max(reach, math.ceil(window / width)) + 2, real=True)
+    zero = size // 2 - 1
+    prvs = []
+    for loss, masses, centre in zip(losses, tilted, centres, strict=True):
+        pmf = np.zeros(size)
+        start = zero + loss.first - centre
+        pmf[start : start + len(masses)] = masses
+        domain = Domain(-zero * width, (size - 1 - zero) * width, size).shift_right(centre * width)
+        prvs.append(DiscretePRV(pmf=pmf, domain=domain))
+    composed = compose_heterogeneous(prvs, list(counts))
+    shift = sum(count * centre for count, centre in zip(counts, centres, strict=True))
+    # Rounding: a power multiplies the relative error of the spectrum, of which some tens of entries matter.
+    rounding = 1e-14 * (100.0 + sum(counts))
+    return _Composed(
+        losses=(np.arange(size) - zero + shift) * width,
+        masses=np.maximum(composed.pmf, 0.0),
+        theta=theta,
+        log_norm=total_log_moment(theta),
+        error=2 * len(groups) * _OUTSIDE + rounding,
+        chernoff=max(chernoff(theta), width),
+    )
+
+
+def _minimum(function: Callable[[float], float], guess: float) -> float:
+    """Where a function of a logarithm, falling and then rising, is smallest; near enough."""
+    return float(minimize_scalar(function, bounds=(guess - 12.0, guess + 9.0), method="bounded", options={"xatol": 1e-3}).x)
