@@ -34,14 +34,14 @@ STYLES = {
 
 
 def epsilons_over_rounds(
-    rounds: Rounds, *, delta: float, adjacency: str = "zero_out", points: int = POINTS
+    rounds: Rounds, *, delta: float, adjacency: str = "zero_out", points: int | None = None
 ) -> dict[str, list[tuple[int, float]]]:
     """For each bound, (rounds, ε) after the first 1, …, T rounds of the history, geometrically spaced."""
     from opacus_shuffle.accountants.report import ladder
 
     total = sum(count for _, count in rounds)
     curves: dict[str, list[tuple[int, float]]] = {}
-    for count in sorted({round(value) for value in np.geomspace(1, total, points)}):
+    for count in sorted({round(value) for value in np.geomspace(1, total, points or POINTS)}):
         for bound in ladder(first_rounds(rounds, count), delta=delta, adjacency=adjacency):
             curves.setdefault(bound.bound, []).append((count, bound.epsilon))
     return curves

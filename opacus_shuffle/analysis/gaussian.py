@@ -56,7 +56,7 @@ def compute_epsilon(*, mu: float, delta: float) -> float:
     if mu == 0 or log_delta(mu=mu, epsilon=0.0) <= math.log(delta):
         return 0.0
     # Φ(μ/2 − ε/μ) ≤ δ already at this end.
-    high = mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / delta))
+    high = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))
     root = brentq(lambda e: max(log_delta(mu=mu, epsilon=e), -1e6) - math.log(delta), 0.0, high, xtol=1e-13 * high)
     epsilon = root
     while log_delta(mu=mu, epsilon=epsilon) > math.log(delta):  # step off the root's tolerance to the safe side

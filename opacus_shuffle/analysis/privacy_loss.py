@@ -113,6 +113,8 @@ def _direction_epsilon(rounds: Rounds, delta: float, slack: float, step: float, 
     left = sum(count * loss.infinite for loss, count in zip(losses, counts, strict=True))
     if left + 2 * slack >= delta:
         return math.inf
+    if all(np.count_nonzero(loss.masses) == 1 and loss.first == 0 for loss in losses):  # nothing is learnt, ever
+        return 0.0
     composed = _compose(losses, counts, width, math.log(delta))
     sign = 1.0 if side == "upper" else -1.0
 
@@ -209,6 +211,8 @@ def _gather(law: RatioLaw, width: float) -> _Ratios:
         point = math.ceil(log_ratio / width)
         target = math.exp(point * width)
         mass, deficit = left, target * -math.expm1(log_ratio - point * width) * left
+    if not found:  # the law is narrower than one step: all of it at its mean
+        return _Ratios(0, np.ones(1), 0.0, 0.0)
     first = min(found)
     masses = np.zeros(max(found) - first + 1)
     masses[np.array(list(found)) - first] = list(found.values())

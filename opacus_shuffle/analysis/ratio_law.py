@@ -85,12 +85,12 @@ class RatioLaw:
 
     def hockey_stick(self, epsilon: float) -> float:
         """E(R − e^ε)₊."""
-        threshold = math.expm1(epsilon) + 1 - self.centre
+        threshold = math.expm1(epsilon) if self.centre else math.exp(epsilon)
         return float(self.masses @ np.maximum(self.offsets - threshold, 0.0)) + self.infinite
 
     def reverse_hockey_stick(self, epsilon: float) -> float:
         """E(1 − e^ε·R)₊."""
-        threshold = math.expm1(-epsilon) + 1 - self.centre
+        threshold = math.expm1(-epsilon) if self.centre else math.exp(-epsilon)
         return math.exp(epsilon) * float(self.masses @ np.maximum(threshold - self.offsets, 0.0))
 
 

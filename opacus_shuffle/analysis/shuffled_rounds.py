@@ -126,6 +126,7 @@ def unshuffled_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -
         0.1 % where γ < 1).
     """
     delta = open_unit_interval("delta", delta)
+    rounds = merge(rounds)
     if not rounds:
         return 0.0
     mu = distance * math.sqrt(sum(count / each.noise_multiplier**2 for each, count in rounds))
