@@ -37,13 +37,13 @@ LADDER = ("local", "certified", "certified_sharp", "paper", "tight", "secure_agg
 """From the least trust to the most; within one trust model, from what is proved to what is not."""
 
 MEANINGS = {
-    "local": "the reports as their owners send them, with no shuffler: the adversary sees who sends what",
-    "certified": "shuffled reports, whatever the other records are (Gaussian clones)",
+    "local": "no shuffler: who sends which noised report is seen",
+    "certified": "the reports are seen in random order; whatever the other records are (by Gaussian clones)",
     "certified_sharp": "the same by a longer proof (truncated Gaussian clones)",
-    "paper": "the papers' formula, for one pair of data sets: all other records report zero, one record at the clipping norm "
+    "paper": "the published formula, for one pair of data sets: all other records report zero, one record at the clipping norm "
     "becomes zero; other pairs can be worse",
     "tight": "the exact value for that same pair",
-    "secure_aggregation": "a protocol reveals the sum of a round's reports and who took part, but no single report",
+    "secure_aggregation": "only the sum of a round's reports is seen, and who took part",
     "central": "a trusted server picks the participants in secret and adds the noise of all reports to their sum",
 }
 WIDTH = 100
@@ -98,14 +98,16 @@ class PrivacyReport:
     def __str__(self) -> str:
         rows = [("trusted", "bound", "epsilon", "holds for", "status"), *self._cells()]
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        lines = [
+        table = [
             f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:<{widths[3]}}  {row[4]}"
             for row in rows
         ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        lines = [self._title(), "", *lines, ""]
-        for note in self._notes():
-            lines += textwrap.wrap(note, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        table.insert(1, "  ".join("-" * width for width in widths))
+        glossary = self._glossary()
+        indent = max(len(term) for term, _ in glossary) + 2
+        lines = [self._title(), "", *table, "", *_wrapped(self._headline(), "", ""), ""]
+        for term, text in glossary:
+            lines += _wrapped(text, f"{term:<{indent}}", " " * indent)
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -117,10 +119,10 @@ class PrivacyReport:
             + "</tr>"
             for cells in self._cells()
         )  # fmt: skip
-        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self._notes())
+        glossary = "".join(f"<li><b>{html.escape(term)}</b> {html.escape(text)}</li>" for term, text in self._glossary())
         return (
             f"<p>{html.escape(self._title())}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-            f"<ul>{notes}</ul>"
+            f"<p>{html.escape(self._headline())}</p><ul>{glossary}</ul>"
         )
 
     def plot(self, ax: Axes | None = None) -> Axes:
@@ -146,33 +148,53 @@ class PrivacyReport:
         where = {Guarantee.PROVED: "every data set", Guarantee.PAIR: "one pair of data sets", Guarantee.ESTIMATE: "(estimate)"}
         return [(b.trusted, b.bound, round_up(b.epsilon), where[b.guarantee], b.guarantee.name) for b in self.bounds]
 
-    def _notes(self) -> list[str]:
-        """How to read the table, for someone who has never heard of the shuffle model."""
+    def _headline(self) -> str:
+        """The number to quote, and what it means to someone who has never heard of the shuffle model."""
         best = self.best
-        odds = f"{round_up(math.exp(best.epsilon) - 1, 2)}" if best.epsilon < 1 else ""
-        meaning = f"by a fraction of {odds}" if odds else f"by a factor of {round_up(math.exp(min(best.epsilon, 700.0)), 2)}"
-        weak = f", which protects next to nothing (above {WEAK:g})" if best.epsilon > WEAK else ""
-        change = "vanishes" if self.adjacency == "zero_out" else "is replaced by any other"
-        notes = [
-            f"To quote: epsilon = {round_up(best.epsilon)} ({best.bound}){weak}. Whatever an adversary concludes from all "
-            f"shuffled reports, its odds change {meaning} at most when one record {change}, except with probability delta."
-        ]
-        notes += [f"{b.bound}: {MEANINGS.get(b.bound, b.covers)}" for b in self.bounds]
-        notes += [
-            f"{b.bound}: the exact value lies between {b.lower:.4g} and {round_up(b.epsilon)}"
-            for b in self.bounds
-            if b.lower is not None and b.epsilon > 0
-        ]
-        used = {b.guarantee for b in self.bounds}
-        notes += [f"{guarantee.name}: {guarantee.value}" for guarantee in Guarantee if guarantee in used]
+        quote = f"To quote: epsilon = {round_up(best.epsilon)} at delta = {best.delta:.3g} ({best.bound})"
+        if best.epsilon > WEAK:
+            return f"{quote}, which protects next to nothing (above {WEAK:g}). {self._advice()}".rstrip()
+        factor = math.exp(best.epsilon)
+        change = f"{round_up(100 * (factor - 1), 2)} %" if factor < 2 else f"a factor of {round_up(factor, 2)}"
+        fate = "vanishes" if self.adjacency == "zero_out" else "is replaced by any other"
+        return (
+            f"{quote}. Whatever someone concludes from all the shuffled reports, its odds change by {change} at most when one "
+            "record " + fate + ", except with probability delta."
+        )
+
+    def _advice(self) -> str:
+        """What would help where nothing beyond the local value could be proved."""
+        local = [bound.epsilon for bound in self.bounds if bound.bound == "local"]
+        if not local or self.best.epsilon < local[0]:
+            return ""
+        return (
+            "No gain from shuffling could be proved here: that takes more noise in each report (a noise multiplier above about "
+            "1) or more of them in a round."
+        )
+
+    def _glossary(self) -> list[tuple[str, str]]:
+        """What the words in the table mean."""
+        terms = []
+        for bound in self.bounds:
+            between = f" (between {bound.lower:.4g} and {round_up(bound.epsilon)})" if bound.lower and bound.epsilon > 0 else ""
+            terms.append((bound.bound, MEANINGS.get(bound.bound, bound.covers) + between))
         if self.adjacency != "zero_out":
-            notes.append("paper, tight: the papers' pair is a zero_out pair, so they have no value here")
+            terms.append(("paper, tight", "left out: the papers' pair is a zero_out pair"))
+        used = {bound.guarantee for bound in self.bounds}
+        terms += [(guarantee.name, guarantee.value) for guarantee in Guarantee if guarantee in used]
+        how = "one process sees every record, and plays the record's owners and the shuffler"
         if self.emulated:
-            notes.append(
-                "the noise was added once to the sum: this emulates locally noised reports, in batches of the expected size"
+            how += (
+                "; the noise was added once to the sum, which emulates locally noised reports, in batches of the expected size"
             )
-        notes.append("simulated in one process, which sees every record: the reports and the shuffler")
-        return notes
+        return [*terms, ("simulated", how)]
+
+
+def _wrapped(text: str, first: str, rest: str) -> list[str]:
+    """Lines of at most ``WIDTH`` characters."""
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def ladder(rounds: Rounds, *, delta: float, adjacency: str = "zero_out") -> list[PrivacyBound]:
