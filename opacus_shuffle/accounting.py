@@ -4,7 +4,7 @@
 >>> sigma = compute_noise_multiplier("shuffled_checkin", target_epsilon=1.0, target_delta=1e-5, num_users=60_000,
 ...                                  steps=1000, sample_rate=0.1, bound="tight")
 >>> round(sigma, 3)
-0.696
+0.531
 """
 
 from __future__ import annotations

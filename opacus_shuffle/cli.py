@@ -2,7 +2,7 @@
 
 >>> main(["epsilon", "--mechanism", "shuffle_gauss", "--noise-multiplier", "9.48", "--num-users", "60000", "--steps", "7",
 ...       "--delta", "1e-5", "--bound", "certified"])
-0.003616
+0.003574
 epsilon of 7 rounds of shuffle_gauss at delta = 1e-05 (bound certified, zero_out adjacency)
 PROVED: a differential-privacy guarantee for every data set
 covers every data set
@@ -106,6 +106,8 @@ def _plot(options: dict[str, Any]) -> None:
     """The ladder over the number of rounds, as a picture."""
     output = options.pop("output")
     _check_rate(options)
+    if not output or os.path.isdir(output):
+        raise ValueError(f"--output must name a file, got {output!r}: for instance report.png")
     try:
         import matplotlib
     except ImportError as error:

@@ -181,8 +181,8 @@ def test_what_is_lost_adds_to_delta_and_too_much_of_it_leaves_nothing():
     whole = compute_epsilon([(Mixture.of(law), 10)], delta=1e-5)
     assert whole < compute_epsilon([(Mixture(((1.0, law),), lost=5e-7), 10)], delta=1e-5) < math.inf
     assert compute_epsilon([(Mixture(((1.0, law),), lost=2e-6), 10)], delta=1e-5) == math.inf
-    assert whole < compute_epsilon([(Mixture.of(law), 10)], delta=1e-5, slack=2e-6) < math.inf
-    assert compute_epsilon([(Mixture.of(law), 10)], delta=1e-5, slack=5e-6) == math.inf
+    assert whole < compute_epsilon([(Mixture.of(law), 10)], delta=1e-5, slack=(2e-6, 2e-6)) < math.inf
+    assert compute_epsilon([(Mixture.of(law), 10)], delta=1e-5, slack=(5e-6, 5e-6)) == math.inf
 
 
 def test_a_mixture_of_one_law_with_itself_is_that_law():

@@ -7,7 +7,7 @@
 >>> accountant.history
 [(5.0, 0.1, 100)]
 >>> round(accountant.bound(1e-5, bound="tight").epsilon, 4)
-0.0065
+0.006
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 >>> [row["bound"] for row in report.to_dict()["bounds"]]
 ['local', 'certified', 'certified_sharp', 'paper', 'tight', 'secure_aggregation', 'central']
 >>> round(report.best.epsilon, 5)
-0.00309
+0.00295
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import dataclasses
 import html
 import math
 import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from opacus_shuffle.accountants.bounds import (
@@ -25,7 +26,9 @@ from opacus_shuffle.accountants.bounds import (
     compute_baseline,
     compute_bound,
 )
+from opacus_shuffle.mechanisms import Mechanism
 from opacus_shuffle.rounding import round_up
+from opacus_shuffle.validation import whole_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +42,7 @@ LADDER = ("local", "certified", "certified_sharp", "paper", "tight", "secure_agg
 MEANINGS = {
     "local": "no shuffler: who sends which noised report is seen",
     "certified": "the reports are seen in random order; whatever the other records are (by Gaussian clones)",
-    "certified_sharp": "the same by a longer proof (truncated Gaussian clones)",
+    "certified_sharp": "the same, or what a longer proof gives (truncated Gaussian clones), if that is smaller",
     "paper": "the published formula, for one pair of data sets: all other records report zero, one record at the clipping norm "
     "becomes zero; other pairs can be worse",
     "tight": "the exact value for that same pair",
@@ -66,9 +69,13 @@ class PrivacyReport:
     """
 
     def __init__(self, rounds: Rounds, *, delta: float, adjacency: str = "zero_out", emulated: bool = False) -> None:
+        if not isinstance(rounds, Sequence) or not all(
+            isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], Mechanism) for entry in rounds
+        ):
+            raise ValueError(f"rounds must be a list of (mechanism, number of rounds) pairs, got {rounds!r}")
         if not rounds:
             raise ValueError("rounds must not be empty: there is nothing to report")
-        self.rounds = tuple(rounds)
+        self.rounds = tuple((mechanism, whole_number("number of rounds", count)) for mechanism, count in rounds)
         self.delta = delta
         self.adjacency = adjacency
         self.emulated = emulated

@@ -4,7 +4,7 @@
 ``tight``            the same pair, exactly: numerical composition of the law of its privacy loss, both directions; the answer
                      carries a lower value beside it.
 ``certified``        Gaussian clones: every data set, both adjacencies.
-``certified_sharp``  the same by a longer proof with a smaller ε (truncated clones, proved in
+``certified_sharp``  the smaller of that and what a longer proof gives (truncated clones, in
                      :mod:`opacus_shuffle.analysis.gaussian_clones`): every data set, both adjacencies.
 
 The pair: every other record reports zero and one record at the clipping norm becomes zero. SG takes it without loss of
@@ -16,9 +16,9 @@ guarantee for every data set. SG's text says "replacement", but its pair is the 
 >>> rounds = [(ShuffledCheckIn(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1), 5540)]
 >>> for name in ("paper", "certified", "certified_sharp", "tight"):
 ...     print(name, round(compute_bound(rounds, delta=1 / 60_000, bound=name).epsilon, 3))
-paper 9.618
+paper 9.617
 certified 0.124
-certified_sharp 0.112
+certified_sharp 0.113
 tight 0.054
 """
 
@@ -106,11 +106,12 @@ def _tight(rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[flo
 
 
 def _certified(
-    clones: Clones, name: str, rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[float] | None
+    clones: tuple[Clones, ...], name: str, rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[float] | None
 ) -> BoundValue:
-    """ε for every data set, by Gaussian clones."""
+    """ε for every data set, by Gaussian clones of the kinds that are trusted."""
     _refuse_orders(name, orders)
-    epsilon = gaussian_clones.compute_epsilon(shuffled(rounds), delta=delta, adjacency=adjacency, clones=clones)
+    ran = shuffled(rounds)
+    epsilon = min(gaussian_clones.compute_epsilon(ran, delta=delta, adjacency=adjacency, clones=kind) for kind in clones)
     return BoundValue(epsilon, Guarantee.PROVED, EVERY)
 
 
@@ -132,5 +133,5 @@ def _refuse_orders(bound: str, orders: Iterable[float] | None) -> None:
 for _mechanism in FAMILY:
     register_bound(_mechanism, "paper")(_paper)
     register_bound(_mechanism, "tight")(_tight)
-    register_bound(_mechanism, "certified")(functools.partial(_certified, "mended", "certified"))
-    register_bound(_mechanism, "certified_sharp")(functools.partial(_certified, "truncated", "certified_sharp"))
+    register_bound(_mechanism, "certified")(functools.partial(_certified, ("mended",), "certified"))
+    register_bound(_mechanism, "certified_sharp")(functools.partial(_certified, ("mended", "truncated"), "certified_sharp"))

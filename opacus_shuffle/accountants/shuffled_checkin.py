@@ -16,7 +16,7 @@ class ShuffledCheckInAccountant(ShuffleAccountant):
     >>> accountant = ShuffledCheckInAccountant(num_users=60_000, local_noise=True)
     >>> accountant.history = [(5.0, 0.1, 5540)]
     >>> [round(accountant.bound(1 / 60_000, bound=name).epsilon, 4) for name in ("paper", "tight")]
-    [9.6175, 0.0608]
+    [9.6175, 0.0539]
     """
 
     mechanism_class: ClassVar[type[Mechanism]] = ShuffledCheckIn

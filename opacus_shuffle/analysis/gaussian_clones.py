@@ -14,17 +14,21 @@ distances add up (given the past, the x_i of a round are fixed vectors). ∎
 
 **Truncated clones** (``"truncated"``): no slack that grows with n. Take f_{x_i} = αΦ(t)·B_i + rest with B_i = f₀(· | A_i)
 as it is. Given k clones (and all else revealed) let the adversary know every slot but which of the k + 1 holds user 1: a
-transposition (1 I), I uniform, which a further shuffle turns into the true view. With z₁ ~ f₀ and z_I ~ B_I in their slots,
-P = (1/(k+1)) Σ_I v_I X(z_I) and Q = (1/(k+1)) Σ_I v_I relative to that law, where v₁ = 1 and v_I = 1[z₁ ∈ A_I]. Let V be the
-slots with v_I = 1, and μ = #(slots not in V)/(k+1), of mass Φ(−t)·k/(k+1). Then
-    H_τ(P + μ ‖ Q + μ) = (1/(k+1)) E_B(Σ_{I∈V} (X(z_I) − τ) + Σ_{I∉V} (1 − τ))₊
-                       ≤ Φ(t)^{−k} (1/(k+1)) E_{f₀}(same)₊              the integrand is ≥ 0; f₀ gives all A_I Φ(t)^k
-                       ≤ Φ(t)^{−k} (1/(k+1)) E_{f₀}(Σ_I (X(z_I) − τ))₊   Jensen over the z_I with I ∉ V, as E X = 1
-                       = Φ(t)^{−k}·H_τ(pair with k + 1 users),
-and likewise for H_τ(Q + μ ‖ P + μ). P and Q are within total variation Φ(−t) of (P + μ)/(1 + |μ|) and (Q + μ)/(1 + |μ|). A
-factor c ≥ 1 on both hockey sticks is dominated by the ratio 1 + c·(R − 1), since c·E(R − τ)₊ ≤ E(1 + c(R − 1) − τ)₊ for
-τ ≥ 1 and the same below 1. So the slack is (1 + e^ε)·Φ(−t) per round instead of (1 + e^ε)(n − 1)αΦ(−t), a smaller t does,
-and α grows. ∎
+transposition (1 I), I uniform, which a further shuffle turns into the true view. Let g have z₁ ~ f₀ and z_I ~ B_I in their
+slots. The parts of P and Q that are continuous to it have densities Σ_I v_I X(z_I)/(k+1) and Σ_I v_I/(k+1), where
+v₁ = 1 and v_I = 1[z₁ ∈ A_I]; what is singular to it, user 1's report in a slot I but outside A_I, has masses
+s = mean_I f₁(A_I^c) ≤ Φ(1/σ − t) under P and m = Φ(−t)·k/(k+1) under Q. Let V be the slots with v_I = 1, and μ the measure with
+density #(slots not in V)/(k+1), of mass m; then M = Q_cont + μ is a probability, P° = P_cont + μ has mass 1 − s + m, and
+    ∫(P° − τM)₊ = (1/(k+1)) E_g(Σ_{I∈V} (X(z_I) − τ) + Σ_{I∉V} (1 − τ))₊
+                ≤ Φ(t)^{−k} (1/(k+1)) E_{f₀}(same)₊              the integrand is ≥ 0, and f₀ gives all A_I at once Φ(t)^k
+                ≤ Φ(t)^{−k} (1/(k+1)) E_{f₀}(Σ_I (X(z_I) − τ))₊   Jensen over the z_I with I ∉ V, as E X = 1
+                = Φ(t)^{−k}·H_τ(pair with k + 1 users),
+and likewise ∫(M − τP°)₊ against the pair's other direction. A factor c ≥ 1 on both hockey sticks is dominated by the ratio
+1 + c·(R − 1), since c·E(R − τ)₊ ≤ E(1 + c(R − 1) − τ)₊ for τ ≥ 1 and c·E(τ − R)₊ ≤ E(τ − 1 − c(R − 1))₊ below 1, once the
+difference |s − m| of the masses of P° and M is added as mass at infinity. P exceeds P° by s at most, Q exceeds M by m, M
+exceeds Q by m and P° exceeds P by m: per round, δ(ε) grows by max(s, m) + e^ε·m ≤ Φ(1/σ − t) + e^ε·Φ(−t) in either direction,
+instead of (1 + e^ε)(n − 1)αΦ(−t). (Over T rounds P° may have a mass of (1 + m)^T, a factor e^{TΦ(−t)} on the slack.) A smaller
+t does, and α grows, where σ is above about 1. ∎
 
 **Sampling.** Call the messages that are user 1's or a participating clone's the pool, j of them (α stands for the clones'
 probability, above α or αΦ(t)). Given j and what is revealed (the participants that are no clones: who, how many, what they
@@ -35,8 +39,10 @@ sent), user 1 is in the pool with a probability π, the same in both data sets, 
       π_j = j(1 − γα) / (j(1 − γα) + (1 − γ)(n − j)α), j ~ γ·(1 + Bin(n − 1, γα)) + (1 − γ)·Bin(n − 1, γα); but a is known to
       this adversary and does depend, by one user, on whether user 1 is in. E(1 − π + πY − τ)₊ is convex in π, so π is replaced
       by a two-point law on its range (but for a negligible part of a's law, which counts as lost) with the mean π_j.
-    * For truncated clones the two cases' pools differ, {f₀, B_K} and {B_i, B_K} with |K| = j − 1: as ∫(f₀ − B_i)₊ = Φ(−t),
-      adding (1 − π)(f₀-pool − B_i-pool)₊ and (1 − π)μ to both sides brings the slack to (2 − π)Φ(−t) per round.
+    * For truncated clones the two cases' pools differ: {f₀ or f₁, B_K} and U = {B_i, B_K}, |K| = j − 1, i uniform outside K.
+      All is compared with (πP° + (1 − π)M, M), whose hockey sticks are the pair's damped by π. As U is within total variation
+      Φ(−t) of {f₀, B_K}, which is within Φ(−t) of M, the slack is πΦ(1/σ − t) + 2(1 − π)Φ(−t) + e^ε(2 − π)Φ(−t) per round, at
+      most Φ(1/σ − t) + Φ(−t) + 2e^ε·Φ(−t).
     * The slack of mended clones is (1 + e^ε)·αΦ(−t) per expected other participant, (n − 1)γ of them.
 
 **Mixtures.** The pair's hockey sticks fall with the number of users (sample means are a reverse martingale), so pool sizes are
@@ -50,7 +56,7 @@ at n = 60000) mean no certified gain.
 
 >>> rounds = [(ShuffledRound(noise_multiplier=9.48, num_users=60_000), 1)]
 >>> round(compute_epsilon(rounds, delta=1 / 60_000), 5), round(compute_epsilon(rounds, delta=1 / 60_000, clones="truncated"), 5)
-(0.00098, 0.0009)
+(0.00096, 0.00087)
 
 Source: this library's. Clones: Feldman, McMillan, Talwar (arXiv 2012.12803), whose clones copy both values of user 1 and need
 pure local ε₀ (:mod:`opacus_shuffle.analysis.clones`).
@@ -93,7 +99,7 @@ def compute_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
         rounds: Rounds of any kinds, each with its number of repetitions, at least 1.
         delta: δ in (0, 1).
         adjacency: ``"zero_out"`` (a record becomes a zero report) or ``"replace"`` (it becomes any other).
-        clones: Which proof: ``"mended"`` or ``"truncated"`` (see the module; usually smaller).
+        clones: Which proof: ``"mended"`` or ``"truncated"`` (see the module; smaller for σ above about 1).
 
     Returns:
         ε, never above the unshuffled reports'.
@@ -120,7 +126,7 @@ def compute_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
     distance = 1.0 if adjacency == "zero_out" else 2.0
     best = unshuffled_epsilon(merged, delta=delta, distance=distance)
     if adjacency == "zero_out":
-        return min(best, _with_clones(merged, delta, clones))
+        return min(best, _with_clones(merged, delta, clones)) if best else 0.0
     if all(each.noise_multiplier >= 1e-3 for each, _ in merged):
         halved = tuple((each.with_noise(each.noise_multiplier / 2), count) for each, count in merged)
         best = min(best, _with_clones(halved, delta, clones))
@@ -171,26 +177,39 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones) -> float:
     return best
 
 
-def _slack(rounds: Merged, margin: float, clones: Clones) -> float:
-    """Total-variation distance of all rounds from their mixtures."""
+def _slack(rounds: Merged, margin: float, clones: Clones) -> tuple[float, float]:
+    """What all rounds add to δ: the first number, and the second times e^ε."""
     missing = float(ndtr(-margin))
-    if clones == "truncated":
-        return sum(count * (1 if each.sampling is None else 2) * missing for each, count in rounds)
-    return sum(count * each.others * clone_probability(each.noise_multiplier, margin) * missing for each, count in rounds)
+    if clones == "mended":
+        distance = sum(
+            count * each.others * clone_probability(each.noise_multiplier, margin) * missing for each, count in rounds
+        )
+        return distance, distance
+    total = sum(count for _, count in rounds)
+    if total * missing > 1:
+        return math.inf, math.inf
+    masses = math.exp(total * missing)
+    moved = sum(
+        count * (float(ndtr(1 / each.noise_multiplier - margin)) + (0.0 if each.sampling is None else missing))
+        for each, count in rounds
+    )
+    unmoved = sum(count * (1 if each.sampling is None else 2) * missing for each, count in rounds)
+    return masses * moved, masses * unmoved
 
 
 def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float) -> float | None:
     """A t near the best one, by what a Gaussian of the mixtures' variance would give; ``None`` with hardly any clones.
 
-    ``guess`` is ε, for the slack's factor 1 + e^ε.
+    ``guess`` is ε, for the slack's factor e^ε.
     """
 
     def pool(each: ShuffledRound, margin: float) -> float:
         return 1 + each.others * clone_probability(each.noise_multiplier, margin)
 
     def epsilon(margin: float) -> float:
-        left = delta - (1 + math.exp(min(guess, 600.0))) * _slack(rounds, margin, clones)
-        if left <= 0:
+        moved, unmoved = _slack(rounds, margin, clones)
+        left = delta - moved - math.exp(min(guess, 600.0)) * unmoved
+        if not left > 0:
             return 1e9 - 1e7 * margin
         variance = 0.0
         for each, count in rounds:
@@ -198,7 +217,8 @@ def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float) -> 
             stretch = math.exp(min(-float(log_ndtr(margin)) * size, 10.0)) if clones == "truncated" else 1.0
             u = each.noise_multiplier**-2
             variance += count * math.log1p(stretch**2 * each.sample_rate**2 * math.expm1(min(u, 600.0)) / size)
-        return gaussian.compute_epsilon(mu=math.sqrt(variance), delta=left)
+        found = gaussian.compute_epsilon(mu=math.sqrt(variance), delta=left)
+        return found if found > 0 else 1e-9 * (margin - 38.0)  # of the margins that cost nothing, the smallest
 
     margin = float(minimize_scalar(epsilon, bounds=(0.5, 38.0), method="bounded", options={"xatol": 1e-3}).x)
     return None if max(pool(each, margin) for each, _ in rounds) < 1.5 else margin

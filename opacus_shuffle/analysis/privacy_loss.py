@@ -40,7 +40,9 @@ RELATIVE_ERROR = 1e-9
 STEP = 0.05
 """Grid step in standard deviations of one round's loss, averaged over the rounds."""
 
-_LARGEST_GRID = 2**22
+_LARGEST_GRID = 2**20
+_WINDOW = 30.0
+"""Standard deviations of the composed loss that a grid has room for."""
 _CLIPPED = 1e-4
 """Share of δ that may be spent on tails clipped off single rounds."""
 _OUTSIDE = 1e-16
@@ -82,13 +84,14 @@ class _Loss:
     infinite: float
 
 
-def compute_epsilon(rounds: Rounds, *, delta: float, slack: float = 0.0, step: float = STEP) -> float:
-    """The smallest ε with δ(ε) + (1 + e^ε)·slack ≤ δ in both directions, rounded up.
+def compute_epsilon(rounds: Rounds, *, delta: float, slack: tuple[float, float] = (0.0, 0.0), step: float = STEP) -> float:
+    """The smallest ε with δ(ε) + slack₀ + e^ε·slack₁ ≤ δ in both directions, rounded up.
 
     Args:
         rounds: Mixtures of **upper** laws, each with its number of rounds.
         delta: δ in (0, 1).
-        slack: Total-variation distance, over all rounds, between what runs and what ``rounds`` describes.
+        slack: What the two data sets' views have, over all rounds, that is not in what ``rounds`` describes: in total variation
+            both numbers are that distance.
         step: Grid step in standard deviations of a round's loss.
 
     Returns:
@@ -99,21 +102,30 @@ def compute_epsilon(rounds: Rounds, *, delta: float, slack: float = 0.0, step: f
 
 def lower_epsilon(rounds: Rounds, *, delta: float, step: float = STEP) -> float:
     """A value that the smallest valid ε is not below (rounded down): ``rounds`` holds **lower** laws, without mixtures."""
-    return max(_direction_epsilon(rounds, delta, 0.0, step, reverse=reverse, side="lower") for reverse in (False, True))
+    return max(_direction_epsilon(rounds, delta, (0.0, 0.0), step, reverse=reverse, side="lower") for reverse in (False, True))
 
 
-def _direction_epsilon(rounds: Rounds, delta: float, slack: float, step: float, *, reverse: bool, side: Side) -> float:
+def _direction_epsilon(
+    rounds: Rounds, delta: float, slack: tuple[float, float], step: float, *, reverse: bool, side: Side
+) -> float:
     """ε in one direction."""
     counts = [count for _, count in rounds]
     total = sum(counts)
-    width = step * math.sqrt(sum(count * mixture.variance for mixture, count in rounds) / total)
-    width = max(width, _span(rounds) / _LARGEST_GRID)
-    on_grid = [_on_grid(mixture, width, _CLIPPED * delta / total, side) for mixture, _ in rounds]
+    budget = _CLIPPED * delta / total
+    rounds = [
+        (dataclasses.replace(mixture, parts=tuple((weight, law.clipped(budget, side)) for weight, law in mixture.parts)), count)
+        for mixture, count in rounds
+    ]
+    deviation = math.sqrt(sum(count * mixture.variance for mixture, count in rounds))
+    width = max(step * deviation / math.sqrt(total), _WINDOW * deviation / _LARGEST_GRID, _span(rounds) / _LARGEST_GRID)
+    if width == 0:
+        return 0.0
+    on_grid = [_on_grid(mixture, width, side) for mixture, _ in rounds]
     losses = [_reversed(q) if reverse else _forward(q, width) for q in on_grid]
     left = sum(count * loss.infinite for loss, count in zip(losses, counts, strict=True))
-    if left + 2 * slack >= delta:
+    if left + sum(slack) >= delta:
         return math.inf
-    if all(np.count_nonzero(loss.masses) == 1 and loss.first == 0 for loss in losses):  # nothing is learnt, ever
+    if not any(np.any(loss.first + np.flatnonzero(loss.masses)) for loss in losses):  # nothing is learnt, ever
         return 0.0
     composed = _compose(losses, counts, width, math.log(delta))
     sign = 1.0 if side == "upper" else -1.0
@@ -126,8 +138,9 @@ def _direction_epsilon(rounds: Rounds, delta: float, slack: float, step: float, 
         high *= 1.05
         if high > 20 * composed.chernoff:
             return math.inf
+    pace = 0.95
     while excess(low) <= 0:
-        low *= 0.95
+        low, pace = low * pace, pace**2
         if low < 1e-3 * composed.chernoff:
             if excess(0.0) <= 0:
                 return 0.0
@@ -161,8 +174,8 @@ class _Ratios:
     infinite: float
 
 
-def _on_grid(mixture: Mixture, width: float, budget: float, side: Side) -> _Ratios:
-    """The mixture's laws on the grid, added up; ``budget`` is the probability that may be clipped off at either end."""
+def _on_grid(mixture: Mixture, width: float, side: Side) -> _Ratios:
+    """The mixture's laws on the grid, added up."""
     place = _spread if side == "upper" else _gather
     placed = [(weight, place(law, width)) for weight, law in mixture.parts]
     first = min(ratios.first for _, ratios in placed)
@@ -172,7 +185,7 @@ def _on_grid(mixture: Mixture, width: float, budget: float, side: Side) -> _Rati
         masses[ratios.first - first : ratios.first - first + len(ratios.masses)] += weight * ratios.masses
     zero = mixture.lost + sum(weight * ratios.zero for weight, ratios in placed)
     infinite = mixture.lost + sum(weight * ratios.infinite for weight, ratios in placed)
-    return _clip(_Ratios(first, masses, zero, infinite), width, budget, side)
+    return _Ratios(first, masses, zero, infinite)
 
 
 def _spread(law: RatioLaw, width: float) -> _Ratios:
@@ -219,24 +232,6 @@ def _gather(law: RatioLaw, width: float) -> _Ratios:
     return _Ratios(first, masses, 0.0, 0.0)
 
 
-def _clip(ratios: _Ratios, width: float, budget: float, side: Side) -> _Ratios:
-    """Take the outermost atoms, up to ``budget`` at either end: to zero and infinity (a mean-preserving spread), or away."""
-    values = np.exp((ratios.first + np.arange(len(ratios.masses))) * width)
-    moved = ratios.masses * values
-    start = min(int(np.searchsorted(np.cumsum(ratios.masses), budget)), len(moved) - 1)
-    end = max(int(np.searchsorted(-np.cumsum(moved[::-1])[::-1], -budget)), start + 1)
-    masses = ratios.masses[start:end].copy()
-    if side == "lower":
-        return _Ratios(ratios.first + start, masses, 0.0, 0.0)
-    below, above = slice(0, start), slice(end, None)
-    kept_below = moved[below].sum() / values[start]
-    masses[0] += kept_below
-    masses[-1] += ratios.masses[above].sum()
-    zero = ratios.zero + max(ratios.masses[below].sum() - kept_below, 0.0)
-    infinite = ratios.infinite + max((moved[above] - ratios.masses[above] * values[end - 1]).sum(), 0.0)
-    return _Ratios(ratios.first + start, masses, float(zero), float(infinite))
-
-
 def _forward(ratios: _Ratios, width: float) -> _Loss:
     """Loss log R under the moved data set."""
     values = np.exp((ratios.first + np.arange(len(ratios.masses))) * width)
@@ -259,7 +254,7 @@ class _Composed:
     error: float
     chernoff: float
 
-    def log_delta(self, epsilon: float, sign: float, left: float, slack: float) -> float:
+    def log_delta(self, epsilon: float, sign: float, left: float, slack: tuple[float, float]) -> float:
         """Log of δ(ε), with the errors added (sign 1) or taken off (sign −1)."""
         start = int(np.searchsorted(self.losses, epsilon, side="right"))
         beyond = self.losses[start:] - epsilon
@@ -267,9 +262,9 @@ class _Composed:
         largest = (self.theta / (1 + self.theta)) ** self.theta / (1 + self.theta)  # of the weights, at any loss
         inside = float(weights @ self.masses[start:]) + sign * self.error * largest
         if inside <= 0:
-            return -math.inf if sign > 0 and left + slack == 0 else -1e6
+            return -1e6
         log_inside = math.log(inside) + self.log_norm - self.theta * epsilon
-        rest = sign * left + ((1 + math.exp(min(epsilon, 700.0))) * slack if slack else 0.0)
+        rest = sign * left + slack[0] + (math.exp(min(epsilon, 700.0)) * slack[1] if slack[1] else 0.0)
         if rest <= 0:
             return log_inside
         return float(np.logaddexp(log_inside, math.log(rest)))
@@ -277,9 +272,10 @@ class _Composed:
 
 def _compose(losses: Sequence[_Loss], counts: Sequence[int], width: float, log_delta: float) -> _Composed:
     """Tilt, convolve with Opacus's code, and say how much probability the window and the rounding may have lost."""
-    values = [(loss.first + np.arange(len(loss.masses))) * width for loss in losses]
-    with np.errstate(divide="ignore"):
-        logs = [np.log(loss.masses) for loss in losses]
+    filled = [np.flatnonzero(loss.masses) for loss in losses]
+    values = [(loss.first + at) * width for loss, at in zip(losses, filled, strict=True)]
+    masses = [loss.masses[at] for loss, at in zip(losses, filled, strict=True)]
+    logs = [np.log(each) for each in masses]
 
     def log_moment(index: int, theta: float) -> float:
         return float(logsumexp(logs[index] + theta * values[index]))
@@ -287,7 +283,7 @@ def _compose(losses: Sequence[_Loss], counts: Sequence[int], width: float, log_d
     def total_log_moment(theta: float) -> float:
         return sum(count * log_moment(index, theta) for index, count in enumerate(counts))
 
-    deviation = math.sqrt(sum(count * float(v**2 @ loss.masses) for v, loss, count in zip(values, losses, counts, strict=True)))
+    deviation = math.sqrt(sum(count * float(v**2 @ p) for v, p, count in zip(values, masses, counts, strict=True)))
 
     def chernoff(theta: float) -> float:
         # E(1 − e^{ε−L})₊ ≤ E e^{θ(L−ε)} · θ^θ/(1+θ)^{1+θ}
@@ -320,10 +316,9 @@ def _compose(losses: Sequence[_Loss], counts: Sequence[int], width: float, log_d
     size = 2 * next_fast_len(max(reach, math.ceil(window / width)) + 2, real=True)
     zero = size // 2 - 1
     prvs = []
-    for loss, masses, centre in zip(losses, tilted, centres, strict=True):
+    for loss, at, probabilities, centre in zip(losses, filled, tilted, centres, strict=True):
         pmf = np.zeros(size)
-        start = zero + loss.first - centre
-        pmf[start : start + len(masses)] = masses
+        pmf[zero + loss.first - centre + at] = probabilities
         domain = Domain(-zero * width, (size - 1 - zero) * width, size).shift_right(centre * width)
         prvs.append(DiscretePRV(pmf=pmf, domain=domain))
     composed = compose_heterogeneous(prvs, list(counts))

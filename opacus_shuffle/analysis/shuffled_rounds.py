@@ -80,7 +80,8 @@ def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
 
     Returns:
         ``(lower, upper)``: the smallest ε with δ(ε) ≤ ``delta`` lies between them; some tenths of a percent apart for
-        σ ≥ 0.5. Below σ = 0.05 the upper one is the unshuffled Gaussian's and the lower one 0.
+        σ ≥ 0.5 (two percent for more than 40 different rounds, whose σ are rounded). Below σ = 0.05 the upper one is the
+        unshuffled Gaussian's and the lower one 0.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -100,7 +101,7 @@ def _pair_epsilon(rounds: tuple[tuple[ShuffledRound, int], ...], delta: float) -
     """See :func:`pair_epsilon`."""
     unshuffled = unshuffled_epsilon(rounds, delta=delta)
     tail = tail_for(rounds, delta)
-    if tail is None:
+    if tail is None or unshuffled == 0:
         return 0.0, unshuffled
 
     def composition(side: Side) -> list[tuple[Mixture, int]]:
@@ -133,6 +134,8 @@ def unshuffled_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -
     everyone = gaussian.compute_epsilon(mu=mu, delta=delta)
     if all(each.sample_rate == 1.0 for each, _ in rounds) or any(each.noise_multiplier / distance < 1e-6 for each, _ in rounds):
         return everyone
+    if delta >= -math.expm1(sum(count * math.log1p(-min(each.sample_rate, 1 - 1e-16)) for each, count in rounds)):
+        return 0.0  # the user takes part in no round at all but with probability δ
     scaled = merge([(each.with_noise(each.noise_multiplier / distance), count) for each, count in rounds])
     tail = tail_for(scaled, delta)
     return everyone if tail is None else min(everyone, _participation_epsilon(scaled, delta, tail))
