@@ -113,8 +113,8 @@ def test_notebooks_get_a_table_that_escapes_its_text():
 
 
 def test_emulated_noise_is_said():
-    assert "emulates" in str(PrivacyReport(CHECK_IN, delta=1e-5, emulated=True))
-    assert "emulates" not in str(PrivacyReport(CHECK_IN, delta=1e-5))
+    assert "added once to the sum" in str(PrivacyReport(CHECK_IN, delta=1e-5, emulated=True))
+    assert "added once to the sum" not in str(PrivacyReport(CHECK_IN, delta=1e-5))
 
 
 def test_nothing_to_report_and_bad_arguments_are_refused():

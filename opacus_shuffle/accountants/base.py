@@ -178,7 +178,7 @@ class ShuffleAccountant(IAccountant):
 
     def report(self, delta: float, *, adjacency: str = "zero_out") -> PrivacyReport:
         """Every bound, and what the same noise would give under other trust models; needs a history."""
-        return PrivacyReport(self.rounds(), delta=delta, adjacency=adjacency, emulated=not self.local_noise)
+        return PrivacyReport(self.rounds(), delta=delta, adjacency=adjacency, simulated=True, emulated=not self.local_noise)
 
     def rounds(self, *, num_users: int | None = None, batch_size: int | None = None) -> list[tuple[Mechanism, int]]:
         """What ran: the history as mechanisms with the local σ."""

@@ -28,7 +28,7 @@ from opacus_shuffle.accountants.bounds import (
 )
 from opacus_shuffle.mechanisms import Mechanism
 from opacus_shuffle.rounding import round_up
-from opacus_shuffle.validation import whole_number
+from opacus_shuffle.validation import flag, whole_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,6 +59,7 @@ class PrivacyReport:
         rounds: What ran: mechanisms with their numbers of rounds, at least one (see :meth:`ShuffleAccountant.rounds`).
         delta: δ in (0, 1).
         adjacency: ``"zero_out"``, or ``"replace"``, for which ``paper`` and ``tight`` have no value.
+        simulated: The rounds were run in one process, as a training run is.
         emulated: The noise was added once to the sum (``local_noise=False``): the shuffle protocol is emulated.
 
     Attributes:
@@ -68,7 +69,15 @@ class PrivacyReport:
         ValueError: If an argument is out of range or nothing ran.
     """
 
-    def __init__(self, rounds: Rounds, *, delta: float, adjacency: str = "zero_out", emulated: bool = False) -> None:
+    def __init__(
+        self,
+        rounds: Rounds,
+        *,
+        delta: float,
+        adjacency: str = "zero_out",
+        simulated: bool = False,
+        emulated: bool = False,
+    ) -> None:
         if not isinstance(rounds, Sequence) or not all(
             isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], Mechanism) for entry in rounds
         ):
@@ -78,7 +87,8 @@ class PrivacyReport:
         self.rounds = tuple((mechanism, whole_number("number of rounds", count)) for mechanism, count in rounds)
         self.delta = delta
         self.adjacency = adjacency
-        self.emulated = emulated
+        self.simulated = flag("simulated", simulated)
+        self.emulated = flag("emulated", emulated)
         self.bounds = tuple(ladder(self.rounds, delta=delta, adjacency=adjacency))
 
     @property
@@ -97,10 +107,14 @@ class PrivacyReport:
             "adjacency": first.adjacency,
             "rounds": first.rounds,
             "settings": [{**dataclasses.asdict(mechanism), "rounds": count} for mechanism, count in self.rounds],
+            "simulated": self.simulated,
             "emulated": self.emulated,
             "quote": self.best.bound,
             "bounds": [bound.to_dict() for bound in self.bounds],
         }
+
+    def __repr__(self) -> str:
+        return f"<PrivacyReport: {self._title()}; to quote: epsilon = {round_up(self.best.epsilon)} ({self.best.bound})>"
 
     def __str__(self) -> str:
         rows = [("trusted", "bound", "epsilon", "holds for", "status"), *self._cells()]
@@ -189,12 +203,15 @@ class PrivacyReport:
             terms.append(("paper, tight", "left out: the papers' pair is a zero_out pair"))
         used = {bound.guarantee for bound in self.bounds}
         terms += [(guarantee.name, guarantee.value) for guarantee in Guarantee if guarantee in used]
-        how = "one process sees every record, and plays the record's owners and the shuffler"
-        if self.emulated:
-            how += (
-                "; the noise was added once to the sum, which emulates locally noised reports, in batches of the expected size"
+        if self.simulated:
+            terms.append(
+                ("simulated", "in one process, which sees every record and plays the records' owners and the shuffler")
             )
-        return [*terms, ("simulated", how)]
+        if self.emulated:
+            terms.append(
+                ("emulated", "the noise was added once to the sum, not to each report, in batches of the expected size")
+            )
+        return terms
 
 
 def _wrapped(text: str, first: str, rest: str) -> list[str]:
