@@ -362,3 +362,36 @@ def test_importing_needs_none_of_the_extras():
 def test_reloading_one_accountant_module_keeps_the_names():
     importlib.reload(importlib.import_module("opacus_shuffle.accountants"))
     assert create_accountant("shuffled_checkin").mechanism() == "shuffled_checkin"
+
+
+# --- calibration ---------------------------------------------------------------------------------------------------
+
+
+@every_bound
+def test_the_calibrated_noise_meets_the_budget_and_a_little_less_does_not(accountant_class, bound):
+    name = accountant_class.mechanism()
+    target = 12.0 if bound == "paper" else 1.0  # Theorems 2 and 3 keep terms that no noise removes
+    run = {"num_users": 3000, "steps": 20, "sample_rate": 1.0 if name == "shuffle_gauss" else 0.2, "bound": bound}
+    sigma = opacus_shuffle.compute_noise_multiplier(name, target_epsilon=target, target_delta=DELTA, **run)
+    assert opacus_shuffle.compute_epsilon(name, noise_multiplier=sigma, delta=DELTA, **run) <= target
+    # Grids and groups of pool sizes move ε by some tenths of a percent; σ moves it at least as much as itself.
+    assert opacus_shuffle.compute_epsilon(name, noise_multiplier=0.98 * sigma, delta=DELTA, **run) > target
+
+
+@pytest.mark.parametrize("bound", ["certified", "certified_sharp"])
+def test_replacement_takes_more_noise_than_zero_out(bound):
+    run = {"target_epsilon": 1.0, "target_delta": DELTA, "num_users": 300, "steps": 5, "bound": bound}
+    zero_out, replace = (
+        opacus_shuffle.compute_noise_multiplier("shuffle_gauss", adjacency=adjacency, **run) for adjacency in ADJACENCIES
+    )
+    assert replace > zero_out
+    spent_then = opacus_shuffle.compute_epsilon(
+        "shuffle_gauss",
+        noise_multiplier=replace,
+        num_users=300,
+        steps=5,
+        delta=DELTA,
+        bound=bound,
+        adjacency="replace",
+    )
+    assert spent_then <= 1.0
