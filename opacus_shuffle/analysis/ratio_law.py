@@ -34,6 +34,7 @@ import math
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 from scipy.special import ndtr
 
 from opacus_shuffle.analysis.mean_ratio import SAMPLINGS, Sampling, Vector
@@ -250,9 +251,13 @@ def _mean(
 ) -> RatioLaw:
     """The law of weight·R₁ + (1 − weight)·R₂ for independent R₁, R₂, on a grid of its own."""
     centre = first.centre
-    sums = (first.offsets * weight)[:, None] + (second.offsets * (1 - weight))[None, :]
-    products = (first.masses[:, None] * second.masses[None, :]).ravel()
-    sums = sums.ravel()
+    if first is second:  # every unordered pair of atoms once
+        one, other = _unordered_pairs(len(first.masses))
+        products = first.masses[one] * first.masses[other] * np.where(one == other, 1.0, 2.0)
+        sums = (first.offsets[one] + first.offsets[other]) / 2
+    else:
+        products = (first.masses[:, None] * second.masses[None, :]).ravel()
+        sums = ((first.offsets * weight)[:, None] + (second.offsets * (1 - weight))[None, :]).ravel()
     lows = [law.offsets[1] if law.offsets[0] == -centre else law.offsets[0] for law in (first, second)]
     ends = np.array([min(lows), max(first.offsets[-1], second.offsets[-1])])
     low, high = np.log1p(ends) if centre else np.log(ends)
@@ -277,6 +282,12 @@ def _mean(
     law = _settle(masses, moments, cuts, centre=centre, scale=scale, side=side)
     infinite = law.infinite + weight * first.infinite + (1 - weight) * second.infinite
     return dataclasses.replace(law, infinite=infinite)
+
+
+@functools.lru_cache(maxsize=8)
+def _unordered_pairs(size: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """Indices i ≤ j."""
+    return np.triu_indices(size)
 
 
 def _settle(masses: Vector, moments: Vector, cuts: Vector, *, centre: float, scale: float, side: Side) -> RatioLaw:
