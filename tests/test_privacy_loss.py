@@ -13,7 +13,7 @@ from opacus.accountants import PRVAccountant
 from scipy.optimize import brentq
 from scipy.stats import binom
 
-from opacus_shuffle.analysis import composition, gaussian, mean_ratio
+from opacus_shuffle.analysis import composition, gaussian, gaussian_clones, mean_ratio
 from opacus_shuffle.analysis.privacy_loss import Mixture, compute_epsilon, lower_epsilon
 from opacus_shuffle.analysis.ratio_law import RatioLaw, mean_law
 from opacus_shuffle.analysis.shuffled_rounds import (
@@ -226,3 +226,27 @@ def test_bad_deltas_and_repetitions_are_named(function):
     with pytest.raises(ValueError, match="repetitions"):
         function(alone(1.0, 0), delta=1e-5)
     assert max(np.atleast_1d(function([], delta=1e-5))) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("sigma", "users", "steps", "delta"),
+    [(10.0, 60_000, 2**50, 1e-5), (276.7, 4246, 1, 0.999), (0.06, 1, 10**7, 0.1), (1.7, 2440, 1, 0.47), (1e6, 10**7, 10, 0.07)],
+)
+def test_extreme_rounds_end_in_a_finite_number_without_a_warning(sigma, users, steps, delta):
+    rounds = [(ShuffledRound(noise_multiplier=sigma, num_users=users), steps)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lower, upper = pair_epsilon(rounds, delta=delta)
+        assert 0 <= lower <= upper < math.inf
+        for adjacency in ("zero_out", "replace"):
+            for clones in ("mended", "truncated"):
+                found = gaussian_clones.compute_epsilon(rounds, delta=delta, adjacency=adjacency, clones=clones)
+                assert lower <= found < math.inf
+
+
+def test_clipping_a_law_with_atoms_at_zero_leaves_no_nan():
+    law = mean_law(noise_multiplier=0.6, num_users=5).scaled(1.5)  # pushes several atoms to R = 0
+    for side in ("upper", "lower"):
+        clipped = law.clipped(1e-9, side)
+        assert np.all(np.isfinite(clipped.masses))
+        assert np.all(np.isfinite(clipped.offsets))

@@ -68,7 +68,7 @@ def _central(rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[f
 
 def _noise_of_sum(sigma: float, reports: float) -> float:
     """√B·σ."""
-    return math.sqrt(max(reports, 1.0)) * sigma
+    return min(math.sqrt(max(reports, 1.0)) * sigma, 1e12)  # the most that any mechanism takes
 
 
 for _mechanism in FAMILY:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WEAK = 10.0
-"""From here on an ε is not worth calling protection: the odds of any event may change by a factor of 22,000."""
+"""From here on an ε is not worth calling protection: the probability of any event may change by a factor of 22,000."""
 
 LADDER = ("local", "certified", "certified_sharp", "paper", "tight", "secure_aggregation", "central")
 """From the least trust to the most; within one trust model, from what is proved to what is not."""
@@ -179,8 +179,8 @@ class PrivacyReport:
         change = f"{round_up(100 * (factor - 1), 2)} %" if factor < 2 else f"a factor of {round_up(factor, 2)}"
         fate = "vanishes" if self.adjacency == "zero_out" else "is replaced by any other"
         return (
-            f"{quote}. Whatever someone concludes from all the shuffled reports, its odds change by {change} at most when one "
-            "record " + fate + ", except with probability delta."
+            f"{quote}. The probability of whatever someone concludes from all the shuffled reports changes by {change} at "
+            f"most, plus delta, when one record {fate}."
         )
 
     def _advice(self) -> str:

@@ -88,6 +88,8 @@ Clones = Literal["mended", "truncated"]
 ADJACENCIES = ("zero_out", "replace")
 
 RESOLUTION = 0.04
+_LARGEST_STRETCH = 30.0
+"""Truncated clones whose factor would be above e to this are of no use, and count as lost."""
 _GROUP_BITS = 7
 """Pool sizes are rounded down to this many significant bits: by 0.6 % on average, 0.3 % in ε."""
 
@@ -239,6 +241,9 @@ def _mixture(each: ShuffledRound, margin: float, clones: Clones, budget: float, 
             continue
         law = mean_law(noise_multiplier=each.noise_multiplier, num_users=users, resolution=RESOLUTION, tail=tail)
         for share, (size, rate) in rates:
+            if stretch * (size - 1) > _LARGEST_STRETCH:
+                lost += weight * share
+                continue
             factor = math.exp(stretch * (size - 1))
             scaled = law.scaled(rate * factor)
             parts.append((weight * share, scaled))

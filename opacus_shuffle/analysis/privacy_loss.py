@@ -41,6 +41,7 @@ STEP = 0.05
 """Grid step in standard deviations of one round's loss, averaged over the rounds."""
 
 _LARGEST_GRID = 2**20
+_LARGEST_WINDOW = 2**21
 _WINDOW = 30.0
 """Standard deviations of the composed loss that a grid has room for."""
 _CLIPPED = 1e-4
@@ -111,6 +112,8 @@ def _direction_epsilon(
     """ε in one direction."""
     counts = [count for _, count in rounds]
     total = sum(counts)
+    if not all(mixture.parts for mixture, _ in rounds):
+        return math.inf
     budget = _CLIPPED * delta / total
     rounds = [
         (dataclasses.replace(mixture, parts=tuple((weight, law.clipped(budget, side)) for weight, law in mixture.parts)), count)
@@ -128,6 +131,8 @@ def _direction_epsilon(
     if not any(np.any(loss.first + np.flatnonzero(loss.masses)) for loss in losses):  # nothing is learnt, ever
         return 0.0
     composed = _compose(losses, counts, width, math.log(delta))
+    if composed is None:
+        return math.inf if side == "upper" else 0.0
     sign = 1.0 if side == "upper" else -1.0
 
     def excess(epsilon: float) -> float:
@@ -270,8 +275,8 @@ class _Composed:
         return float(np.logaddexp(log_inside, math.log(rest)))
 
 
-def _compose(losses: Sequence[_Loss], counts: Sequence[int], width: float, log_delta: float) -> _Composed:
-    """Tilt, convolve with Opacus's code, and say how much probability the window and the rounding may have lost."""
+def _compose(losses: Sequence[_Loss], counts: Sequence[int], width: float, log_delta: float) -> _Composed | None:
+    """Tilt, convolve with Opacus's code, and say how much the window and the rounding may have lost; ``None``: too large."""
     filled = [np.flatnonzero(loss.masses) for loss in losses]
     values = [(loss.first + at) * width for loss, at in zip(losses, filled, strict=True)]
     masses = [loss.masses[at] for loss, at in zip(losses, filled, strict=True)]
@@ -313,6 +318,8 @@ def _compose(losses: Sequence[_Loss], counts: Sequence[int], width: float, log_d
 
     groups = [[index] for index in range(len(losses))] + ([list(range(len(losses)))] if len(losses) > 1 else [])
     window = max(escape(group, sign) for group in groups for sign in (1.0, -1.0))
+    if max(reach, window / width) > _LARGEST_WINDOW:
+        return None
     size = 2 * next_fast_len(max(reach, math.ceil(window / width)) + 2, real=True)
     zero = size // 2 - 1
     prvs = []

@@ -98,7 +98,7 @@ class RatioLaw:
         if side == "lower":
             return dataclasses.replace(self, offsets=offsets, masses=masses)
         low, high = slice(0, start), slice(end, None)
-        stays = float(self.masses[low] @ ratios[low]) / ratios[start] if start else 0.0
+        stays = float(self.masses[low] @ ratios[low]) / ratios[start] if ratios[start] > 0 else 0.0
         zero = max(float(self.masses[low].sum()) - stays, 0.0)
         infinite = self.infinite + float(self.masses[high] @ (self.offsets[high] - offsets[-1]))
         masses[0] += stays
@@ -258,7 +258,7 @@ def _mean(
     else:
         products = (first.masses[:, None] * second.masses[None, :]).ravel()
         sums = ((first.offsets * weight)[:, None] + (second.offsets * (1 - weight))[None, :]).ravel()
-    lows = [law.offsets[1] if law.offsets[0] == -centre else law.offsets[0] for law in (first, second)]
+    lows = [law.offsets[law.offsets > -centre].min() for law in (first, second)]
     ends = np.array([min(lows), max(first.offsets[-1], second.offsets[-1])])
     low, high = np.log1p(ends) if centre else np.log(ends)
     cuts = _offsets_of(_cut_points(scale, low, high, resolution), centre)
