@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from decimal import ROUND_CEILING, Context, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 
 
 def round_up(value: float, digits: int = 4) -> str:
@@ -18,3 +18,8 @@ def round_up(value: float, digits: int = 4) -> str:
         return str(Context(prec=digits, rounding=ROUND_CEILING).plus(exact))
     places = max(digits - 1 - exact.adjusted(), 0)
     return f"{exact.quantize(Decimal(1).scaleb(-places), rounding=ROUND_CEILING):f}"
+
+
+def round_down(value: float, digits: int = 4) -> str:
+    """The same, never above the number."""
+    return f"{Context(prec=digits, rounding=ROUND_FLOOR).plus(Decimal(value)):f}" if value else "0"

@@ -83,7 +83,7 @@ def test_a_weak_epsilon_is_called_weak():
 def test_replacement_leaves_out_what_it_has_no_value_for():
     report = report_of("shuffled_checkin", adjacency="replace")
     assert [bound.bound for bound in report.bounds] == ["local", "certified", "certified_sharp", "secure_aggregation"]
-    assert "is replaced by any other" in str(report)
+    assert "is replaced by any other" in " ".join(str(report).split())
     zero_out = {bound.bound: bound.epsilon for bound in report_of("shuffled_checkin").bounds}
     assert all(bound.epsilon > zero_out[bound.bound] for bound in report.bounds)
     names = [bound.bound for bound in report_of("shuffle_gauss", adjacency="replace").bounds]

@@ -27,7 +27,7 @@ from opacus_shuffle.accountants.bounds import (
     compute_bound,
 )
 from opacus_shuffle.mechanisms import Mechanism
-from opacus_shuffle.rounding import round_up
+from opacus_shuffle.rounding import round_down, round_up
 from opacus_shuffle.validation import flag, whole_number
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ LADDER = ("local", "certified", "certified_sharp", "paper", "tight", "secure_agg
 MEANINGS = {
     "local": "no shuffler: who sends which noised report is seen",
     "certified": "the reports are seen in random order; whatever the other records are (by Gaussian clones)",
-    "certified_sharp": "the same, or what a longer proof gives (truncated Gaussian clones), if that is smaller",
+    "certified_sharp": "the same, or what a longer proof of this library's own gives (truncated clones), if that is smaller",
     "paper": "the published formula, for one pair of data sets: all other records report zero, one record at the clipping norm "
     "becomes zero; other pairs can be worse",
-    "tight": "the exact value for that same pair",
+    "tight": "the exact value for that same pair, from above",
     "secure_aggregation": "only the sum of a round's reports is seen, and who took part",
     "central": "a trusted server picks the participants in secret and adds the noise of all reports to their sum",
 }
@@ -197,10 +197,16 @@ class PrivacyReport:
         """What the words in the table mean."""
         terms = []
         for bound in self.bounds:
-            between = f" (between {bound.lower:.4g} and {round_up(bound.epsilon)})" if bound.lower and bound.epsilon > 0 else ""
+            between = (
+                f" (between {round_down(bound.lower)} and {round_up(bound.epsilon)})"
+                if bound.lower and bound.epsilon > 0
+                else ""
+            )
             terms.append((bound.bound, MEANINGS.get(bound.bound, bound.covers) + between))
         if self.adjacency != "zero_out":
             terms.append(("paper, tight", "left out: the papers' pair is a zero_out pair"))
+        meaning = "noise alone" if self.adjacency == "zero_out" else "that of any other record"
+        terms.append((self.adjacency, f"compared with a run in which one record's report is {meaning}"))
         used = {bound.guarantee for bound in self.bounds}
         terms += [(guarantee.name, guarantee.value) for guarantee in Guarantee if guarantee in used]
         if self.simulated:

@@ -67,7 +67,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -127,8 +127,10 @@ def compute_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
         return 0.0
     distance = 1.0 if adjacency == "zero_out" else 2.0
     best = unshuffled_epsilon(merged, delta=delta, distance=distance)
+    if best == 0:
+        return 0.0
     if adjacency == "zero_out":
-        return min(best, _with_clones(merged, delta, clones)) if best else 0.0
+        return min(best, _with_clones(merged, delta, clones))
     if all(each.noise_multiplier >= 1e-3 for each, _ in merged):
         halved = tuple((each.with_noise(each.noise_multiplier / 2), count) for each, count in merged)
         best = min(best, _with_clones(halved, delta, clones))
@@ -190,7 +192,7 @@ def _slack(rounds: Merged, margin: float, clones: Clones) -> tuple[float, float]
     total = sum(count for _, count in rounds)
     if total * missing > 1:
         return math.inf, math.inf
-    masses = math.exp(total * missing)
+    masses = math.exp(total * missing + 1e-3)  # and what clipping at R = 0 may add, which counts as lost
     moved = sum(
         count * (float(ndtr(1 / each.noise_multiplier - margin)) + (0.0 if each.sampling is None else missing))
         for each, count in rounds
@@ -268,8 +270,9 @@ def _pools(
     else:
         inside = outside = binom(n - 1, gamma * clone)
         trials = n - 1
-    low = int(min(inside.ppf(budget / 8), outside.ppf(budget / 8)))
-    high = min(int(max(inside.isf(budget / 8), outside.isf(budget / 8))) + 1, trials)
+    each_way = [_likely_range(law.args[0], law.args[1], budget / 8) for law in (inside, outside)]
+    low = int(min(fewest for fewest, _ in each_way))
+    high = min(int(max(most for _, most in each_way)) + 1, trials)
     sizes = np.arange(low, high + 2)
     present = gamma * inside.pmf(sizes - 1)
     absent = (1 - gamma) * outside.pmf(sizes) if gamma < 1 else np.zeros(len(sizes))
@@ -303,12 +306,21 @@ def _membership(
         return mean, mean, mean
     absence = (1 - gamma) / (1 - gamma * clone)
     n = each.num_users
-    fewest = binom.ppf(budget / 16, np.maximum(n - sizes - 1, 0), absence)
-    most = binom.isf(budget / 16, np.maximum(n - sizes, 0), absence) + 1
+    fewest, _ = _likely_range(np.maximum(n - sizes - 1, 0), absence, budget / 16)
+    _, most = _likely_range(np.maximum(n - sizes, 0), absence, budget / 16)
+    most = most + 1
     with np.errstate(invalid="ignore", divide="ignore"):
         highest = np.where(sizes > 0, sizes / (sizes + clone * fewest), 0.0)
         lowest = np.where(sizes > 0, sizes / (sizes + clone * most), 0.0)
     return mean, np.minimum(lowest, mean), np.maximum(highest, mean)
+
+
+def _likely_range(trials: Any, chance: float, probability: float) -> tuple[Any, Any]:
+    """Whole numbers outside which a binomial lies with at most ``probability`` on either side (Bernstein)."""
+    mean = trials * chance
+    tail = -math.log(probability)
+    reach = tail / 3 + np.sqrt(tail**2 / 9 + 2 * mean * (1 - chance) * tail)
+    return np.maximum(np.floor(mean - reach), 0.0), np.minimum(np.ceil(mean + reach), trials)
 
 
 def _rounded_down(sizes: Counts) -> Counts:
