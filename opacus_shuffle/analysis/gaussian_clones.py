@@ -316,7 +316,10 @@ def _membership(
 
 
 def _likely_range(trials: Any, chance: float, probability: float) -> tuple[Any, Any]:
-    """Whole numbers outside which a binomial lies with at most ``probability`` on either side (Bernstein)."""
+    """Whole numbers outside which a binomial lies with at most ``probability`` on either side."""
+    if probability > 1e-12:
+        return binom.ppf(probability, trials, chance), binom.isf(probability, trials, chance)
+    # Quantiles of less than the rounding of 1 would come out as the number of trials: Bernstein's inequality instead.
     mean = trials * chance
     tail = -math.log(probability)
     reach = tail / 3 + np.sqrt(tail**2 / 9 + 2 * mean * (1 - chance) * tail)
