@@ -192,7 +192,7 @@ def _slack(rounds: Merged, margin: float, clones: Clones) -> tuple[float, float]
     total = sum(count for _, count in rounds)
     if total * missing > 1:
         return math.inf, math.inf
-    masses = math.exp(total * missing + 1e-3)  # and what clipping at R = 0 may add, which counts as lost
+    masses = math.exp(total * missing)
     moved = sum(
         count * (float(ndtr(1 / each.noise_multiplier - margin)) + (0.0 if each.sampling is None else missing))
         for each, count in rounds

@@ -56,7 +56,8 @@ class Mixture:
 
     Attributes:
         parts: (probability, law) pairs.
-        lost: Probability with which the adversary learns everything; the probabilities and it add up to 1.
+        lost: Probability with which the adversary learns everything. The probabilities and it add up to 1, or to 1 + ``lost`` at
+            most where an upper bound counts something in both.
     """
 
     parts: tuple[tuple[float, RatioLaw], ...]
@@ -87,6 +88,8 @@ class _Loss:
 
 def compute_epsilon(rounds: Rounds, *, delta: float, slack: tuple[float, float] = (0.0, 0.0), step: float = STEP) -> float:
     """The smallest ε with δ(ε) + slack₀ + e^ε·slack₁ ≤ δ in both directions, rounded up.
+
+    Callers have checked their numbers; what is composed is what they built.
 
     Args:
         rounds: Mixtures of **upper** laws, each with its number of rounds.
@@ -126,6 +129,11 @@ def _direction_epsilon(
     on_grid = [_on_grid(mixture, width, side) for mixture, _ in rounds]
     losses = [_reversed(q) if reverse else _forward(q, width) for q in on_grid]
     left = sum(count * loss.infinite for loss, count in zip(losses, counts, strict=True))
+    # Where the lost part counts in full beside the rest, a round's masses add up to 1 + infinite at most: over all rounds to
+    # e^left, for what else is lost and for the slack of a round among the others.
+    if side == "upper":
+        growth = math.exp(min(left, 1.0))
+        left, slack = left * growth, (slack[0] * growth, slack[1] * growth)
     if left + sum(slack) >= delta:
         return math.inf
     if not any(np.any(loss.first + np.flatnonzero(loss.masses)) for loss in losses):  # nothing is learnt, ever
