@@ -56,8 +56,8 @@ class Mixture:
 
     Attributes:
         parts: (probability, law) pairs.
-        lost: Probability with which the adversary learns everything. The probabilities and it add up to 1, or to 1 + ``lost`` at
-            most where an upper bound counts something in both.
+        lost: Probability with which the adversary learns everything. The probabilities and it add up to 1, or to 1 + ``lost``
+            at most where an upper bound counts something in both.
     """
 
     parts: tuple[tuple[float, RatioLaw], ...]
