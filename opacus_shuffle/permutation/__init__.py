@@ -1,0 +1,18 @@
+"""Permutations of weights that leave a network's function alone: finding them, drawing them, moving weights by them.
+
+>>> import torch
+>>> from opacus_shuffle.permutation import find_permutations
+>>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+>>> encoder = torch.nn.Sequential(torch.nn.Linear(3, 16), layer, torch.nn.Linear(16, 2))
+>>> spec = find_permutations(encoder, torch.zeros(2, 5, 3))
+>>> round(spec.log2_size(), 1)
+225.2
+"""
+
+from __future__ import annotations
+
+from opacus_shuffle.permutation.discover import find_permutations
+from opacus_shuffle.permutation.handlers import ModuleAxes, register_permutation
+from opacus_shuffle.permutation.spec import PermutationPlan, PermutationSpec
+
+__all__ = ["ModuleAxes", "PermutationPlan", "PermutationSpec", "find_permutations", "register_permutation"]

@@ -1,0 +1,108 @@
+"""``find_permutations``: the permutations that leave a network's function alone, found by tracing it once.
+
+>>> import torch
+>>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+>>> spec = find_permutations(network, torch.zeros(1, 4))
+>>> spec.axes_to_perm
+{'0.weight': (('units of 0',), ()), '0.bias': (('units of 0',),), '2.weight': ((), ('units of 0',))}
+>>> round(spec.shuffle_ratio(network), 3)
+0.955
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from opacus_shuffle.permutation import rules_layers  # noqa: F401  (it registers its rules)
+from opacus_shuffle.permutation import sample_input as samples
+from opacus_shuffle.permutation.handlers import declared_axes
+from opacus_shuffle.permutation.nesting import LEVELS, build_spec
+from opacus_shuffle.permutation.network import results, state_kept, unwrap
+from opacus_shuffle.permutation.self_check import check_call
+from opacus_shuffle.permutation.spec import PermutationSpec
+from opacus_shuffle.permutation.trace import Packing, Tracer
+from opacus_shuffle.validation import one_of
+
+ROUNDS = 4  # of learning which axes are packed; two are enough for all networks met
+
+
+def find_permutations(module: nn.Module, sample_input: Any = None, *, groups: str = "residual") -> PermutationSpec:
+    """Finds which axes of the parameters may be permuted together without changing the network's function.
+
+    The network runs twice on the sample, in training and in evaluation mode, under a tracer that follows every axis through
+    every operation; an operation that it does not know keeps whatever it touches in place. The network is left as it was.
+
+    Args:
+        module: The network, or Opacus's, a distributed or a compiled wrapper of it.
+        sample_input: A tensor, a tuple of arguments or a mapping of keyword arguments of ``module.forward``; only its shapes (and
+            valid indices) matter. A batch of 2 will do, but use the length of your data. ``None``: guessed from the first layer
+            or from a Hugging Face configuration.
+        groups: ``"residual"``: every permutation found. ``"heads"``: without those of the residual streams. ``"paper"``: hidden
+            units, query and key dimensions of each head, and one permutation of the values that all heads share, as in WS
+            Theorems 3 and 4; no order of heads, no residual stream.
+
+    Returns:
+        The permutations, checked numerically (:meth:`PermutationSpec.check`).
+
+    Raises:
+        ValueError: If the sample does not run, no axis can be permuted, or the numerical check fails.
+
+    Formal Guarantees:
+        Every permutation of the specification leaves the function computed on the traced path as it is, for all values of the
+        parameters and all inputs; a network whose operations depend on values of the data is covered on the path that the sample
+        takes. Dropout and other noise that treats entries alike stay the same in distribution.
+    """
+    one_of("groups", groups, LEVELS)
+    network = unwrap(module)
+    args, kwargs = samples.guess(network) if sample_input is None else samples.normalise(sample_input)
+    _refuse_overlapping(network)
+    packings: dict[tuple[str, int], Packing] = {}
+    best: PermutationSpec | None = None
+    for _ in range(ROUNDS):
+        tracer = Tracer(network, packings)
+        with state_kept(network):
+            for training in (True, False):
+                network.train(training)
+                with declared_axes(network, tracer):
+                    try:
+                        outputs = tracer.run(lambda: network(*args, **kwargs))
+                    except Exception as error:
+                        mode = "training" if training else "evaluation"
+                        raise ValueError(
+                            f"sample_input does not run through {type(network).__name__} in {mode} mode: "
+                            f"{type(error).__name__}: {error}"
+                        ) from error
+                tracer.fix_results(results(outputs))
+        spec = build_spec(tracer, groups)
+        if best is None or spec.log2_size() > best.log2_size():
+            best = spec
+        if not tracer.new_packings.keys() - packings.keys():
+            break
+        packings = {**tracer.new_packings, **packings}
+    assert best is not None
+    if not best.blocks:
+        looked_at = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in list(tracer.tensors.items())[:20]) or "nothing"
+        unknown = ", ".join(f"{name} ({count} calls)" for name, count in tracer.unknown.items()) or "none"
+        raise ValueError(
+            f"module {type(network).__name__} has no axis that may be permuted at groups={groups!r}. Looked at: {looked_at}. "
+            f"Operations without a rule, which keep what they touch in place: {unknown} (see register_permutation)."
+        )
+    if all(parameter.device.type != "meta" for parameter in network.parameters()):
+        check_call(best, network, args, kwargs)
+    return best
+
+
+def _refuse_overlapping(network: nn.Module) -> None:
+    """Parameters that share memory without being the same tensor cannot be moved one by one."""
+    spans: list[tuple[int, int, str]] = []
+    for name, parameter in network.named_parameters():
+        if parameter.numel() and parameter.device.type != "meta":
+            span = sum((size - 1) * abs(stride) for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            spans.append((parameter.data_ptr(), parameter.data_ptr() + (span + 1) * parameter.element_size(), name))
+    spans.sort()
+    for (_, stop, one), (start, _, other) in zip(spans, spans[1:], strict=False):
+        if start < stop:
+            raise ValueError(f"module: parameters {one} and {other} share memory without being the same tensor: untie them")

@@ -1,0 +1,192 @@
+"""``register_permutation``: the axes of a module that tracing cannot see into, declared by hand.
+
+>>> import torch
+>>> class Opaque(torch.nn.Module):
+...     def __init__(self):
+...         super().__init__()
+...         self.up, self.down = torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(3, 5))
+...     def forward(self, x):
+...         return torch.fft.ifft(torch.fft.fft((x @ self.up.T).sort().values @ self.down.T.sort(0).values)).real
+>>> @register_permutation(Opaque)
+... def axes(module):
+...     return ModuleAxes(parameters={"up": "unit in", "down": "out unit"}, inputs="... in", outputs="... out")
+>>> _HANDLERS.pop(Opaque).__name__
+'axes'
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from opacus_shuffle.permutation.labels import Axis, Dimensions, Factors, fixed_factors, unify_all
+from opacus_shuffle.permutation.trace import Tracer
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleAxes:
+    """Which axes of a module's tensors are the same.
+
+    A pattern names the axes of one tensor, separated by spaces: equal names are permuted together; ``_`` stays in place; an axis
+    made of several is written in parentheses, major first, such as ``(gate unit)``; a leading ``...`` stands for all axes before.
+    An axis named in ``inputs`` or ``outputs`` takes part in the rest of the network.
+
+    Attributes:
+        parameters: Patterns of the module's own parameters and buffers by name; those not named stay in place.
+        inputs: Pattern of the first tensor argument, or one for each.
+        outputs: Pattern of the first tensor returned, or one for each; ``...`` means the same axes as in the first input.
+        sizes: Of axes inside parentheses, all but one of each.
+        fixed: Names of axes that stay in place though they have a name.
+    """
+
+    parameters: Mapping[str, str]
+    inputs: str | tuple[str, ...] = "..."
+    outputs: str | tuple[str, ...] = "..."
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    fixed: tuple[str, ...] = ()
+
+
+Handler = Callable[[Any], "ModuleAxes | None"]
+_HANDLERS: dict[type[nn.Module], Handler] = {}
+
+
+def register_permutation(kind: type[nn.Module]) -> Callable[[Handler], Handler]:
+    """Registers what the axes of all modules of a class are, in place of tracing their inside.
+
+    The handler gets the module and returns :class:`ModuleAxes`, or None to have this one traced after all. It is trusted, and
+    then checked numerically with everything else. Subclasses need their own.
+
+    Args:
+        kind: A class of modules.
+
+    Raises:
+        ValueError: If it is not one.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise ValueError(f"register_permutation needs a class of modules, got {kind!r}")
+
+    def register(handler: Handler) -> Handler:
+        _HANDLERS[kind] = handler
+        return handler
+
+    return register
+
+
+@contextlib.contextmanager
+def declared_axes(network: nn.Module, tracer: Tracer) -> Iterator[None]:
+    """While inside, modules with a handler are labelled by it."""
+    replaced = []
+    names = {id(tensor): name for name, tensor in tracer.tensors.items()}
+    try:
+        for module in network.modules():
+            handler = _HANDLERS.get(type(module))
+            axes = handler(module) if handler is not None else None
+            if axes is not None:
+                replaced.append(module)
+                module.forward = _labelled_forward(module, axes, tracer, names)  # type: ignore[method-assign]
+        yield
+    finally:
+        for module in replaced:
+            del module.forward
+
+
+def _labelled_forward(module: nn.Module, axes: ModuleAxes, tracer: Tracer, names: Mapping[int, str]) -> Callable[..., Any]:
+    """A forward that is not traced inside."""
+    forward = module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with tracer.paused():
+            result = forward(*args, **kwargs)
+        shared: dict[str, Axis] = {}
+        own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+        for name in set(axes.parameters) - set(own):
+            raise ValueError(f"the handler of {type(module).__name__} names {name!r}, which is none of {sorted(own)}")
+        for name, tensor in own.items():
+            if id(tensor) in names:
+                _declare(tracer, tensor, axes.parameters.get(name, " ".join("_" * tensor.dim())), axes, shared)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        patterns = (axes.inputs,) if isinstance(axes.inputs, str) else axes.inputs
+        leading: Dimensions = []
+        for position, tensor in enumerate(inputs):
+            pattern = patterns[position] if position < len(patterns) else " ".join("_" * tensor.dim())
+            count = _declare(tracer, tensor, pattern, axes, shared)
+            leading = leading or tracer.dimensions(tensor)[:count]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        patterns = (axes.outputs,) if isinstance(axes.outputs, str) else axes.outputs
+        for position, tensor in enumerate(outputs):
+            pattern = patterns[position] if position < len(patterns) else " ".join("_" * tensor.dim())
+            parts = _parse(pattern)
+            if parts[:1] == [["..."]]:
+                tracer.set(tensor, [*leading, *[_factors(part, tensor.shape[dim], axes, shared) for dim, part in _tail(parts)]])
+            else:
+                tracer.set(tensor, [_factors(part, size, axes, shared) for part, size in zip(parts, tensor.shape, strict=True)])
+        tracer.contraction(*outputs)
+        return result
+
+    return run
+
+
+def _declare(tracer: Tracer, tensor: torch.Tensor, pattern: str, axes: ModuleAxes, shared: dict[str, Axis]) -> int:
+    """Makes a tensor's labels agree with its pattern; how many leading axes ``...`` stands for."""
+    parts = _parse(pattern)
+    dims = tracer.dimensions(tensor)
+    leading = tensor.dim() - (len(parts) - 1) if parts[:1] == [["..."]] else 0
+    if leading < 0 or (parts[:1] != [["..."]] and len(parts) != tensor.dim()):
+        raise ValueError(f"pattern {pattern!r} does not fit a tensor of shape {tuple(tensor.shape)}")
+    for dim, part in _tail(parts) if parts[:1] == [["..."]] else enumerate(parts):
+        unify_all(_factors(part, tensor.shape[dim], axes, shared), dims[dim])
+    return leading
+
+
+def _tail(parts: list[list[str]]) -> list[tuple[int, list[str]]]:
+    """The axes behind ``...`` with their numbers from the end."""
+    return [(index - len(parts), part) for index, part in enumerate(parts) if index]
+
+
+def _parse(pattern: str) -> list[list[str]]:
+    """The names in a pattern, one list per axis."""
+    parts: list[list[str]] = []
+    inside: list[str] | None = None
+    for word in pattern.replace("(", " ( ").replace(")", " ) ").split():
+        if word == "(":
+            inside = []
+        elif word == ")":
+            if inside is None:
+                raise ValueError(f"pattern {pattern!r} closes a parenthesis that it never opened")
+            parts.append(inside)
+            inside = None
+        elif inside is not None:
+            inside.append(word)
+        else:
+            parts.append([word])
+    if inside is not None:
+        raise ValueError(f"pattern {pattern!r} never closes a parenthesis")
+    return parts
+
+
+def _factors(names: list[str], size: int, axes: ModuleAxes, shared: dict[str, Axis]) -> Factors:
+    """The factors of one axis, made or found by name."""
+    known = 1
+    for name in names:
+        known *= axes.sizes.get(name, shared[name].size if name in shared else 1)
+    found: Factors = []
+    for name in names:
+        each = axes.sizes.get(name, shared[name].size if name in shared else size // known)
+        if each == 1:
+            continue
+        if name == "_":
+            found += fixed_factors(each)
+        else:
+            found.append(shared.setdefault(name, Axis(each, fixed=name in axes.fixed)))
+    total = 1
+    for axis in found:
+        total *= axis.size
+    if total != size:
+        raise ValueError(f"axis {' '.join(names)!r} of size {size} does not fit what was said before: its factors make {total}")
+    return found

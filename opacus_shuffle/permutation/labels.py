@@ -1,0 +1,286 @@
+"""What an axis is made of: labels that say which coordinates of different tensors are one and the same.
+
+An axis is an *atom*, a product of axes (a view split it, major factor first) or a sum of axes (a concatenation). Atoms that meet
+in one operation become one; an atom that an operation tells apart by position is *fixed*. What is left free at the end may be
+permuted.
+
+>>> units = Axis(6)
+>>> heads, width = regroup([units], [2, 3])
+>>> unify_all(heads, [Axis(2, fixed=True)])
+>>> [atom.fixed for atom in atoms([units])]
+[True, False]
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+Factors = list["Axis"]
+"""One dimension of a tensor: its factors, major first; empty for size 1."""
+
+Dimensions = list[Factors]
+"""One entry per dimension of a tensor."""
+
+_order = itertools.count()
+
+
+class Axis:
+    """A node of the label algebra; ``kind`` is ``"atom"``, ``"product"`` or ``"sum"``."""
+
+    __slots__ = ("_same_as", "fixed", "kind", "order", "parts", "size")
+
+    def __init__(self, size: int, *, fixed: bool = False, kind: str = "atom", parts: Iterable[Axis] = ()) -> None:
+        self.size = size
+        self.fixed = fixed
+        self.kind = kind
+        self.parts = list(parts)
+        self.order = next(_order)
+        self._same_as: Axis | None = None
+
+    @property
+    def root(self) -> Axis:
+        """The node that stands for all that were found to be the same."""
+        node = self
+        while node._same_as is not None:
+            node = node._same_as
+        if self is not node:
+            self._same_as = node
+        return node
+
+    def become(self, other: Axis) -> None:
+        """From now on this atom is the other node."""
+        self._same_as = other
+
+
+class IncompatibleError(Exception):
+    """An operation that the algebra cannot express; whoever catches it fixes what the operation touched."""
+
+
+def fixed_factors(size: int) -> Factors:
+    """A dimension that nothing may permute."""
+    return [Axis(size, fixed=True)] if size > 1 else []
+
+
+def free_factors(size: int) -> Factors:
+    """A dimension along which everything is equal, so that any permutation changes nothing."""
+    return [Axis(size)] if size > 1 else []
+
+
+def fix(axis: Axis) -> None:
+    """Nothing may permute this axis, nor any part of it."""
+    axis = axis.root
+    if axis.kind == "atom":
+        axis.fixed = True
+    else:
+        for part in axis.parts:
+            fix(part)
+
+
+def fix_all(axes: Iterable[Axis]) -> None:
+    """:func:`fix` for several."""
+    for axis in axes:
+        fix(axis)
+
+
+def atoms(axes: Iterable[Axis]) -> list[Axis]:
+    """All atoms below, in order."""
+    found: list[Axis] = []
+    for axis in axes:
+        axis = axis.root
+        found += [axis] if axis.kind == "atom" else atoms(axis.parts)
+    return found
+
+
+def all_fixed(axes: Iterable[Axis]) -> bool:
+    """Whether no atom below is free."""
+    return all(atom.fixed for atom in atoms(axes))
+
+
+def factors(axes: Iterable[Axis]) -> Factors:
+    """Products opened, sizes of one dropped."""
+    found: Factors = []
+    for axis in axes:
+        axis = axis.root
+        if axis.kind == "product":
+            found += factors(axis.parts)
+        elif axis.size > 1:
+            found.append(axis)
+    return found
+
+
+def product(axes: Sequence[Axis]) -> Axis:
+    """One axis for a sequence of factors."""
+    axes = factors(axes)
+    if len(axes) == 1:
+        return axes[0]
+    return Axis(math.prod(axis.size for axis in axes), kind="product", parts=axes)
+
+
+def summands(axis: Axis) -> list[Axis]:
+    """Sums opened."""
+    axis = axis.root
+    return [summand for part in axis.parts for summand in summands(part)] if axis.kind == "sum" else [axis]
+
+
+def concatenation(parts: Sequence[Axis]) -> Axis:
+    """One axis for several laid end to end."""
+    if len(parts) == 1:
+        return parts[0]
+    return Axis(sum(part.size for part in parts), kind="sum", parts=parts)
+
+
+def split_product(axis: Axis, sizes: Sequence[int]) -> Factors:
+    """The axis seen as a product, one factor per size."""
+    axis = axis.root
+    if axis.kind == "atom":
+        axis.kind, axis.parts = "product", [Axis(size, fixed=axis.fixed) for size in sizes]
+        return axis.parts
+    if axis.kind == "product":
+        return [product(each) if each else Axis(1) for each in regroup(axis.parts, sizes)]
+    fix(axis)
+    return [Axis(size, fixed=True) for size in sizes]
+
+
+def split_sum(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
+    """The axis seen as a concatenation, one part per size."""
+    axis = axis.root
+    if axis.kind == "atom":
+        if len(sizes) == 1:
+            return [axis]
+        axis.kind, axis.parts = "sum", [Axis(size, fixed=axis.fixed) for size in sizes]
+        return axis.parts
+    if axis.kind == "product":
+        if len(sizes) == 1:
+            return [axis]
+        fix(axis)
+        return [Axis(size, fixed=True) for size in sizes]
+    waiting = deque(summands(axis))
+    found = []
+    for size in sizes:
+        taken: list[Axis] = []
+        while (missing := size - sum(part.size for part in taken)) > 0:
+            part = waiting.popleft()
+            if part.size <= missing:
+                taken.append(part)
+            else:
+                first, rest = split_sum(part, [missing, part.size - missing])
+                taken.append(first)
+                waiting.appendleft(rest)
+        found.append(concatenation(taken))
+    axis.parts = list(found)
+    return found
+
+
+def regroup(axes: Sequence[Axis], sizes: Sequence[int]) -> list[Factors]:
+    """A row of factors seen with other sizes (``view``): the factors of each size, splitting atoms where needed.
+
+    Where sizes do not divide, the factors concerned are fixed, and only they.
+    """
+    result: list[Factors] = []
+    waiting = deque(factors(axes))
+    remaining = deque(sizes)
+    while remaining:
+        inside: Factors = []
+        outside = [remaining.popleft()]
+        while (have := math.prod(axis.size for axis in inside)) != (want := math.prod(outside)):
+            if have < want:
+                inside.append(waiting.popleft())
+            else:
+                outside.append(remaining.popleft())
+        try:
+            result += _regroup_block(inside, outside)
+        except IncompatibleError:
+            fix_all(inside)
+            result += [fixed_factors(size) for size in outside]
+    return result
+
+
+def _regroup_block(inside: Factors, outside: Sequence[int]) -> list[Factors]:
+    """:func:`regroup` between two places where old and new boundaries coincide."""
+    waiting = deque(inside)
+    result = []
+    for size in outside:
+        taken: Factors = []
+        left = size
+        while left > 1:
+            axis = waiting.popleft().root
+            if axis.kind == "product":
+                waiting.extendleft(reversed(factors(axis.parts)))
+            elif left % axis.size == 0:
+                taken.append(axis)
+                left //= axis.size
+            elif axis.size % left == 0 and axis.kind == "atom":
+                first, *rest = split_product(axis, [left, axis.size // left])
+                taken.append(first)
+                waiting.extendleft(reversed(rest))
+                left = 1
+            else:
+                raise IncompatibleError
+        result.append(taken)
+    return result
+
+
+def unify(one: Axis, other: Axis) -> None:
+    """The coordinates of two axes are the same: whatever permutes one permutes the other."""
+    one, other = one.root, other.root
+    if one is other:
+        return
+    if one.size != other.size:
+        raise IncompatibleError
+    if other.kind != "atom" and one.kind == "atom":
+        one, other = other, one
+    if other.kind == "atom":
+        if other.fixed:
+            fix(one)
+        elif one.kind == "atom" and other.order < one.order and not one.fixed:
+            one, other = other, one  # the older one stays: names and nesting follow it
+        other.become(one)
+    elif one.kind == other.kind == "product":
+        unify_all(one.parts, other.parts)
+    elif one.kind == other.kind == "sum":
+        parts = summands(one)
+        for part, match in zip(parts, split_sum(other, [part.size for part in parts]), strict=True):
+            unify(part, match)
+    else:
+        fix(one)
+        fix(other)
+
+
+def unify_all(ones: Iterable[Axis], others: Iterable[Axis]) -> None:
+    """:func:`unify` for two rows of factors of the same total size, refining both to common factors."""
+    left, right = deque(factors(ones)), deque(factors(others))
+    while left and right:
+        one, other = left.popleft().root, right.popleft().root
+        if one.kind == "product" or other.kind == "product":  # became one by an earlier step
+            left.extendleft(reversed(factors([one])))
+            right.extendleft(reversed(factors([other])))
+        elif one.size == other.size:
+            unify(one, other)
+        else:
+            large, small, rest = (one, other, left) if one.size > other.size else (other, one, right)
+            if large.size % small.size or large.kind == "sum":
+                fix_all([one, other, *left, *right])
+                return
+            first, *tail = split_product(large, [small.size, large.size // small.size])
+            unify(first, small)
+            rest.extendleft(reversed(tail))
+    if left or right:
+        fix_all([*left, *right])
+
+
+def terms(axes: Iterable[Axis]) -> list[tuple[Axis, ...]]:
+    """The alternatives of a dimension: each a product of atoms, free of sums."""
+    result: list[tuple[Axis, ...]] = [()]
+    for axis in axes:
+        axis = axis.root
+        if axis.kind == "atom":
+            options = [(axis,)]
+        elif axis.kind == "product":
+            options = terms(axis.parts)
+        else:
+            options = [option for part in axis.parts for option in terms([part])]
+        result = [head + tail for head in result for tail in options]
+    return result

@@ -1,0 +1,131 @@
+"""Where the entries of an axis lie, as data, and the index vector that a permutation of its factors makes of it.
+
+An axis (or several neighbouring axes seen as one) is a list of terms that tile it; a term is a grid of factors, each with a
+stride, from an offset on. Three matrices of two heads of width 4 laid end to end are three terms of the same two factors.
+
+>>> import torch
+>>> heads = Block(0, 1, 8, (Term(0, ((0, 4), (1, 1))),))
+>>> factors = (Factor("heads", 2), Factor("width", 4, inside=(0,)))
+>>> tables = [torch.tensor([1, 0]), torch.tensor([[0, 1, 2, 3], [3, 2, 1, 0]])]
+>>> index_vector(heads, factors, tables).tolist()
+[4, 5, 6, 7, 3, 2, 1, 0]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Factor:
+    """A set of coordinates that appears in axes of one or more tensors.
+
+    Attributes:
+        name: In words; unique among the free ones of a specification.
+        size: Number of coordinates.
+        inside: Factors (by number) of which every combination has its own permutation of this one.
+        free: Whether it is permuted at all; a fixed one only tells where others are.
+    """
+
+    name: str
+    size: int
+    inside: tuple[int, ...] = ()
+    free: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """A grid inside an axis: ``(factor, stride)`` pairs from ``offset`` on."""
+
+    offset: int
+    grid: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Axes ``start`` to ``stop`` (exclusive) of a tensor, seen as one of ``size`` entries."""
+
+    start: int
+    stop: int
+    size: int
+    terms: tuple[Term, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Movement:
+    """A tensor seen as (rows, columns, inner); which blocks move its rows, and which its columns.
+
+    Attributes:
+        rows: Product of the sizes before the columns.
+        columns: Size of the last block that moves.
+        inner: Product of the sizes behind.
+        row_blocks: (block, or the plain size of axes that stay) in order, together ``rows`` entries; empty if rows stay.
+        column_block: None if columns stay.
+    """
+
+    rows: int
+    columns: int
+    inner: int
+    row_blocks: tuple[Block | int, ...]
+    column_block: Block | None
+
+
+@functools.lru_cache(maxsize=None)
+def plan_movement(shape: tuple[int, ...], blocks: tuple[Block, ...]) -> Movement:
+    """How to see a tensor so that moving it takes one pass over rows and columns."""
+    last = blocks[-1]
+    inner = math.prod(shape[last.stop :])
+    if len(blocks) == 1 and math.prod(shape[: last.start]) == 1 and inner > 1:
+        return Movement(last.size, inner, 1, (last,), None)
+    rows: list[Block | int] = []
+    place = 0
+    for block in blocks[:-1]:
+        if block.start > place:
+            rows.append(math.prod(shape[place : block.start]))
+        rows.append(block)
+        place = block.stop
+    if last.start > place:
+        rows.append(math.prod(shape[place : last.start]))
+    moving = tuple(rows) if len(blocks) > 1 else ()
+    return Movement(math.prod(shape[: last.start]), last.size, inner, moving, last)
+
+
+def index_vector(block: Block, factors: Sequence[Factor], tables: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """For every new position of the block the old one, int64 ``(size,)``.
+
+    Args:
+        block: The axes.
+        factors: All factors of the specification.
+        tables: Per factor its permutation, ``(*sizes of inside, size)``: new coordinate to old; None for fixed ones.
+    """
+    index = torch.arange(block.size)
+    for term in block.terms:
+        if not any(factors[number].free for number, _ in term.grid):
+            continue
+        numbers = [number for number, _ in term.grid]
+        sizes = [factors[number].size for number in numbers]
+        old = torch.full([1] * len(sizes), term.offset)
+        for axis, (number, stride) in enumerate(term.grid):
+            table = tables[number]
+            if table is None:
+                table, carried = torch.arange(sizes[axis]), [axis]
+            else:
+                carried = [numbers.index(outer) for outer in factors[number].inside] + [axis]
+            order = sorted(range(len(carried)), key=carried.__getitem__)
+            shape = [sizes[i] if i in carried else 1 for i in range(len(sizes))]
+            old = old + stride * table.permute(order).reshape(shape)
+        index.as_strided(sizes, [stride for _, stride in term.grid], term.offset).copy_(old)
+    return index
+
+
+def joint_index(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The index vector of several neighbouring axes seen as one, from those of each, major first."""
+    index = parts[0]
+    for part in parts[1:]:
+        index = (index[:, None] * len(part) + part).reshape(-1)
+    return index

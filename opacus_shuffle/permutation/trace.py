@@ -1,0 +1,334 @@
+"""Following axis labels through one run of a network, operation by operation.
+
+The tracer sees every ATen operation of the forward, whoever wrote it, and asks :mod:`opacus_shuffle.permutation.rules` what the
+operation does to the labels. An operation without a rule *fixes* every axis that it touches: nothing is permuted on a guess.
+
+>>> import torch
+>>> layer = torch.nn.Linear(3, 5, bias=False)
+>>> tracer = Tracer(layer)
+>>> activations = tracer.run(lambda: torch.relu(layer(torch.ones(2, 3))))
+>>> tracer.dimensions(activations)[1][0].root is tracer.parameters["weight"][0][0].root
+True
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from opacus_shuffle.permutation.labels import (
+    Axis,
+    Dimensions,
+    Factors,
+    IncompatibleError,
+    atoms,
+    concatenation,
+    factors,
+    fix_all,
+    fixed_factors,
+    unify_all,
+)
+
+Packing = tuple[int, int, int]
+"""An axis laid out as (majors, packed parts, size of a part), such as (1, 3, d) for query, key and value in one matrix."""
+
+Origins = frozenset[int]
+
+
+@dataclasses.dataclass
+class Stacked:
+    """Labels of a tensor whose slices along one dimension are different things, as query, key and value after ``view``.
+
+    Attributes:
+        marker: The dimension's own atom, fixed.
+        alternatives: The labels of each slice, of full rank, with the marker in place of the dimension.
+    """
+
+    marker: Axis
+    alternatives: list[Dimensions]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One operation: its arguments by their names in the operator's schema, and what came out."""
+
+    name: str
+    arguments: dict[str, Any]
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    pointwise: bool
+
+    def __getitem__(self, argument: str) -> Any:
+        return self.arguments[argument]
+
+    @property
+    def out(self) -> torch.Tensor:
+        """The first tensor that came out."""
+        return self.outputs[0]
+
+
+class Tracer(TorchDispatchMode):
+    """Labels of all parameters, buffers and activations of one network.
+
+    Args:
+        module: The network; its parameters' and moving buffers' axes begin as free atoms.
+        packings: Axes to begin as packed parts instead, keyed by (tensor name, axis).
+
+    Attributes:
+        parameters: Labels of parameters and of persistent buffers that are not integers, by name (tied ones once).
+        tensors: Those tensors.
+        parameter_names: Which of them are parameters.
+        aliases: Other names of tied tensors.
+        occurrences: Labels of every activation, and of every reduced tensor that an operation has inside.
+        streams: Axes along which results of different layers were added (skip connections).
+        heads: Batch axes of products of two activations (attention heads).
+        contracted: Axes contracted in such products (query and key dimensions).
+        unknown: Operations without a rule, with their numbers of calls.
+        new_packings: Packed axes met that were not known to be.
+    """
+
+    def __init__(self, module: nn.Module, packings: dict[tuple[str, int], Packing] | None = None) -> None:
+        super().__init__()
+        self.parameters: dict[str, Dimensions] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.parameter_names = {name for name, _ in module.named_parameters()}
+        self.aliases: dict[str, str] = {}
+        self.occurrences: list[Dimensions] = []
+        self.streams: list[Axis] = []
+        self.heads: list[Axis] = []
+        self.contracted: list[Axis] = []
+        self.unknown: Counter[str] = Counter()
+        self.new_packings: dict[tuple[str, int], Packing] = {}
+        self._packings = packings or {}
+        self._labels: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._storages: dict[int, str] = {}
+        self._contractions = 0
+        self._paused = False
+        for name, tensor in _movable_tensors(module):
+            if tensor in self._names:
+                self.aliases[name] = self._names[tensor]
+                continue
+            self._names[tensor] = name
+            self._storages[_storage(tensor)] = name
+            self.tensors[name] = tensor
+            self.parameters[name] = [self._first_label(name, axis, size) for axis, size in enumerate(tensor.shape)]
+            self._labels[tensor] = self.parameters[name]
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """The forward, traced: no gradients, and attention as the plain operations it consists of."""
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings(), self:
+                warnings.simplefilter("ignore")
+                return forward()
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is not looked at."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operation, then labels what it returned."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self._paused:
+            self._label(_call(func, args, kwargs, result))
+        return result
+
+    def _label(self, call: Call) -> None:
+        """The operation's rule, or everything fixed."""
+        from opacus_shuffle.permutation.rules import find_rule  # the rules use this class
+
+        if not call.outputs:
+            return
+        rule = find_rule(call)
+        if rule is None and not all(self.is_constant(tensor) for tensor in call.inputs):
+            self.unknown[call.name] += 1
+            self.fix_everything(call)
+            return
+        contractions = self._contractions
+        try:
+            if rule is None:
+                for tensor in call.outputs:
+                    self.set(tensor, [fixed_factors(size) for size in tensor.shape])
+            else:
+                rule(self, call)
+        except (IncompatibleError, IndexError, KeyError, ValueError, AttributeError, TypeError, AssertionError) as error:
+            self.unknown[f"{call.name} ({type(error).__name__})"] += 1
+            self.fix_everything(call)
+        if any(tensor not in self._labels for tensor in call.outputs):
+            self.fix_everything(call)
+        if self._contractions == contractions:
+            origins = frozenset[int]().union(*[self.origins(tensor) for tensor in call.inputs])
+            for tensor in call.outputs:
+                self._origins[tensor] = origins
+
+    def dimensions(self, tensor: torch.Tensor) -> Dimensions:
+        """The tensor's labels; slices that were different things become the same thing."""
+        labels = self.labels(tensor)
+        if isinstance(labels, Stacked):
+            first, *rest = labels.alternatives
+            for other in rest:
+                for one, two in zip(first, other, strict=True):
+                    unify_all(one, two)
+            self._labels[tensor] = labels = first
+        return labels
+
+    def labels(self, tensor: torch.Tensor) -> Dimensions | Stacked:
+        """The tensor's labels as they are; a tensor never met before is a constant, so fixed."""
+        if tensor not in self._labels:
+            self._labels[tensor] = self._adopt(tensor)
+        labels: Dimensions | Stacked = self._labels[tensor]
+        return labels
+
+    def set(self, tensor: torch.Tensor, labels: Dimensions | Stacked) -> None:
+        """Labels a result; if it has labels already (an in-place operation), both must agree."""
+        for dimensions in labels.alternatives if isinstance(labels, Stacked) else [labels]:
+            if [_size(each) for each in dimensions] != list(tensor.shape):
+                raise IncompatibleError
+            self.occurrences.append(dimensions)
+        if tensor in self._labels:
+            if isinstance(labels, Stacked):
+                labels = labels.alternatives[0]
+            for one, two in zip(self.dimensions(tensor), labels, strict=True):
+                unify_all(one, two)
+        else:
+            self._labels[tensor] = labels
+
+    def reduced(self, dimensions: Dimensions, gone: Sequence[int]) -> None:
+        """Notes that an operation has an intermediate result without these dimensions (a sum over them)."""
+        rank = len(dimensions)
+        drop = {dim % rank for dim in gone}
+        self.occurrences.append([[] if i in drop else each for i, each in enumerate(dimensions)])
+
+    def fix_everything(self, call: Call) -> None:
+        """Nothing that this operation touches may be permuted."""
+        for tensor in [*call.inputs, *call.outputs]:
+            for each in self.dimensions(tensor):
+                fix_all(each)
+            self.occurrences.append(self.dimensions(tensor))
+
+    def fix_results(self, results: Any) -> None:
+        """What the network returns stays as it is."""
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, torch.Tensor):
+                for each in self.dimensions(leaf):
+                    fix_all(each)
+
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether no axis of the tensor is free."""
+        return all(atom.fixed for each in self.dimensions(tensor) for atom in atoms(each))
+
+    def is_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's values come from parameters or constants alone."""
+        return not self.origins(tensor)
+
+    def origins(self, tensor: torch.Tensor) -> Origins:
+        """Which contractions the tensor was computed from by operations entry by entry."""
+        found: Origins = self._origins.get(tensor, frozenset())
+        return found
+
+    def contraction(self, *results: torch.Tensor) -> None:
+        """Notes that these results were summed over an axis: a new origin."""
+        self._contractions += 1
+        for tensor in results:
+            self._origins[tensor] = frozenset([self._contractions])
+
+    def note_packing(self, axis: Axis) -> None:
+        """A free factor of a parameter's axis is about to be taken apart by position: its parts are different things."""
+        axis = axis.root
+        if axis.kind != "atom" or axis.fixed or axis.size > 16:
+            return
+        for name, dimensions in self.parameters.items():
+            for number, each in enumerate(dimensions):
+                row = [factor.root for factor in factors(each)]
+                if axis in row and len(row) > 1 and all(factor.kind == "atom" for factor in row):
+                    place = row.index(axis)
+                    major, minor = _size(row[:place]), _size(row[place + 1 :])
+                    if minor > 1:
+                        self.new_packings[name, number] = (major, axis.size, minor)
+
+    def _first_label(self, name: str, axis: int, size: int) -> Factors:
+        """A free atom, or packed parts."""
+        if size == 1:
+            return []
+        if (name, axis) not in self._packings:
+            return [Axis(size)]
+        major, count, minor = self._packings[name, axis]
+        parts = concatenation([Axis(minor) for _ in range(count)])
+        return [Axis(major), parts] if major > 1 else [parts]
+
+    def _adopt(self, tensor: torch.Tensor) -> Dimensions:
+        """Labels of a tensor made out of sight: a constant, unless it is a parameter's memory under another name."""
+        pointer = _storage(tensor)
+        name = self._storages.get(pointer) if pointer else None
+        if name is not None:
+            known = self.tensors[name]
+            if (tensor.shape, tensor.stride(), tensor.storage_offset()) == (
+                known.shape,
+                known.stride(),
+                known.storage_offset(),
+            ):
+                return self.parameters[name]
+            for each in self.parameters[name]:
+                fix_all(each)
+        return [fixed_factors(size) for size in tensor.shape]
+
+
+def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Call:
+    """The call with every argument under its schema's name."""
+    arguments: dict[str, Any] = {}
+    for position, argument in enumerate(func._schema.arguments):
+        if position < len(args):
+            arguments[argument.name] = args[position]
+        elif argument.name in kwargs:
+            arguments[argument.name] = kwargs[argument.name]
+        else:
+            arguments[argument.name] = argument.default_value if argument.has_default_value() else None
+    tensors = [[leaf for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor)] for each in ((args, kwargs), result)]
+    return Call(str(func.overloadpacket), arguments, *tensors, pointwise=torch.Tag.pointwise in func.tags)
+
+
+def _movable_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and buffers that a checkpoint holds: numbers and masks, but no indices."""
+    yield from module.named_parameters(remove_duplicate=False)
+    kept = set(module.state_dict(keep_vars=True))
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        if name in kept and buffer.dim() and (buffer.is_floating_point() or buffer.dtype == torch.bool or buffer.is_complex()):
+            yield name, buffer
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Where the tensor's memory begins, or 0 if it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def _size(axes: Sequence[Axis]) -> int:
+    """The number of coordinates of a row of factors."""
+    size = 1
+    for axis in axes:
+        size *= axis.root.size
+    return size
