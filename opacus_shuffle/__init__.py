@@ -9,25 +9,32 @@
 
 from __future__ import annotations
 
-from opacus_shuffle import accountants, analysis
+from opacus_shuffle import accountants, analysis, permutation
 from opacus_shuffle._version import __version__
 from opacus_shuffle.accountants import Guarantee, PrivacyAssumptionWarning, PrivacyBound
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.accounting import compute_epsilon, compute_noise_multiplier, privacy_bound, privacy_report
+from opacus_shuffle.permutation import PermutationSpec
+from opacus_shuffle.permutation.module import ShuffleGradSampleModule
+from opacus_shuffle.prepare_model import prepare_model
 from opacus_shuffle.privacy_engine import PrivacyEngine, ShuffleMixin
 
 __all__ = [
     "Guarantee",
+    "PermutationSpec",
     "PrivacyAssumptionWarning",
     "PrivacyBound",
     "PrivacyEngine",
     "PrivacyReport",
+    "ShuffleGradSampleModule",
     "ShuffleMixin",
     "__version__",
     "accountants",
     "analysis",
     "compute_epsilon",
     "compute_noise_multiplier",
+    "permutation",
+    "prepare_model",
     "privacy_bound",
     "privacy_report",
 ]

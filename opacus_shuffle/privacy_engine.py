@@ -37,6 +37,9 @@ from opacus_shuffle.data.epoch_start import EpochStart, PoissonSampler, call_at_
 from opacus_shuffle.data.fixed_size_sampler import FixedSizeSampler, with_batch_sampler
 from opacus_shuffle.data.sampling_plan import plan_sampling
 from opacus_shuffle.optimizers import GhostLogicalBatch, LogicalBatch, allow_empty_batches, optimizer_class
+from opacus_shuffle.permutation import PermutationSpec
+from opacus_shuffle.permutation.module import make_plain, make_shuffled
+from opacus_shuffle.permutation.shuffler import WeightShuffler, detach_shuffler
 from opacus_shuffle.randomness import secret_generator
 from opacus_shuffle.run_plan import Run, plan_run
 from opacus_shuffle.validation import (
@@ -47,6 +50,7 @@ from opacus_shuffle.validation import (
     reject_unknown,
     whole_number,
 )
+from opacus_shuffle.weight_shuffling import is_distributed, plan_shuffling
 
 
 class ShuffleMixin(opacus.PrivacyEngine):
@@ -61,6 +65,7 @@ class ShuffleMixin(opacus.PrivacyEngine):
 
     _run: Run | None = None
     _wrapped: AbstractGradSampleHooks | None = None
+    shuffler: WeightShuffler | None = None
     dataset: Any  # Opacus's, untyped
 
     def make_private(  # type: ignore[override]
@@ -81,6 +86,9 @@ class ShuffleMixin(opacus.PrivacyEngine):
         wrap_model: bool = True,
         rand_on_empty: bool = False,
         local_noise: bool = False,
+        shuffle_weights: bool | str | PermutationSpec = False,
+        shuffle_mode: str = "every_step",
+        shuffle_generator: torch.Generator | None = None,
         **unknown: Any,
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private`, with these differences.
@@ -103,6 +111,14 @@ class ShuffleMixin(opacus.PrivacyEngine):
             wrap_model: As Opacus's.
             rand_on_empty: As Opacus's.
             local_noise: Every record's report carries its own N(0, σ²C²I).
+            shuffle_weights: Permute hidden units, attention heads and residual streams after every update; the network's
+                function stays as it is, and **so does ε**. ``True`` for every permutation that
+                :func:`~opacus_shuffle.permutation.find_permutations` finds on the first records, ``"heads"`` or ``"paper"`` for
+                fewer, or a ``PermutationSpec``.
+            shuffle_mode: ``"every_step"``, or ``"on_release"``: only when ``state_dict`` or a checkpoint is asked for, which
+                releases the same joint law at no cost per step
+                (:class:`~opacus_shuffle.permutation.shuffler.WeightShuffler` has the proof).
+            shuffle_generator: On the CPU; by default secret, from the operating system.
             **unknown: The five keywords of ``clipping="adaptive"``; any other is refused.
 
         Returns:
@@ -127,6 +143,16 @@ class ShuffleMixin(opacus.PrivacyEngine):
             local_noise=local_noise,
             flags={"wrap_model": wrap_model, "batch_first": batch_first, "rand_on_empty": rand_on_empty},
             unknown=unknown,
+        )
+        spec = plan_shuffling(
+            module,
+            optimizer,
+            data_loader,
+            shuffle_weights=shuffle_weights,
+            shuffle_mode=shuffle_mode,
+            shuffle_generator=shuffle_generator,
+            grad_sample_mode=grad_sample_mode,
+            engine=self,
         )
         if noise_generator is None and not self.secure_mode:
             noise_generator = secret_generator(run.device)
@@ -165,6 +191,7 @@ class ShuffleMixin(opacus.PrivacyEngine):
         finally:
             self._run = self._wrapped = None
         private_module, private_optimizer = result[0], result[1]
+        self._attach_shuffler(spec, module, private_module, private_optimizer, shuffle_mode, shuffle_generator)
         if isinstance(self.accountant, ShuffleAccountant):
             private_module.forbid_grad_accumulation()  # two batches could hold one record twice
         if isinstance(private_optimizer, GhostLogicalBatch):
@@ -294,7 +321,54 @@ class ShuffleMixin(opacus.PrivacyEngine):
             raise ValueError("privacy_report has nothing to report: no training step was taken yet")
         return self.accountant.report(delta, adjacency=adjacency)
 
+    def save_checkpoint(self, *, checkpoint_dict: dict[str, Any] | None = None, **keywords: Any) -> None:
+        """As :meth:`opacus.PrivacyEngine.save_checkpoint`, with the secret of the permutations to come if weights are shuffled.
+
+        That secret says nothing about the permutations so far. Still, publish ``module.state_dict()``, not checkpoints.
+
+        Args:
+            checkpoint_dict: As Opacus's.
+            **keywords: As Opacus's.
+        """
+        checkpoint_dict = {} if checkpoint_dict is None else checkpoint_dict
+        if self.shuffler is not None:
+            self.shuffler.release()
+            checkpoint_dict["opacus_shuffle"] = self.shuffler.state_dict()
+        super().save_checkpoint(checkpoint_dict=checkpoint_dict, **keywords)
+
+    def load_checkpoint(self, **keywords: Any) -> dict[str, Any]:
+        """As :meth:`opacus.PrivacyEngine.load_checkpoint`; permutations go on from where the saved run was.
+
+        Args:
+            **keywords: As Opacus's.
+        """
+        checkpoint: dict[str, Any] = super().load_checkpoint(**keywords)
+        if self.shuffler is not None and "opacus_shuffle" in checkpoint:
+            self.shuffler.load_state_dict(checkpoint["opacus_shuffle"])
+        return checkpoint
+
+    def _attach_shuffler(
+        self,
+        spec: PermutationSpec | None,
+        module: nn.Module,
+        private_module: Any,
+        private_optimizer: DPOptimizer,
+        mode: str,
+        generator: torch.Generator | None,
+    ) -> None:
+        """Starts shuffling, in place of what an earlier call has started."""
+        detach_shuffler(private_optimizer)
+        self.shuffler = None
+        if spec is None:
+            return
+        self.shuffler = WeightShuffler(
+            module, spec, private_optimizer, mode=mode, generator=generator, synchronise=is_distributed(module)
+        )
+        if isinstance(private_module, nn.Module):
+            make_shuffled(private_module, self.shuffler)
+
     def _prepare_model(self, module: nn.Module, **keywords: Any) -> Any:
+        make_plain(module)
         self._wrapped = super()._prepare_model(module, **keywords)
         if isinstance(self._wrapped, GradSampleModuleExpandedWeights):
             allow_empty_batches(self._wrapped)

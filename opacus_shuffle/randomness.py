@@ -10,6 +10,7 @@ False
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import warnings
@@ -26,11 +27,36 @@ def secret_generator(device: torch.device | str) -> torch.Generator:
     generator = torch.Generator(device=device)
     if generator.device.type != "cpu":
         return generator.manual_seed(secrets.randbits(64) - 2**63)  # counter-based: all 64 bits are the key
+    return _fill(generator, os.urandom(4 * _WORDS))
+
+
+def _fill(generator: torch.Generator, entropy: bytes) -> torch.Generator:
+    """A CPU generator's whole state from these bytes."""
     probe = 20_061_111
     state = generator.manual_seed(probe).get_state()
     words = state[_FIRST : _FIRST + 8 * _WORDS].view(torch.int64)
     if len(words) != _WORDS or int(words[0]) != probe:
-        warnings.warn("this PyTorch keeps the state of its CPU generator elsewhere: only 32 bits are secret", stacklevel=2)
-        return generator.manual_seed(secrets.randbits(32))
-    words.copy_(torch.from_numpy(np.frombuffer(os.urandom(4 * _WORDS), np.uint32).astype(np.int64)))
+        warnings.warn("this PyTorch keeps the state of its CPU generator elsewhere: only 32 bits are secret", stacklevel=3)
+        return generator.manual_seed(int.from_bytes(entropy[:4], "little"))
+    words.copy_(torch.from_numpy(np.frombuffer(entropy, np.uint32).astype(np.int64)))
     return generator.set_state(state)
+
+
+class KeyChain:
+    """A secret key that gives one CPU generator after another and cannot be run backwards.
+
+    Each draw replaces the key by its hash, so a key in a checkpoint tells the permutations drawn from then on, never those
+    before.
+
+    Args:
+        key: 32 bytes; by default from the operating system.
+    """
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self.key = os.urandom(32) if key is None else key
+
+    def next_generator(self) -> torch.Generator:
+        """A generator of its own for the next draw."""
+        entropy = hashlib.shake_256(b"draw" + self.key).digest(4 * _WORDS)
+        self.key = hashlib.sha256(b"next" + self.key).digest()
+        return _fill(torch.Generator(), entropy)

@@ -6,7 +6,7 @@
 >>> encoder = torch.nn.Sequential(torch.nn.Linear(3, 16), layer, torch.nn.Linear(16, 2))
 >>> spec = find_permutations(encoder, torch.zeros(2, 5, 3))
 >>> round(spec.log2_size(), 1)
-225.2
+224.1
 """
 
 from __future__ import annotations

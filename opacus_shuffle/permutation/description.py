@@ -4,7 +4,7 @@
 >>> from opacus_shuffle.permutation import find_permutations
 >>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
 >>> len(find_permutations(network).describe().splitlines())
-17
+15
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def describe(spec: PermutationSpec) -> str:
     """Two tables and what to know about them."""
     groups = [("permuted together", "size", "log2", "moves")]
-    for number, factor in enumerate(spec.factors):
+    for factor in spec.factors:
         if factor.free:
             copies = math.prod(spec.factors[outer].size for outer in factor.inside)
             bits = copies * math.lgamma(factor.size + 1) / math.log(2)
@@ -31,11 +31,15 @@ def describe(spec: PermutationSpec) -> str:
     tensors = [("tensor", "shape", "moved", "largest orbit")]
     for name, shape in spec.shapes.items():
         kind = " (buffer)" if name in spec.buffers else ""
-        tensors.append((name + kind, " x ".join(map(str, shape)), _percent(spec.moved_fraction(name)), f"{spec.largest_orbit(name):,}"))
-    for name, size in spec.unmoved.items():
-        tensors.append((name, f"{size:,} entries", "0%", "1"))
+        tensors.append(
+            (name + kind, " x ".join(map(str, shape)), _percent(spec.moved_fraction(name)), f"{spec.largest_orbit(name):,}")
+        )
+    for name, count in spec.unmoved.items():
+        tensors.append((name, f"{count:,} entries", "0%", "1"))
     moved = sum(spec.moved_fraction(name) * math.prod(shape) for name, shape in spec.shapes.items() if name not in spec.buffers)
-    total = sum(math.prod(shape) for name, shape in spec.shapes.items() if name not in spec.buffers) + sum(spec.unmoved.values())
+    total = sum(math.prod(shape) for name, shape in spec.shapes.items() if name not in spec.buffers) + sum(
+        spec.unmoved.values()
+    )
     lines = [
         f"Permutations of level {spec.level!r}: {_percent(moved / total if total else 0.0)} of {total:,} parameters move; "
         f"log2 of the group's size is {spec.log2_size():,.1f}.",
@@ -44,7 +48,8 @@ def describe(spec: PermutationSpec) -> str:
         "",
         *_table(tensors),
         "",
-        "The network's function stays as it is. This is no privacy guarantee: no epsilon becomes smaller for every data set, what",
+        "The network's function stays as it is. This is no privacy guarantee: no epsilon becomes smaller for every data set, "
+        "what",
         "does not move gains nothing, and whoever knows the weights before an update can match them with those after it.",
     ]
     if spec.buffers:

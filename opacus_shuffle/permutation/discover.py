@@ -11,9 +11,9 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
-import torch
 from torch import nn
 
 from opacus_shuffle.permutation import rules_layers  # noqa: F401  (it registers its rules)
@@ -37,9 +37,9 @@ def find_permutations(module: nn.Module, sample_input: Any = None, *, groups: st
 
     Args:
         module: The network, or Opacus's, a distributed or a compiled wrapper of it.
-        sample_input: A tensor, a tuple of arguments or a mapping of keyword arguments of ``module.forward``; only its shapes (and
-            valid indices) matter. A batch of 2 will do, but use the length of your data. ``None``: guessed from the first layer
-            or from a Hugging Face configuration.
+        sample_input: A tensor, a tuple of arguments or a mapping of keyword arguments of ``module.forward``; only its shapes
+            (and valid indices) matter. A batch of 2 will do, but use the length of your data. ``None``: guessed from the first
+            layer or from a Hugging Face configuration.
         groups: ``"residual"``: every permutation found. ``"heads"``: without those of the residual streams. ``"paper"``: hidden
             units, query and key dimensions of each head, and one permutation of the values that all heads share, as in WS
             Theorems 3 and 4; no order of heads, no residual stream.
@@ -52,8 +52,8 @@ def find_permutations(module: nn.Module, sample_input: Any = None, *, groups: st
 
     Formal Guarantees:
         Every permutation of the specification leaves the function computed on the traced path as it is, for all values of the
-        parameters and all inputs; a network whose operations depend on values of the data is covered on the path that the sample
-        takes. Dropout and other noise that treats entries alike stay the same in distribution.
+        parameters and all inputs; a network whose operations depend on values of the data is covered on the path that the
+        sample takes. Dropout and other noise that treats entries alike stay the same in distribution.
     """
     one_of("groups", groups, LEVELS)
     network = unwrap(module)
@@ -84,7 +84,9 @@ def find_permutations(module: nn.Module, sample_input: Any = None, *, groups: st
         packings = {**tracer.new_packings, **packings}
     assert best is not None
     if not best.blocks:
-        looked_at = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in list(tracer.tensors.items())[:20]) or "nothing"
+        looked_at = (
+            ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in list(tracer.tensors.items())[:20]) or "nothing"
+        )
         unknown = ", ".join(f"{name} ({count} calls)" for name, count in tracer.unknown.items()) or "none"
         raise ValueError(
             f"module {type(network).__name__} has no axis that may be permuted at groups={groups!r}. Looked at: {looked_at}. "
@@ -103,6 +105,6 @@ def _refuse_overlapping(network: nn.Module) -> None:
             span = sum((size - 1) * abs(stride) for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
             spans.append((parameter.data_ptr(), parameter.data_ptr() + (span + 1) * parameter.element_size(), name))
     spans.sort()
-    for (_, stop, one), (start, _, other) in zip(spans, spans[1:], strict=False):
+    for (_, stop, one), (start, _, other) in itertools.pairwise(spans):
         if start < stop:
             raise ValueError(f"module: parameters {one} and {other} share memory without being the same tensor: untie them")

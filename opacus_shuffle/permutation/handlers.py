@@ -33,9 +33,9 @@ from opacus_shuffle.permutation.trace import Tracer
 class ModuleAxes:
     """Which axes of a module's tensors are the same.
 
-    A pattern names the axes of one tensor, separated by spaces: equal names are permuted together; ``_`` stays in place; an axis
-    made of several is written in parentheses, major first, such as ``(gate unit)``; a leading ``...`` stands for all axes before.
-    An axis named in ``inputs`` or ``outputs`` takes part in the rest of the network.
+    A pattern names the axes of one tensor, separated by spaces: equal names are permuted together; ``_`` stays in place; an
+    axis made of several is written in parentheses, major first, such as ``(gate unit)``; a leading ``...`` stands for all axes
+    before. An axis named in ``inputs`` or ``outputs`` takes part in the rest of the network.
 
     Attributes:
         parameters: Patterns of the module's own parameters and buffers by name; those not named stay in place.

@@ -1,8 +1,8 @@
 """What an axis is made of: labels that say which coordinates of different tensors are one and the same.
 
-An axis is an *atom*, a product of axes (a view split it, major factor first) or a sum of axes (a concatenation). Atoms that meet
-in one operation become one; an atom that an operation tells apart by position is *fixed*. What is left free at the end may be
-permuted.
+An axis is an *atom*, a product of axes (a view split it, major factor first) or a sum of axes (a concatenation). Atoms that
+meet in one operation become one; an atom that an operation tells apart by position is *fixed*. What is left free at the end
+may be permuted.
 
 >>> units = Axis(6)
 >>> heads, width = regroup([units], [2, 3])

@@ -75,7 +75,7 @@ class Movement:
     column_block: Block | None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def plan_movement(shape: tuple[int, ...], blocks: tuple[Block, ...]) -> Movement:
     """How to see a tensor so that moving it takes one pass over rows and columns."""
     last = blocks[-1]

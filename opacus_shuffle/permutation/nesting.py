@@ -104,7 +104,9 @@ def _drop_wide_joints(tracer: Tracer, inside: dict[Axis, set[Axis]]) -> None:
             shape = tracer.tensors[name].shape
             for start, stop, joined in _spans(dimensions, inside):
                 size = math.prod(shape[start:stop])
-                twice = any(len(set(term)) < len(term) for term in terms([axis for each in dimensions[start:stop] for axis in each]))
+                twice = any(
+                    len(set(term)) < len(term) for term in terms([axis for each in dimensions[start:stop] for axis in each])
+                )
                 if joined and (size > LARGEST_JOINT_AXIS or twice):
                     for atom, outer, first, _ in _joints(dimensions, inside):
                         if start <= first < stop:
@@ -177,7 +179,7 @@ def _assemble(
 
 def _terms(row: list[Axis], size: int, numbers: dict[Axis, int]) -> list[Term]:
     """The grids that tile a row of factors, with strides and offsets."""
-    found = [(0, ())]
+    found: list[tuple[int, tuple[tuple[Axis, int], ...]]] = [(0, ())]
     stride = size
     for axis in row:
         stride //= axis.root.size

@@ -1,8 +1,8 @@
 """What each ATen operation does to axis labels: a small rule per operation, and none on a guess.
 
 A rule holds if permuting the operands along their labels permutes the result along its labels. Where an operation sums over an
-axis it also notes the intermediate result without it, because a permutation of one axis may depend on the position along another
-only where that position is known. Operations that work entry by entry need no rule of their own.
+axis it also notes the intermediate result without it, because a permutation of one axis may depend on the position along
+another only where that position is known. Operations that work entry by entry need no rule of their own.
 
 >>> len(RULES) > 90
 True
@@ -78,7 +78,7 @@ def _note_stream(tracer: Tracer, operands: Sequence[torch.Tensor], result: torch
         tracer.streams += [axis for each in tracer.dimensions(result) for axis in each]
 
 
-# Constants ---------------------------------------------------------------------------------------------------------------------
+# Constants --------------------------------------------------------------------------------------------------------------------
 
 
 @rule(
@@ -102,7 +102,7 @@ def uniform(tracer: Tracer, call: Call) -> None:
     tracer.set(call.out, [free_factors(size) for size in call.out.shape])
 
 
-# Shapes ------------------------------------------------------------------------------------------------------------------------
+# Shapes -----------------------------------------------------------------------------------------------------------------------
 
 
 def shape_rule(*names: str) -> Callable[[Callable[[Call, Dimensions], Dimensions]], Callable[[Call, Dimensions], Dimensions]]:
@@ -217,7 +217,7 @@ def expanded(tracer: Tracer, call: Call) -> None:
     new = out.dim() - source.dim()
     dims = tracer.dimensions(source)
     shape = [1] * new + list(source.shape)
-    padded = [[] for _ in range(new)] + dims
+    padded: Dimensions = [*([] for _ in range(new)), *dims]
     tracer.set(out, [each if a == b else free_factors(b) for each, a, b in zip(padded, shape, out.shape, strict=True)])
 
 
@@ -226,7 +226,7 @@ def repeated(tracer: Tracer, call: Call) -> None:
     """Copies laid end to end: (copy, position)."""
     source, out = call.inputs[0], call.out
     new = out.dim() - source.dim()
-    dims = [[] for _ in range(new)] + tracer.dimensions(source)
+    dims: Dimensions = [*([] for _ in range(new)), *tracer.dimensions(source)]
     tracer.set(out, [[*free_factors(count), *each] for count, each in zip(call["repeats"], dims, strict=True)])
 
 

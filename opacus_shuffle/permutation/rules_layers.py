@@ -41,7 +41,7 @@ def matrix_product(tracer: Tracer, call: Call) -> None:
     else:
         one, other = list(call.arguments.values())[:2]
         left, right = tracer.dimensions(one), tracer.dimensions(other)
-    if len(left) > 3 and name != "linear" or len(right) > 3:
+    if (len(left) > 3 and name != "linear") or len(right) > 3:
         raise IncompatibleError
     unify_all(left[-1], right[-2] if len(right) > 1 else right[-1])
     batched = len(right) == 3

@@ -31,8 +31,8 @@ from opacus_shuffle.permutation.network import results, state_kept, unwrap
 from opacus_shuffle.permutation.spec import PermutationPlan, PermutationSpec
 
 TOLERANCE = 1e-9
-"""Relative to the largest output. Summing in another order in double precision stays some 1e5 times below in the deepest networks
-met, and the smallest breakage met (a forgotten bias of the queries) was 1e6 times above."""
+"""Relative to the largest output. Summing in another order in double precision stays some 1e5 times below in the deepest
+networks met, and the smallest breakage met (a forgotten bias of the queries) was 1e6 times above."""
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -52,7 +52,9 @@ def check_call(spec: PermutationSpec, network: nn.Module, args: tuple[Any, ...],
     reference = _outputs(network, double, args, kwargs)
     scale = max(float(each.abs().max()) for each in reference)
     if not scale > 0:
-        raise ValueError(f"{type(network).__name__} gives only zeros on the sample input, so nothing can be checked: give another")
+        raise ValueError(
+            f"{type(network).__name__} gives only zeros on the sample input, so nothing can be checked: give another"
+        )
 
     def change(plan: PermutationPlan) -> float:
         spec.move({name: [double[name]] for name in spec.blocks}, plan)
@@ -73,17 +75,20 @@ def check_call(spec: PermutationSpec, network: nn.Module, args: tuple[Any, ...],
             if (alone := change(PermutationPlan(tuple(tables)))) > TOLERANCE:
                 members = ", ".join(dict.fromkeys(name for name, _ in spec.perm_to_axes[factor.name]))
                 raise ValueError(
-                    f"this PermutationSpec changes what {type(network).__name__} computes: permuting {factor.name!r} moves {members} "
-                    f"and the outputs by {alone:.1e} of their size. Something that belongs to it is missing or must stay in place; "
+                    f"this PermutationSpec changes what {type(network).__name__} computes: permuting {factor.name!r} moves "
+                    f"{members} "
+                    f"and the outputs by {alone:.1e} of their size. Something that belongs to it is missing or must stay in "
+                    f"place; "
                     "use find_permutations, or correct what register_permutation was told"
                 )
     raise ValueError(
-        f"this PermutationSpec changes what {type(network).__name__} computes by {worst:.1e} of the outputs' size, though each of its "
+        f"this PermutationSpec changes what {type(network).__name__} computes by {worst:.1e} of the outputs' size, though each "
+        f"of its "
         "permutations alone does not: use find_permutations"
     )
 
 
-class _InDouble(TorchDispatchMode):
+class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps a network that rounds to single precision inside (norms, rotary embeddings) in double precision."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,7 +125,7 @@ def _outputs(
     network: nn.Module, tensors: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[torch.Tensor]:
     """What the network computes from these tensors in evaluation mode."""
-    with state_kept(network), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _InDouble():
+    with state_kept(network), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _InDouble():  # type: ignore[no-untyped-call]
         network.eval()
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
@@ -131,7 +136,9 @@ def _outputs(
             torch.backends.mha.set_fastpath_enabled(fast_path)
     found = [leaf for leaf in tree_leaves(results(outputs)) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     if not found or not any(leaf.numel() for leaf in found):
-        raise ValueError(f"{type(network).__name__} returns no floating-point tensor on the sample input, so nothing can be checked")
+        raise ValueError(
+            f"{type(network).__name__} returns no floating-point tensor on the sample input, so nothing can be checked"
+        )
     if not all(bool(torch.isfinite(leaf).all()) for leaf in found):
         raise ValueError(f"{type(network).__name__} gives infinite or undefined outputs on the sample input: give another")
     return found

@@ -78,7 +78,7 @@ class PermutationSpec:
     aliases: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     level: str = "residual"
 
-    # The group ------------------------------------------------------------------------------------------------------------------
+    # The group ----------------------------------------------------------------------------------------------------------------
 
     def sample(self, generator: torch.Generator | None = None) -> PermutationPlan:
         """A permutation drawn uniformly from the group.
@@ -98,7 +98,7 @@ class PermutationSpec:
             # Sorting 63-bit keys: exactly uniform but for ties, which have a chance below size²·count/2⁶⁴.
             keys = torch.empty((sum(counts), size), dtype=torch.int64).random_(generator=generator)
             drawn = keys.argsort(dim=1)
-            for number, shape, rows in zip(numbers, shapes, drawn.split(counts), strict=True):
+            for number, shape, rows in zip(numbers, shapes, torch.split(drawn, counts), strict=True):
                 tables[number] = rows.reshape(*shape, size)
         return PermutationPlan(tuple(tables))
 
@@ -116,7 +116,8 @@ class PermutationSpec:
         tables: list[torch.Tensor | None] = [None] * len(self.factors)
         for number, table in self._tables(plan):
             result = torch.empty_like(table)
-            result[(*self._old_coordinates(number, plan), table)] = torch.arange(table.shape[-1]).expand_as(table)
+            place = (*self._old_coordinates(number, plan), table)
+            result[place] = torch.arange(table.shape[-1]).expand_as(table)
             tables[number] = result
         return PermutationPlan(tuple(tables))
 
@@ -125,7 +126,8 @@ class PermutationSpec:
         tables: list[torch.Tensor | None] = [None] * len(self.factors)
         before = dict(self._tables(first))
         for number, table in self._tables(second):
-            tables[number] = before[number][(*self._old_coordinates(number, second), table)]
+            place = (*self._old_coordinates(number, second), table)
+            tables[number] = before[number][place]
         return PermutationPlan(tuple(tables))
 
     def log2_size(self) -> float:
@@ -136,7 +138,7 @@ class PermutationSpec:
             if factor.free
         )
 
-    # Moving ---------------------------------------------------------------------------------------------------------------------
+    # Moving -------------------------------------------------------------------------------------------------------------------
 
     def apply_(
         self,
@@ -189,17 +191,20 @@ class PermutationSpec:
             if tensor.grad is not None:
                 found[name].append(tensor.grad)
             for key, value in (optimizer.state.get(tensor, {}) if optimizer is not None else {}).items():
-                if isinstance(value, torch.Tensor) and value.numel() > 1 or isinstance(value, torch.Tensor) and value.dim():
+                if (isinstance(value, torch.Tensor) and value.numel() > 1) or (isinstance(value, torch.Tensor) and value.dim()):
                     if value.shape != tensor.shape:
                         raise ValueError(
-                            f"optimizer {type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {name} of shape "
-                            f"{tuple(tensor.shape)}, which cannot follow a permutation: use one with state of the same shape, such "
+                            f"optimizer {type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {name} of "
+                            f"shape "
+                            f"{tuple(tensor.shape)}, which cannot follow a permutation: use one with state of the same shape, "
+                            f"such "
                             "as SGD, Adam, AdamW or RMSprop"
                         )
                     found[name].append(value)
                 elif isinstance(value, list | tuple | dict):
                     raise ValueError(
-                        f"optimizer {type(optimizer).__name__} keeps {key!r} for {name} as a {type(value).__name__}, which cannot "
+                        f"optimizer {type(optimizer).__name__} keeps {key!r} for {name} as a {type(value).__name__}, which "
+                        f"cannot "
                         "follow a permutation: use SGD, Adam, AdamW or RMSprop"
                     )
         return found
@@ -222,7 +227,7 @@ class PermutationSpec:
                 moves.append(Move(tensor, movement.rows, movement.columns, movement.inner, rows, columns))
         gather_(moves, executor=executor, storage=storage)
 
-    # What it is -----------------------------------------------------------------------------------------------------------------
+    # What it is ---------------------------------------------------------------------------------------------------------------
 
     @cached_property
     def perm_to_axes(self) -> dict[str, tuple[tuple[str, int], ...]]:
@@ -353,7 +358,7 @@ class PermutationSpec:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"data is no description of a PermutationSpec (see to_dict): {error!r}") from error
 
-    # Internals ------------------------------------------------------------------------------------------------------------------
+    # Internals ----------------------------------------------------------------------------------------------------------------
 
     def _outer_shape(self, number: int) -> tuple[int, ...]:
         """Sizes of the factors that this one is inside of."""

@@ -305,8 +305,10 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -
             arguments[argument.name] = kwargs[argument.name]
         else:
             arguments[argument.name] = argument.default_value if argument.has_default_value() else None
-    tensors = [[leaf for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor)] for each in ((args, kwargs), result)]
-    return Call(str(func.overloadpacket), arguments, *tensors, pointwise=torch.Tag.pointwise in func.tags)
+    inputs, outputs = (
+        [leaf for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor)] for each in ((args, kwargs), result)
+    )
+    return Call(str(func.overloadpacket), arguments, inputs, outputs, pointwise=torch.Tag.pointwise in func.tags)
 
 
 def _movable_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

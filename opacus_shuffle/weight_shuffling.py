@@ -1,0 +1,129 @@
+"""Weight shuffling for a private engine: what ``make_private(shuffle_weights=...)`` will do, and every reason to refuse it.
+
+>>> import torch
+>>> from torch.utils.data import DataLoader, TensorDataset
+>>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+>>> loader = DataLoader(TensorDataset(torch.zeros(8, 4), torch.zeros(8, dtype=torch.long)), batch_size=2)
+>>> spec = plan_shuffling(network, torch.optim.SGD(network.parameters(), lr=0.1), loader, shuffle_weights=True)
+>>> round(2 ** spec.log2_size())
+720
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from opacus_shuffle.opacus_defects import refuse_broken_attention, refuse_tied_ghost, refuse_unclipped_engine
+from opacus_shuffle.permutation import PermutationSpec, find_permutations
+from opacus_shuffle.permutation.nesting import LEVELS
+from opacus_shuffle.permutation.network import unwrap
+from opacus_shuffle.permutation.sample_input import first_records, from_batch
+from opacus_shuffle.permutation.self_check import check_call
+from opacus_shuffle.permutation.shuffler import MODES, innermost, refuse_optimizer
+from opacus_shuffle.prepare_model import check_position_ids
+from opacus_shuffle.validation import instance_of, one_of
+
+GRAD_SAMPLE_MODES = ("hooks", "functorch", "ew", "ghost", "no_op")
+
+
+def plan_shuffling(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data_loader: DataLoader,
+    *,
+    shuffle_weights: bool | str | PermutationSpec,
+    shuffle_mode: str = "every_step",
+    shuffle_generator: torch.Generator | None = None,
+    grad_sample_mode: str = "hooks",
+    engine: Any = None,
+) -> PermutationSpec | None:
+    """What will be shuffled, None if nothing.
+
+    Args:
+        module: As handed to ``make_private``.
+        optimizer: As handed to ``make_private``.
+        data_loader: Its first records are what the network is traced on; no sampler and no random state is touched.
+        shuffle_weights: True, a level of :func:`find_permutations`, or a specification.
+        shuffle_mode: See :class:`opacus_shuffle.permutation.shuffler.WeightShuffler`.
+        shuffle_generator: See there.
+        grad_sample_mode: As handed to ``make_private``.
+        engine: To be checked for defects that would make its run not private.
+
+    Raises:
+        ValueError: If anything does not fit; nothing has been changed.
+    """
+    one_of("shuffle_mode", shuffle_mode, MODES)
+    if not isinstance(shuffle_weights, bool | str | PermutationSpec):
+        raise ValueError(
+            f"shuffle_weights must be True, False, one of {', '.join(map(repr, LEVELS))} or a PermutationSpec, got "
+            f"{shuffle_weights!r}"
+        )
+    if isinstance(shuffle_weights, str):
+        one_of("shuffle_weights", shuffle_weights, LEVELS)
+    if shuffle_weights is False:
+        if shuffle_mode != "every_step" or shuffle_generator is not None:
+            raise ValueError("shuffle_mode and shuffle_generator need shuffle_weights: set it, or leave them out")
+        return None
+    if shuffle_generator is not None:
+        instance_of("shuffle_generator", shuffle_generator, (torch.Generator,))
+        if shuffle_generator.device.type != "cpu":
+            raise ValueError(f"shuffle_generator must live on the CPU, got one on {shuffle_generator.device}")
+    one_of("grad_sample_mode (with shuffle_weights)", grad_sample_mode, GRAD_SAMPLE_MODES)
+    network = unwrap(module)
+    _refuse_sharded(module)
+    refuse_optimizer(innermost(optimizer))
+    if engine is not None:
+        refuse_unclipped_engine(engine)
+    refuse_broken_attention(network)
+    if grad_sample_mode == "ghost":
+        refuse_tied_ghost(network)
+    args, kwargs = from_batch(network, first_records(data_loader))
+    check_position_ids(network, args, kwargs)
+    sample = args if args and not kwargs else kwargs if kwargs and not args else None
+    if isinstance(shuffle_weights, PermutationSpec):
+        spec = shuffle_weights
+        check_call(spec, network, args, kwargs)
+    else:
+        spec = find_permutations(network, sample, groups="residual" if shuffle_weights is True else shuffle_weights)
+    if is_distributed(module):
+        spec = _same_everywhere(spec)
+        check_call(spec, network, args, kwargs)
+    spec.followers(spec.tensors(network), innermost(optimizer))
+    return spec
+
+
+def is_distributed(module: nn.Module) -> bool:
+    """Whether several ranks train copies of the network."""
+    return isinstance(module, DifferentiallyPrivateDistributedDataParallel | DistributedDataParallel)
+
+
+def _refuse_sharded(module: nn.Module) -> None:
+    """A shard does not hold the entries that a permutation would bring to it."""
+    for name, part in module.named_modules():
+        if isinstance(part, FSDPModule | FullyShardedDataParallel):
+            raise ValueError(
+                f"shuffle_weights does not go with sharded parameters: {name or 'module'} is {type(part).__name__}; use "
+                "DistributedDataParallel or Opacus's DifferentiallyPrivateDistributedDataParallel"
+            )
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"shuffle_weights does not go with sharded parameters: {name} is a DTensor (FSDP2 or tensor parallelism); use "
+                "DistributedDataParallel or Opacus's DifferentiallyPrivateDistributedDataParallel"
+            )
+
+
+def _same_everywhere(spec: PermutationSpec) -> PermutationSpec:
+    """Rank 0's specification, because another rank's first records may have another length."""
+    data = [spec.to_dict()]
+    torch.distributed.broadcast_object_list(data, 0)
+    return PermutationSpec.from_dict(data[0])
