@@ -82,7 +82,7 @@ def positions_with_batch_one(model: nn.Module, sample_input: Any) -> list[str]:
     records = _measure(_record_names(model), args, kwargs).records
     if records < 2:
         raise ValueError(f"sample_input must hold at least two records to tell, got {records}; pass a batch of two")
-    return _narrow_embeddings(model, args, kwargs)
+    return [name for name, size in _first_dimensions(model, args, kwargs).items() if size == 1]
 
 
 def check_position_ids(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> None:
@@ -94,21 +94,29 @@ def check_position_ids(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Map
         kwargs: Keyword arguments.
 
     Raises:
-        ValueError: There are such embeddings; the message names them.
+        ValueError: There are such embeddings, or some that look up no records at all (tables of relative positions); the
+            message names them.
     """
     kwargs = dict(kwargs or {})
-    if _measure(_record_names(model), args, kwargs).records < 2:
+    frame = _measure(_record_names(model), args, kwargs)
+    if frame.records < 2:
         return
-    if narrow := _narrow_embeddings(model, args, kwargs):
+    seen = _first_dimensions(model, args, kwargs)
+    if narrow := [name for name, size in seen.items() if size == 1]:
         raise ValueError(
             f"module has embeddings that see a batch of one whatever the batch is, {', '.join(narrow)}, so Opacus cannot "
             "record their per-sample gradients; call opacus_shuffle.prepare_model(model) first, pass position ids of shape "
             "[batch, length], or freeze them"
         )
+    if strange := [name for name, size in seen.items() if size != frame.records and frame.certain]:
+        raise ValueError(
+            f"module has embeddings whose indices do not have the batch as first dimension, {', '.join(strange)}, so Opacus "
+            "would take something else for the records; give them indices of shape [batch, ...], or freeze them"
+        )
 
 
 class _Frame(NamedTuple):
-    """One call under way: the module, its number of records, the extent along the second axis, and whether that is certain."""
+    """One call under way: the module, its number of records, the extent along the second axis, whether that is certain."""
 
     module: nn.Module | None
     records: int
@@ -228,13 +236,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(entry)
 
 
-def _narrow_embeddings(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    """The names of the trainable embeddings whose lookups have a first dimension of one in this call."""
-    narrow: set[nn.Module] = set()
+def _first_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, int]:
+    """Of the trainable embeddings, the first dimension of what they look up in this call: one if it ever was."""
+    found: dict[nn.Module, int] = {}
 
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].dim() and inputs[0].shape[0] == 1:
-            narrow.add(module)
+        if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].dim() and found.get(module) != 1:
+            found[module] = inputs[0].shape[0]
 
     # Forward hooks see the indices as the hooks of prepare_model left them, as Opacus does.
     named = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
@@ -244,4 +252,4 @@ def _narrow_embeddings(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[
     finally:
         for handle in handles:
             handle.remove()
-    return [name for name, module in named if module in narrow]
+    return {name: found[module] for name, module in named if module in found}

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from opacus_shuffle.permutation import rules_layers  # noqa: F401  (it registers its rules)
+from opacus_shuffle.permutation import rules_indexing, rules_layers, rules_shapes  # noqa: F401  (they register their rules)
 from opacus_shuffle.permutation import sample_input as samples
 from opacus_shuffle.permutation.handlers import declared_axes
 from opacus_shuffle.permutation.nesting import LEVELS, build_spec
@@ -26,7 +26,7 @@ from opacus_shuffle.permutation.spec import PermutationSpec
 from opacus_shuffle.permutation.trace import Packing, Tracer
 from opacus_shuffle.validation import one_of
 
-ROUNDS = 4  # of learning which axes are packed; two are enough for all networks met
+ROUNDS = 6  # of learning what is packed and what is written to; three are enough for all networks met
 
 
 def find_permutations(module: nn.Module, sample_input: Any = None, *, groups: str = "residual") -> PermutationSpec:
@@ -60,28 +60,24 @@ def find_permutations(module: nn.Module, sample_input: Any = None, *, groups: st
     args, kwargs = samples.guess(network) if sample_input is None else samples.normalise(sample_input)
     _refuse_overlapping(network)
     packings: dict[tuple[str, int], Packing] = {}
+    written: set[int] = set()
     best: PermutationSpec | None = None
-    for _ in range(ROUNDS):
-        tracer = Tracer(network, packings)
+    for attempt in range(ROUNDS):
+        tracer = Tracer(network, packings, written if attempt < ROUNDS - 1 else None)
         with state_kept(network):
             for training in (True, False):
                 network.train(training)
-                with declared_axes(network, tracer):
-                    try:
-                        outputs = tracer.run(lambda: network(*args, **kwargs))
-                    except Exception as error:
-                        mode = "training" if training else "evaluation"
-                        raise ValueError(
-                            f"sample_input does not run through {type(network).__name__} in {mode} mode: "
-                            f"{type(error).__name__}: {error}"
-                        ) from error
-                tracer.fix_results(results(outputs))
+                _run(tracer, network, args, kwargs)
+        learnt = bool(tracer.newly_written or tracer.new_packings.keys() - packings.keys())
+        packings = {**tracer.new_packings, **packings}
+        if tracer.newly_written:  # these labels are worthless
+            written |= tracer.newly_written
+            continue
         spec = build_spec(tracer, groups)
         if best is None or spec.log2_size() > best.log2_size():
             best = spec
-        if not tracer.new_packings.keys() - packings.keys():
+        if not learnt:
             break
-        packings = {**tracer.new_packings, **packings}
     assert best is not None
     if not best.blocks:
         looked_at = (
@@ -95,6 +91,19 @@ def find_permutations(module: nn.Module, sample_input: Any = None, *, groups: st
     if all(parameter.device.type != "meta" for parameter in network.parameters()):
         check_call(best, network, args, kwargs)
     return best
+
+
+def _run(tracer: Tracer, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """One traced forward in the network's present mode."""
+    with declared_axes(network, tracer):
+        try:
+            outputs = tracer.run(lambda: network(*args, **kwargs))
+        except Exception as error:
+            mode = "training" if network.training else "evaluation"
+            raise ValueError(
+                f"sample_input does not run through {type(network).__name__} in {mode} mode: {type(error).__name__}: {error}"
+            ) from error
+    tracer.fix_results(results(outputs))
 
 
 def _refuse_overlapping(network: nn.Module) -> None:

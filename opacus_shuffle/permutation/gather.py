@@ -183,9 +183,9 @@ def _job(move: Move, tensor: torch.Tensor, *, swap: bool) -> Job:
     """The move of a contiguous tensor in words."""
     words = tensor.detach().view(-1).view(_WORDS[tensor.element_size()])
     inner = move.inner * (words.numel() // tensor.numel())
-    owns = (
-        swap and tensor.untyped_storage().nbytes() == tensor.nbytes and not (tensor.device.type == "cpu" and tensor.is_shared())
-    )
+    owns = swap and tensor.untyped_storage().nbytes() == tensor.nbytes
+    if owns and tensor.device.type == "cpu":
+        owns = not torch.UntypedStorage.is_shared(tensor.untyped_storage())
     return Job(words, move.rows, move.columns, inner, *_indices(move), tensor if owns else None)
 
 

@@ -276,6 +276,7 @@ def terms(axes: Iterable[Axis]) -> list[tuple[Axis, ...]]:
     result: list[tuple[Axis, ...]] = [()]
     for axis in axes:
         axis = axis.root
+        options: list[tuple[Axis, ...]]
         if axis.kind == "atom":
             options = [(axis,)]
         elif axis.kind == "product":

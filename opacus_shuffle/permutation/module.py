@@ -112,7 +112,8 @@ def shuffled_class(base: Any) -> Any:
 
 def make_shuffled(wrapped: Any, shuffler: WeightShuffler) -> None:
     """Turns Opacus's wrapper into a shuffling one, as ``torch.nn.utils.parametrize`` turns modules."""
-    wrapped.__class__ = shuffled_class(type(wrapped))
+    kind: Any = type(wrapped)
+    wrapped.__class__ = shuffled_class(kind)
     wrapped.shuffler = shuffler
 
 

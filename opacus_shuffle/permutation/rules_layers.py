@@ -23,7 +23,7 @@ from opacus_shuffle.permutation.labels import (
     unify,
     unify_all,
 )
-from opacus_shuffle.permutation.rules import _as_list, rule
+from opacus_shuffle.permutation.rules import as_list, rule
 from opacus_shuffle.permutation.trace import Call, Tracer
 
 
@@ -119,8 +119,6 @@ def group_norm(tracer: Tracer, call: Call) -> None:
     for parameter in (call["weight"], call["bias"]):
         if parameter is not None:
             unify_all(tracer.dimensions(parameter)[0], channels)
-    for each in dims[2:]:
-        fix_all(each)
     tracer.set(call.out, dims)
     tracer.occurrences.append([dims[0], group])
     for tensor in call.outputs[1:]:
@@ -156,7 +154,7 @@ def reduction(tracer: Tracer, call: Call) -> None:
     source = call.inputs[0]
     rank = source.dim()
     asked = call.arguments.get("dim")
-    gone = {dim % rank for dim in _as_list(asked)} if rank else set()
+    gone = {dim % rank for dim in as_list(asked)} if rank else set()
     gone = gone or set(range(rank))
     dims = tracer.dimensions(source)
     for tensor in call.outputs:

@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from opacus_shuffle.permutation.labels import (
     factors,
     fix_all,
     fixed_factors,
+    free_factors,
     unify_all,
 )
 
@@ -67,6 +68,7 @@ class Call:
     arguments: dict[str, Any]
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
+    written: list[torch.Tensor]
     pointwise: bool
 
     def __getitem__(self, argument: str) -> Any:
@@ -78,12 +80,24 @@ class Call:
         return self.outputs[0]
 
 
-class Tracer(TorchDispatchMode):
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("alias", "clone", "detach", "expand", "permute", "repeat", "reshape", "select", "slice", "split", "split_with_sizes"),
+        *("squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_to_copy", "_unsafe_view", "unsafe_split"),
+    )
+)
+"""Operations that make of a tensor of equal entries others."""
+
+
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Labels of all parameters, buffers and activations of one network.
 
     Args:
         module: The network; its parameters' and moving buffers' axes begin as free atoms.
         packings: Axes to begin as packed parts instead, keyed by (tensor name, axis).
+        written: Which constants of equal entries, in the order of their making, are written to later. All others have no axes
+            to speak of. None: any may be.
 
     Attributes:
         parameters: Labels of parameters and of persistent buffers that are not integers, by name (tied ones once).
@@ -96,10 +110,13 @@ class Tracer(TorchDispatchMode):
         contracted: Axes contracted in such products (query and key dimensions).
         unknown: Operations without a rule, with their numbers of calls.
         new_packings: Packed axes met that were not known to be.
+        newly_written: Constants of equal entries that were written to and not known to be; the labels are worthless then.
     """
 
-    def __init__(self, module: nn.Module, packings: dict[tuple[str, int], Packing] | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self, module: nn.Module, packings: dict[tuple[str, int], Packing] | None = None, written: Iterable[int] | None = ()
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.parameters: dict[str, Dimensions] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.parameter_names = {name for name, _ in module.named_parameters()}
@@ -110,13 +127,18 @@ class Tracer(TorchDispatchMode):
         self.contracted: list[Axis] = []
         self.unknown: Counter[str] = Counter()
         self.new_packings: dict[tuple[str, int], Packing] = {}
+        self.newly_written: set[int] = set()
         self._packings = packings or {}
+        self._written = None if written is None else frozenset(written)
+        self._equal_entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._constants = 0
         self._labels: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._storages: dict[int, str] = {}
         self._contractions = 0
         self._paused = False
+        self._recurrent = any(isinstance(each, nn.RNNBase) for each in module.modules())  # one opaque operation each, else
         for name, tensor in _movable_tensors(module):
             if tensor in self._names:
                 self.aliases[name] = self._names[tensor]
@@ -132,8 +154,14 @@ class Tracer(TorchDispatchMode):
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings(), self:
-                warnings.simplefilter("ignore")
+            with (
+                torch.no_grad(),
+                _quiet(),
+                sdpa_kernel(SDPBackend.MATH),
+                torch.backends.mkldnn.flags(enabled=not self._recurrent),
+                torch.backends.cudnn.flags(enabled=not self._recurrent),
+                self,
+            ):
                 return forward()
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
@@ -159,7 +187,12 @@ class Tracer(TorchDispatchMode):
         """The operation's rule, or everything fixed."""
         from opacus_shuffle.permutation.rules import find_rule  # the rules use this class
 
+        self.newly_written.update(self._equal_entries[tensor] for tensor in call.written if tensor in self._equal_entries)
         if not call.outputs:
+            return
+        if call.name in VIEWS and call.inputs[0] in self._equal_entries:
+            for tensor in call.outputs:
+                self._equal_entries[tensor] = self._equal_entries[call.inputs[0]]
             return
         rule = find_rule(call)
         if rule is None and not all(self.is_constant(tensor) for tensor in call.inputs):
@@ -176,7 +209,7 @@ class Tracer(TorchDispatchMode):
         except (IncompatibleError, IndexError, KeyError, ValueError, AttributeError, TypeError, AssertionError) as error:
             self.unknown[f"{call.name} ({type(error).__name__})"] += 1
             self.fix_everything(call)
-        if any(tensor not in self._labels for tensor in call.outputs):
+        if any(tensor not in self._labels and tensor not in self._equal_entries for tensor in call.outputs):
             self.fix_everything(call)
         if self._contractions == contractions:
             origins = frozenset[int]().union(*[self.origins(tensor) for tensor in call.inputs])
@@ -196,6 +229,8 @@ class Tracer(TorchDispatchMode):
 
     def labels(self, tensor: torch.Tensor) -> Dimensions | Stacked:
         """The tensor's labels as they are; a tensor never met before is a constant, so fixed."""
+        if tensor in self._equal_entries:
+            return [free_factors(size) for size in tensor.shape]
         if tensor not in self._labels:
             self._labels[tensor] = self._adopt(tensor)
         labels: Dimensions | Stacked = self._labels[tensor]
@@ -204,16 +239,29 @@ class Tracer(TorchDispatchMode):
     def set(self, tensor: torch.Tensor, labels: Dimensions | Stacked) -> None:
         """Labels a result; if it has labels already (an in-place operation), both must agree."""
         for dimensions in labels.alternatives if isinstance(labels, Stacked) else [labels]:
-            if [_size(each) for each in dimensions] != list(tensor.shape):
+            if len(dimensions) != tensor.dim() or any(
+                _size(each) != max(n, 1) for each, n in zip(dimensions, tensor.shape, strict=True)
+            ):
                 raise IncompatibleError
             self.occurrences.append(dimensions)
         if tensor in self._labels:
-            if isinstance(labels, Stacked):
-                labels = labels.alternatives[0]
-            for one, two in zip(self.dimensions(tensor), labels, strict=True):
-                unify_all(one, two)
+            for dimensions in labels.alternatives if isinstance(labels, Stacked) else [labels]:
+                for one, two in zip(self.dimensions(tensor), dimensions, strict=True):
+                    unify_all(one, two)
         else:
             self._labels[tensor] = labels
+
+    def equal_entries(self, tensor: torch.Tensor) -> None:
+        """A new constant whose entries are all equal, or independent and alike."""
+        self._constants += 1
+        if self._written is None or self._constants in self._written:
+            self.set(tensor, [free_factors(size) for size in tensor.shape])
+        else:
+            self._equal_entries[tensor] = self._constants
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """The tensor is to be labelled anew."""
+        del self._labels[tensor]
 
     def reduced(self, dimensions: Dimensions, gone: Sequence[int]) -> None:
         """Notes that an operation has an intermediate result without these dimensions (a sum over them)."""
@@ -245,7 +293,7 @@ class Tracer(TorchDispatchMode):
 
     def origins(self, tensor: torch.Tensor) -> Origins:
         """Which contractions the tensor was computed from by operations entry by entry."""
-        found: Origins = self._origins.get(tensor, frozenset())
+        found: Origins = self._origins.get(tensor, frozenset())  # type: ignore[no-untyped-call]
         return found
 
     def contraction(self, *results: torch.Tensor) -> None:
@@ -295,6 +343,14 @@ class Tracer(TorchDispatchMode):
         return [fixed_factors(size) for size in tensor.shape]
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Call:
     """The call with every argument under its schema's name."""
     arguments: dict[str, Any] = {}
@@ -308,7 +364,11 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -
     inputs, outputs = (
         [leaf for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor)] for each in ((args, kwargs), result)
     )
-    return Call(str(func.overloadpacket), arguments, inputs, outputs, pointwise=torch.Tag.pointwise in func.tags)
+    changed = [
+        arguments[each.name] for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write
+    ]
+    written = [leaf for leaf in tree_leaves(changed) if isinstance(leaf, torch.Tensor)]
+    return Call(str(func.overloadpacket), arguments, inputs, outputs, written, torch.Tag.pointwise in func.tags)
 
 
 def _movable_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
