@@ -59,7 +59,7 @@ def find_permutations(module: nn.Module, sample_input: Any = None, *, groups: st
     network = unwrap(module)
     args, kwargs = samples.guess(network) if sample_input is None else samples.normalise(sample_input)
     _refuse_overlapping(network)
-    packings: dict[tuple[str, int], Packing] = {}
+    packings: dict[tuple[str, int], set[Packing]] = {}
     written: set[int] = set()
     best: PermutationSpec | None = None
     for attempt in range(ROUNDS):
@@ -68,8 +68,10 @@ def find_permutations(module: nn.Module, sample_input: Any = None, *, groups: st
             for training in (True, False):
                 network.train(training)
                 _run(tracer, network, args, kwargs)
-        learnt = bool(tracer.newly_written or tracer.new_packings.keys() - packings.keys())
-        packings = {**tracer.new_packings, **packings}
+        learnt = bool(tracer.newly_written)
+        for place, found in tracer.new_packings.items():
+            learnt |= not found <= packings.get(place, set())
+            packings[place] = packings.get(place, set()) | found
         if tracer.newly_written:  # these labels are worthless
             written |= tracer.newly_written
             continue

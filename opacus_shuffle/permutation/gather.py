@@ -40,6 +40,9 @@ STORAGES = ("in_place", "swap")
 SCRATCH_BYTES = 16 * 2**20
 """Tensors up to this size may use a scratch of their own size on a CPU (per thread, kept); larger ones follow cycles."""
 
+NARROW_BYTES = 2**12
+"""Columns of rows up to this size are gathered out of the scratch, without another buffer between."""
+
 WAVE_BYTES = 256 * 2**20
 """Temporary copies of tensors that are not contiguous, and a GPU's scratch, are made in waves of about this size."""
 
@@ -241,8 +244,12 @@ def execute_torch(jobs: Sequence[Job]) -> None:
             spare = job.words
         elif job.words.nbytes <= SCRATCH_BYTES or matrix.device.type != "cpu":
             moved, buffer = _scratch(matrix, rows, block)
-            _rows_into(moved, matrix, row_index, columns, buffer)
-            matrix.copy_(moved)
+            if columns is not None and matrix[0].nbytes <= NARROW_BYTES:  # a row read at random stays in the first-level cache
+                torch.index_select(matrix, 0, row_index, out=moved)
+                torch.gather(moved, 1, columns.expand(rows, -1), out=matrix)
+            else:
+                _rows_into(moved, matrix, row_index, columns, buffer)
+                matrix.copy_(moved)
         else:
             _rows_along_cycles(matrix, indices.chunks(row_index, block), columns, *_scratch(matrix, block, block))
 

@@ -240,6 +240,38 @@ def unfolded(tracer: Tracer, call: Call) -> None:
     tracer.set(call.out, [*dims[:-3], [*dims[-3], *fixed_factors(taps)], fixed_factors(call.out.shape[-1])])
 
 
+@rule("_weight_norm_interface", "_weight_norm")
+def weight_norm(tracer: Tracer, call: Call) -> None:
+    """A direction and a length for each entry of one axis."""
+    dims = tracer.dimensions(call["v"])
+    dim = call["dim"] % len(dims)
+    unify_all(tracer.dimensions(call["g"])[dim], dims[dim])
+    lengths: Dimensions = [each if i == dim else [] for i, each in enumerate(dims)]
+    tracer.set(call.out, dims)
+    tracer.occurrences.append(lengths)
+    for tensor in call.outputs[1:]:
+        tracer.set(tensor, lengths)
+
+
+@rule("_trilinear")
+def trilinear(tracer: Tracer, call: Call) -> None:
+    """The product of three tensors, each with axes of size 1 put in, summed over some axes (``torch.nn.Bilinear``)."""
+    rank = call["i1"].dim() + len(call["expand1"])
+    result: Dimensions = [[] for _ in range(rank)]
+    for name in "123":
+        waiting = iter(tracer.dimensions(call[f"i{name}"]))
+        for dim in range(rank):
+            if dim in call[f"expand{name}"]:
+                continue
+            each = next(waiting)
+            if result[dim]:
+                unify_all(result[dim], each)
+            else:
+                result[dim] = each
+    tracer.set(call.out, [each for dim, each in enumerate(result) if dim not in call["sumdim"]])
+    tracer.contraction(call.out)
+
+
 def _symmetric(tracer: Tracer, call: Call, dims: Dimensions, over: Sequence[int] | range) -> None:
     """The same axes come out; statistics inside have lost the dimensions that they are taken over."""
     tracer.reduced(dims, list(over))

@@ -309,8 +309,8 @@ def along(tracer: Tracer, call: Call) -> None:
     elif name.startswith("reflection_pad"):
         touched = {rank - 1 - i for i in range(len(call["padding"]) // 2)}
     else:
-        touched = {dim % rank for dim in as_list(call.arguments.get("dims", call.arguments.get("dim")))}
-    for dim in touched or range(rank):
+        touched = {dim % rank for dim in as_list(call.arguments.get("dims", call.arguments.get("dim")))} or set(range(rank))
+    for dim in touched:
         fix_all(dims[dim])
         dims[dim] = fixed_factors(out.shape[dim])
     tracer.set(out, dims)

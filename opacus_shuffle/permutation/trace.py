@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,11 +38,14 @@ from opacus_shuffle.permutation.labels import (
     fix_all,
     fixed_factors,
     free_factors,
+    product,
+    summands,
     unify_all,
 )
 
-Packing = tuple[int, int, int]
-"""An axis laid out as (majors, packed parts, size of a part), such as (1, 3, d) for query, key and value in one matrix."""
+Packing = tuple[int, int, int, int]
+"""A piece of an axis laid out as (offset, majors, packed parts, size of a part): query, key and value in one matrix of 3d rows
+are (0, 1, 3, d)."""
 
 Origins = frozenset[int]
 
@@ -114,7 +117,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, module: nn.Module, packings: dict[tuple[str, int], Packing] | None = None, written: Iterable[int] | None = ()
+        self,
+        module: nn.Module,
+        packings: Mapping[tuple[str, int], Collection[Packing]] | None = None,
+        written: Iterable[int] | None = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.parameters: dict[str, Dimensions] = {}
@@ -126,7 +132,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.heads: list[Axis] = []
         self.contracted: list[Axis] = []
         self.unknown: Counter[str] = Counter()
-        self.new_packings: dict[tuple[str, int], Packing] = {}
+        self.new_packings: dict[tuple[str, int], set[Packing]] = {}
         self.newly_written: set[int] = set()
         self._packings = packings or {}
         self._written = None if written is None else frozenset(written)
@@ -309,22 +315,30 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         for name, dimensions in self.parameters.items():
             for number, each in enumerate(dimensions):
-                row = [factor.root for factor in factors(each)]
-                if axis in row and len(row) > 1 and all(factor.kind == "atom" for factor in row):
-                    place = row.index(axis)
-                    major, minor = _size(row[:place]), _size(row[place + 1 :])
-                    if minor > 1:
-                        self.new_packings[name, number] = (major, axis.size, minor)
+                offset = 0
+                for piece in summands(each[0]) if len(each) == 1 else [product(each)] if each else []:
+                    row = factors([piece])
+                    if axis in row and len(row) > 1 and all(factor.kind == "atom" for factor in row):
+                        place = row.index(axis)
+                        major, minor = _size(row[:place]), _size(row[place + 1 :])
+                        if minor > 1:
+                            self.new_packings.setdefault((name, number), set()).add((offset, major, axis.size, minor))
+                    offset += piece.size
 
     def _first_label(self, name: str, axis: int, size: int) -> Factors:
         """A free atom, or packed parts."""
         if size == 1:
             return []
-        if (name, axis) not in self._packings:
-            return [Axis(size)]
-        major, count, minor = self._packings[name, axis]
-        parts = concatenation([Axis(minor) for _ in range(count)])
-        return [Axis(major), parts] if major > 1 else [parts]
+        pieces: list[Axis] = []
+        place = 0
+        for offset, major, count, minor in sorted(self._packings.get((name, axis), ())):
+            if offset < place:  # two runs saw it differently: what came first holds
+                continue
+            parts = concatenation([Axis(minor) for _ in range(count)])
+            pieces += [Axis(offset - place)] if offset > place else []
+            pieces.append(product([Axis(major), parts]) if major > 1 else parts)
+            place = offset + major * count * minor
+        return [concatenation([*pieces, Axis(size - place)] if size > place else pieces)]
 
     def _adopt(self, tensor: torch.Tensor) -> Dimensions:
         """Labels of a tensor made out of sight: a constant, unless it is a parameter's memory under another name."""
