@@ -13,6 +13,7 @@ True
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from opacus_shuffle.permutation.labels import Axis, Dimensions, atoms, fix_all, terms
@@ -37,8 +38,10 @@ def known_positions(occurrences: Iterable[Dimensions]) -> dict[Axis, set[Axis]]:
             continue
         seen.add(key)
         common = [set.intersection(*map(set, each)) for each in alternatives]
+        count = Counter(atom for each in common for atom in each)
         for place, each in enumerate(alternatives):
-            rest = set().union(*[other for i, other in enumerate(common) if i != place])
+            # An atom on two other axes has two positions: which one would be meant?
+            rest = {atom for i, other in enumerate(common) if i != place for atom in other if count[atom] == 1}
             for term in each:
                 here = rest.union(term)
                 for atom in term:

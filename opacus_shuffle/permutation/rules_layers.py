@@ -57,6 +57,7 @@ def matrix_product(tracer: Tracer, call: Call) -> None:
         if batched:
             tracer.heads += left[0]
     tracer.set(call.out, result)
+    tracer.occurrences.append([*left, *(right[-1:] if len(right) > 1 else [])])  # the products before they are summed
     streams = bias is not None and not tracer.is_parameter(bias)
     tracer.contraction(call.out)
     if streams:
@@ -78,15 +79,18 @@ def convolution(tracer: Tracer, call: Call) -> None:
             raise IncompatibleError
         unify_all(channels, first)
         result = second
+        tracer.occurrences.append([dims[0], channels, result])
     elif groups == 1:
         unify_all(channels, second)
         result = first
+        tracer.occurrences.append([dims[0], channels, result])
     else:  # input (group, in), kernel ((group, out), in), result (group, out)
         group_in, inside = regroup(channels, [groups, source.shape[-places - 1] // groups])
-        group_out, _ = regroup(first, [groups, kernel.shape[0] // groups])
+        group_out, outside = regroup(first, [groups, kernel.shape[0] // groups])
         unify_all(group_in, group_out)
         unify_all(inside, second)
         result = first
+        tracer.occurrences.append([dims[0], group_in, inside, outside])
     bias = call.inputs[2] if len(call.inputs) > 2 else None
     if bias is not None:
         unify_all(tracer.dimensions(bias)[0], result)
@@ -268,6 +272,7 @@ def trilinear(tracer: Tracer, call: Call) -> None:
                 unify_all(result[dim], each)
             else:
                 result[dim] = each
+    tracer.occurrences.append(result)
     tracer.set(call.out, [each for dim, each in enumerate(result) if dim not in call["sumdim"]])
     tracer.contraction(call.out)
 

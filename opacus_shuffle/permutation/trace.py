@@ -83,6 +83,8 @@ class Call:
         return self.outputs[0]
 
 
+RESTRIDE = (torch.ops.aten.as_strided, torch.ops.aten.as_strided_)
+
 VIEWS = frozenset(
     f"aten.{name}"
     for name in (
@@ -184,8 +186,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation, then labels what it returned."""
         kwargs = kwargs or {}
+        strides = args[0].stride() if func.overloadpacket in RESTRIDE else None
         result = func(*args, **kwargs)
-        if not self._paused:
+        if strides is not None and _same_entries(result, args, strides):
+            if result is not args[0]:
+                self._labels[result], self._origins[result] = self.labels(args[0]), self.origins(args[0])
+        elif not self._paused:
             self._label(_call(func, args, kwargs, result))
         return result
 
@@ -383,6 +389,18 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -
     ]
     written = [leaf for leaf in tree_leaves(changed) if isinstance(leaf, torch.Tensor)]
     return Call(str(func.overloadpacket), arguments, inputs, outputs, written, torch.Tag.pointwise in func.tags)
+
+
+def _same_entries(result: torch.Tensor, args: Sequence[Any], strides: Sequence[int]) -> bool:
+    """Whether new strides changed nothing but the memory order of axes of size 1."""
+    source, size, stride = args[:3]
+    offset = args[3] if len(args) > 3 and args[3] is not None else source.storage_offset()
+    moving = [dim for dim, each in enumerate(size) if each > 1]
+    return (
+        tuple(size) == tuple(source.shape)
+        and offset == source.storage_offset()
+        and all(stride[dim] == strides[dim] for dim in moving if dim < len(strides))
+    )
 
 
 def _movable_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
