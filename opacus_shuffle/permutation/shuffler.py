@@ -104,10 +104,9 @@ class WeightShuffler:
         setattr(self._optimizer, _ATTRIBUTE, self)
         self._handles = [self._optimizer.register_step_post_hook(self._after_update)]
         if mode == "on_release":
-            hook = _Release(self)
             self._handles += [
-                self._network.register_state_dict_pre_hook(hook.before),  # type: ignore[no-untyped-call]
-                self._network.register_state_dict_post_hook(hook.after),  # type: ignore[no-untyped-call]
+                self._network.register_state_dict_pre_hook(_BeforeRelease(self)),  # type: ignore[no-untyped-call]
+                self._network.register_state_dict_post_hook(_AfterRelease(self)),  # type: ignore[no-untyped-call]
                 self._optimizer.register_state_dict_pre_hook(lambda _: self.release()),
                 self._optimizer.register_state_dict_post_hook(lambda _, state: copy.deepcopy(state)),
             ]
@@ -187,36 +186,43 @@ class WeightShuffler:
 
 
 class _Release:
-    """State-dict hooks of one network, inert in copies of it."""
+    """A state-dict hook of one network, inert in copies of it."""
 
     def __init__(self, shuffler: WeightShuffler | None) -> None:
         self._shuffler = shuffler
 
-    def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Permutes the weights that are about to leave."""
-        if self._shuffler is not None and module is self._shuffler._network:
-            self._shuffler.release()
-
-    def after(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Copies them, lest later updates show in what has left."""
-        if self._shuffler is not None and module is self._shuffler._network:
-            for name, value in state.items():
-                if name.startswith(prefix) and isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                    state[name] = value.clone()
+    def _concerns(self, module: nn.Module) -> bool:
+        """Whether this is the network itself."""
+        return self._shuffler is not None and module is self._shuffler._network
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Release:
         """A copy of the network is not trained by our optimizer."""
-        return _Release(None)
+        return type(self)(None)
 
     def __reduce__(self) -> Any:
         """Whole modules leave by pickling, which no hook sees in time."""
         if self._shuffler is not None and self._shuffler._unreleased:
             raise ValueError(
                 "saving the whole module would show weights that were not permuted since their last update: save state_dict(), "
-                "or "
-                "call release() first"
+                "or call release() first"
             )
-        return _Release, (None,)
+        return type(self), (None,)
+
+
+class _BeforeRelease(_Release):
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Permutes the weights that are about to leave."""
+        if self._shuffler is not None and self._concerns(module):
+            self._shuffler.release()
+
+
+class _AfterRelease(_Release):
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Copies what has left, lest later updates show in it."""
+        if self._concerns(module):
+            for name, value in state.items():
+                if name.startswith(prefix) and isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                    state[name] = value.clone()
 
 
 def innermost(optimizer: Any) -> torch.optim.Optimizer:
