@@ -50,16 +50,8 @@ class ShuffleGradSampleModule:
 
     shuffler: WeightShuffler
 
-    def __new__(cls, *args: Any, grad_sample_mode: str = "hooks", **keywords: Any) -> Any:
-        """An instance of the class for the mode."""
-        if cls is ShuffleGradSampleModule:
-            from opacus.grad_sample import get_gsm_class
-
-            cls = shuffled_class(get_gsm_class(grad_sample_mode))
-        return object.__new__(cls)
-
-    def __init__(
-        self,
+    def __new__(
+        cls,
         module: nn.Module,
         *,
         optimizer: torch.optim.Optimizer,
@@ -69,14 +61,19 @@ class ShuffleGradSampleModule:
         shuffle_generator: torch.Generator | None = None,
         grad_sample_mode: str = "hooks",
         **keywords: Any,
-    ) -> None:
+    ) -> Any:
+        """Opacus's wrapper of that mode, made a shuffling one."""
+        from opacus.grad_sample import get_gsm_class
+
         if isinstance(permutations, PermutationSpec):
             permutations.check(module, sample_input)
             spec = permutations
         else:
             spec = find_permutations(module, sample_input, groups=permutations)
-        _plain_class(type(self)).__init__(self, module, **keywords)
-        self.shuffler = WeightShuffler(module, spec, optimizer, mode=shuffle_mode, generator=shuffle_generator)
+        shuffler = WeightShuffler(module, spec, optimizer, mode=shuffle_mode, generator=shuffle_generator)
+        wrapped = get_gsm_class(grad_sample_mode)(module, **keywords)
+        make_shuffled(wrapped, shuffler)
+        return wrapped
 
     @property
     def permutations(self) -> PermutationSpec:
@@ -99,14 +96,14 @@ class ShuffleGradSampleModule:
         return _rebuild, (_plain_class(type(self)), {k: v for k, v in self.__dict__.items() if k != "shuffler"})
 
 
-_METHODS = ("__new__", "__init__", "to_standard_module", "__reduce_ex__")
-
-
-@functools.cache
+@functools.lru_cache(maxsize=None)
 def shuffled_class(base: Any) -> Any:
     """The class of Opacus's wrappers of one mode, with shuffling."""
     # Opacus's class comes first, or an instance of it could not become one of ours; so our methods are put before it by hand.
-    own = {name: ShuffleGradSampleModule.__dict__[name] for name in _METHODS}
+    own: dict[str, Any] = {
+        name: ShuffleGradSampleModule.__dict__[name] for name in ("__new__", "to_standard_module", "__reduce_ex__")
+    }
+    own["__init__"] = lambda self, *args, **keywords: None  # __new__ has done it all
     return type(f"Shuffle{base.__name__}", (base, ShuffleGradSampleModule), {"__module__": __name__, **own})
 
 

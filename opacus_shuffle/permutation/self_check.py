@@ -17,7 +17,7 @@ ValueError: this PermutationSpec changes what Sequential computes: permuting 'ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -49,7 +49,23 @@ def check_call(spec: PermutationSpec, network: nn.Module, args: tuple[Any, ...],
     spec.tensors(network)
     generator = torch.Generator().manual_seed(20_230_101)
     double = _perturbed_copies(network, generator)
-    reference = _outputs(network, double, args, kwargs)
+    for training in (False, True):
+        reference = _outputs(network, double, args, kwargs, training)
+        again = _outputs(network, double, args, kwargs, training, seed=1) if training else reference
+        if any(not torch.equal(one, two) for one, two in zip(reference, again, strict=True)):
+            return  # dropout and the like: the same in distribution, not number by number
+        _compare(spec, network, double, reference, generator, lambda: _outputs(network, double, args, kwargs, training))  # noqa: B023
+
+
+def _compare(
+    spec: PermutationSpec,
+    network: nn.Module,
+    double: Mapping[str, torch.Tensor],
+    reference: Sequence[torch.Tensor],
+    generator: torch.Generator,
+    run: Callable[[], list[torch.Tensor]],
+) -> None:
+    """Runs the network with permuted weights and compares what it gives with the reference."""
     scale = max(float(each.abs().max()) for each in reference)
     if not scale > 0:
         raise ValueError(
@@ -58,7 +74,7 @@ def check_call(spec: PermutationSpec, network: nn.Module, args: tuple[Any, ...],
 
     def change(plan: PermutationPlan) -> float:
         spec.move({name: [double[name]] for name in spec.blocks}, plan)
-        now = _outputs(network, double, args, kwargs)
+        now = run()
         spec.move({name: [double[name]] for name in spec.blocks}, spec.invert(plan))
         worst = max(float((one - two).abs().max()) for one, two in zip(reference, now, strict=True)) / scale
         return worst if worst == worst else float("inf")
@@ -137,18 +153,25 @@ def _perturbed_copies(network: nn.Module, generator: torch.Generator) -> dict[st
 
 
 def _outputs(
-    network: nn.Module, tensors: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    network: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    training: bool,
+    seed: int = 0,
 ) -> list[torch.Tensor]:
-    """What the network computes from these tensors in evaluation mode."""
-    with state_kept(network), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _InDouble():  # type: ignore[no-untyped-call]
-        network.eval()
-        fast_path = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            own = {name: tensor.clone() if not tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    """What the network computes from these tensors, buffers being left as they are."""
+    buffers = {name for name, _ in network.named_buffers(remove_duplicate=False)}
+    own = {name: tensor.clone() if name in buffers else tensor for name, tensor in tensors.items()}
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with state_kept(network), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _InDouble():  # type: ignore[no-untyped-call]
+            torch.manual_seed(seed)
+            network.train(training)
             outputs = torch.func.functional_call(network, own, tree_map(_widen, args), tree_map(_widen, dict(kwargs)))
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast_path)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
     found = [leaf for leaf in tree_leaves(results(outputs)) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     if not found or not any(leaf.numel() for leaf in found):
         raise ValueError(

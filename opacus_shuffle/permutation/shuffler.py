@@ -40,7 +40,8 @@ class WeightShuffler:
     Args:
         module: The network or a wrapper of it.
         spec: The group to draw from, of this network.
-        optimizer: Trains it; Opacus's optimizers are followed to the one inside. A shuffler that was there before is replaced.
+        optimizer: Trains all of it that is trained (the state of a second optimizer would not follow); Opacus's optimizers are
+            followed to the one inside. A shuffler that was there before is replaced.
         mode: ``"every_step"``: after every update (WS Algorithm 1). ``"on_release"``: when weights or optimizer state leave by
             ``state_dict``, if there was an update since the last time; costs nothing per step. What ``state_dict`` returns is a
             copy then. Ways out that nobody is told of, such as reading ``parameters()``, need a call of :meth:`release` before.

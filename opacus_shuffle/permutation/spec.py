@@ -189,6 +189,10 @@ class PermutationSpec:
         for name, tensor in tensors.items():
             found[name] = [tensor]
             if tensor.grad is not None:
+                if tensor.grad.layout != torch.strided:
+                    raise ValueError(
+                        f"the gradient of {name} is sparse, which cannot follow a permutation: use dense gradients"
+                    )
                 found[name].append(tensor.grad)
             for key, value in (optimizer.state.get(tensor, {}) if optimizer is not None else {}).items():
                 if (isinstance(value, torch.Tensor) and value.numel() > 1) or (isinstance(value, torch.Tensor) and value.dim()):

@@ -143,7 +143,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._labels: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._storages: dict[int, str] = {}
         self._contractions = 0
         self._paused = False
         self._recurrent = any(isinstance(each, nn.RNNBase) for each in module.modules())  # one opaque operation each, else
@@ -152,7 +151,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.aliases[name] = self._names[tensor]
                 continue
             self._names[tensor] = name
-            self._storages[_storage(tensor)] = name
             self.tensors[name] = tensor
             self.parameters[name] = [self._first_label(name, axis, size) for axis, size in enumerate(tensor.shape)]
             self._labels[tensor] = self.parameters[name]
@@ -347,19 +345,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [concatenation([*pieces, Axis(size - place)] if size > place else pieces)]
 
     def _adopt(self, tensor: torch.Tensor) -> Dimensions:
-        """Labels of a tensor made out of sight: a constant, unless it is a parameter's memory under another name."""
+        """Labels of a tensor made out of sight: a constant, unless it is the memory of a known one."""
         pointer = _storage(tensor)
-        name = self._storages.get(pointer) if pointer else None
-        if name is not None:
-            known = self.tensors[name]
-            if (tensor.shape, tensor.stride(), tensor.storage_offset()) == (
-                known.shape,
-                known.stride(),
-                known.storage_offset(),
-            ):
-                return self.parameters[name]
-            for each in self.parameters[name]:
-                fix_all(each)
+        shape = (tensor.shape, tensor.stride(), tensor.storage_offset())
+        for known in list(self._labels.keys()) if pointer else ():  # type: ignore[no-untyped-call]
+            if _storage(known) == pointer:  # as ``.data`` makes it
+                if (known.shape, known.stride(), known.storage_offset()) == shape:
+                    return self.dimensions(known)
+                for each in self.dimensions(known):
+                    fix_all(each)
         return [fixed_factors(size) for size in tensor.shape]
 
 
