@@ -38,8 +38,9 @@ from opacus_shuffle.data.fixed_size_sampler import FixedSizeSampler, with_batch_
 from opacus_shuffle.data.sampling_plan import plan_sampling
 from opacus_shuffle.optimizers import GhostLogicalBatch, LogicalBatch, allow_empty_batches, optimizer_class
 from opacus_shuffle.permutation import PermutationSpec
-from opacus_shuffle.permutation.module import make_plain, make_shuffled
-from opacus_shuffle.permutation.shuffler import WeightShuffler, detach_shuffler
+from opacus_shuffle.permutation.module import ShuffleGradSampleModule, make_plain, make_shuffled
+from opacus_shuffle.permutation.network import unwrap
+from opacus_shuffle.permutation.shuffler import WeightShuffler, detach_shuffler, innermost
 from opacus_shuffle.randomness import secret_generator
 from opacus_shuffle.run_plan import Run, plan_run
 from opacus_shuffle.validation import (
@@ -157,6 +158,7 @@ class ShuffleMixin(opacus.PrivacyEngine):
         if noise_generator is None and not self.secure_mode:
             noise_generator = secret_generator(run.device)
         before = (self.dataset, dict(self.accountant.__dict__))
+        earlier = module.shuffler if isinstance(module, ShuffleGradSampleModule) else None
         self._run = run
         try:
             if isinstance(self.accountant, ShuffleAccountant):
@@ -183,6 +185,8 @@ class ShuffleMixin(opacus.PrivacyEngine):
         except BaseException:  # Opacus refuses some things midway, an unsupported layer say: leave no trace of the attempt
             self.dataset = before[0]
             self.accountant.__dict__.update(before[1])
+            if earlier is not None and not isinstance(module, ShuffleGradSampleModule):
+                make_shuffled(module, earlier)
             if self._wrapped is not None and self._wrapped is not module:
                 self._wrapped.cleanup()
                 for parameter in module.parameters():
@@ -332,7 +336,7 @@ class ShuffleMixin(opacus.PrivacyEngine):
         """
         checkpoint_dict = {} if checkpoint_dict is None else checkpoint_dict
         if self.shuffler is not None:
-            self.shuffler.release()
+            keywords["module"].state_dict()  # draws a permutation if one is due, before the secret is written down
             checkpoint_dict["opacus_shuffle"] = self.shuffler.state_dict()
         super().save_checkpoint(checkpoint_dict=checkpoint_dict, **keywords)
 
@@ -342,6 +346,14 @@ class ShuffleMixin(opacus.PrivacyEngine):
         Args:
             **keywords: As Opacus's.
         """
+        if self.shuffler is not None:  # looked at before anything is loaded
+            path = keywords["path"]
+            begin = path.tell() if hasattr(path, "seek") else None
+            state = torch.load(path, map_location="cpu", weights_only=False).get("opacus_shuffle")
+            if begin is not None:
+                path.seek(begin)
+            if state is not None:
+                self.shuffler.check_state_dict(state)
         checkpoint: dict[str, Any] = super().load_checkpoint(**keywords)
         if self.shuffler is not None and "opacus_shuffle" in checkpoint:
             self.shuffler.load_state_dict(checkpoint["opacus_shuffle"])
@@ -357,9 +369,10 @@ class ShuffleMixin(opacus.PrivacyEngine):
         generator: torch.Generator | None,
     ) -> None:
         """Starts shuffling, in place of what an earlier call has started."""
-        detach_shuffler(private_optimizer)
         self.shuffler = None
         if spec is None:
+            for each in (unwrap(module), innermost(private_optimizer)):
+                detach_shuffler(each)
             return
         self.shuffler = WeightShuffler(
             module, spec, private_optimizer, mode=mode, generator=generator, synchronise=is_distributed(module)

@@ -26,11 +26,11 @@ from opacus_shuffle.opacus_defects import refuse_broken_attention, refuse_tied_g
 from opacus_shuffle.permutation import PermutationSpec, find_permutations
 from opacus_shuffle.permutation.nesting import LEVELS
 from opacus_shuffle.permutation.network import unwrap
-from opacus_shuffle.permutation.sample_input import first_records, from_batch
+from opacus_shuffle.permutation.sample_input import first_records, from_batch, run_quietly
 from opacus_shuffle.permutation.self_check import check_call
-from opacus_shuffle.permutation.shuffler import MODES, innermost, refuse_optimizer
+from opacus_shuffle.permutation.shuffler import MODES, check_generator, innermost, refuse_optimizer
 from opacus_shuffle.prepare_model import check_position_ids
-from opacus_shuffle.validation import instance_of, one_of
+from opacus_shuffle.validation import one_of
 
 GRAD_SAMPLE_MODES = ("hooks", "functorch", "ew", "ghost", "no_op")
 
@@ -73,10 +73,7 @@ def plan_shuffling(
         if shuffle_mode != "every_step" or shuffle_generator is not None:
             raise ValueError("shuffle_mode and shuffle_generator need shuffle_weights: set it, or leave them out")
         return None
-    if shuffle_generator is not None:
-        instance_of("shuffle_generator", shuffle_generator, (torch.Generator,))
-        if shuffle_generator.device.type != "cpu":
-            raise ValueError(f"shuffle_generator must live on the CPU, got one on {shuffle_generator.device}")
+    check_generator(shuffle_generator)
     one_of("grad_sample_mode (with shuffle_weights)", grad_sample_mode, GRAD_SAMPLE_MODES)
     network = unwrap(module)
     _refuse_sharded(module)
@@ -87,6 +84,13 @@ def plan_shuffling(
     if grad_sample_mode == "ghost":
         refuse_tied_ghost(network)
     args, kwargs = from_batch(network, first_records(data_loader))
+    try:
+        run_quietly(network, args, kwargs)
+    except Exception as error:
+        raise ValueError(
+            f"data_loader's first records do not run through {type(network).__name__}: {type(error).__name__}: {error}; pass "
+            "shuffle_weights=find_permutations(module, sample_input) if its batches are not what the network gets"
+        ) from error
     check_position_ids(network, args, kwargs)
     sample = args if args and not kwargs else kwargs if kwargs and not args else None
     if isinstance(shuffle_weights, PermutationSpec):

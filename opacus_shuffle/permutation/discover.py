@@ -18,7 +18,7 @@ from torch import nn
 
 from opacus_shuffle.permutation import rules_indexing, rules_layers, rules_shapes  # noqa: F401  (they register their rules)
 from opacus_shuffle.permutation import sample_input as samples
-from opacus_shuffle.permutation.handlers import declared_axes
+from opacus_shuffle.permutation.handlers import HandlerError, declared_axes
 from opacus_shuffle.permutation.nesting import LEVELS, build_spec
 from opacus_shuffle.permutation.network import results, state_kept, unwrap
 from opacus_shuffle.permutation.self_check import check_call
@@ -100,6 +100,8 @@ def _run(tracer: Tracer, network: nn.Module, args: tuple[Any, ...], kwargs: dict
     with declared_axes(network, tracer):
         try:
             outputs = tracer.run(lambda: network(*args, **kwargs))
+        except HandlerError:
+            raise
         except Exception as error:
             mode = "training" if network.training else "evaluation"
             raise ValueError(

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from opacus_shuffle.permutation.labels import Axis, Dimensions, Factors, fixed_factors, unify_all
+from opacus_shuffle.permutation.labels import Axis, Dimensions, Factors, IncompatibleError, fixed_factors, unify_all
 from opacus_shuffle.permutation.trace import Tracer
 
 
@@ -50,6 +50,10 @@ class ModuleAxes:
     outputs: str | tuple[str, ...] = "..."
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     fixed: tuple[str, ...] = ()
+
+
+class HandlerError(ValueError):
+    """What a handler says does not fit the module."""
 
 
 Handler = Callable[[Any], "ModuleAxes | None"]
@@ -87,13 +91,20 @@ def declared_axes(network: nn.Module, tracer: Tracer) -> Iterator[None]:
         for module in network.modules():
             handler = _HANDLERS.get(type(module))
             axes = handler(module) if handler is not None else None
+            if axes is not None and not isinstance(axes, ModuleAxes):
+                raise ValueError(
+                    f"the handler of {type(module).__name__} must return ModuleAxes or None, got {type(axes).__name__}"
+                )
             if axes is not None:
-                replaced.append(module)
+                replaced.append((module, vars(module).get("forward")))
                 module.forward = _labelled_forward(module, axes, tracer, names)  # type: ignore[method-assign]
         yield
     finally:
-        for module in replaced:
-            del module.forward
+        for module, own in replaced:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
 
 
 def _labelled_forward(module: nn.Module, axes: ModuleAxes, tracer: Tracer, names: Mapping[int, str]) -> Callable[..., Any]:
@@ -103,10 +114,17 @@ def _labelled_forward(module: nn.Module, axes: ModuleAxes, tracer: Tracer, names
     def run(*args: Any, **kwargs: Any) -> Any:
         with tracer.paused():
             result = forward(*args, **kwargs)
+        try:
+            declare(args, kwargs, result)
+        except (ValueError, IncompatibleError) as error:
+            raise HandlerError(f"the handler of {type(module).__name__} does not fit: {error}") from error
+        return result
+
+    def declare(args: Any, kwargs: Any, result: Any) -> None:
         shared: dict[str, Axis] = {}
         own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
         for name in set(axes.parameters) - set(own):
-            raise ValueError(f"the handler of {type(module).__name__} names {name!r}, which is none of {sorted(own)}")
+            raise ValueError(f"it names {name!r}, which is none of {sorted(own)}")
         for name, tensor in own.items():
             if id(tensor) in names:
                 _declare(tracer, tensor, axes.parameters.get(name, " ".join("_" * tensor.dim())), axes, shared)
@@ -121,32 +139,32 @@ def _labelled_forward(module: nn.Module, axes: ModuleAxes, tracer: Tracer, names
         patterns = (axes.outputs,) if isinstance(axes.outputs, str) else axes.outputs
         for position, tensor in enumerate(outputs):
             pattern = patterns[position] if position < len(patterns) else " ".join("_" * tensor.dim())
-            parts = _parse(pattern)
-            if parts[:1] == [["..."]]:
-                tracer.set(tensor, [*leading, *[_factors(part, tensor.shape[dim], axes, shared) for dim, part in _tail(parts)]])
-            else:
-                tracer.set(tensor, [_factors(part, size, axes, shared) for part, size in zip(parts, tensor.shape, strict=True)])
+            found = [_factors(part, tensor.shape[dim], axes, shared) for dim, part in _places(pattern, tensor)]
+            tracer.set(tensor, [*leading, *found] if pattern.startswith("...") else found)
+        # Inside, an axis may occur by itself: no permutation of its own for each position along another one.
+        tracer.occurrences += [[[axis]] for axis in shared.values()]
         tracer.contraction(*outputs)
-        return result
 
     return run
 
 
 def _declare(tracer: Tracer, tensor: torch.Tensor, pattern: str, axes: ModuleAxes, shared: dict[str, Axis]) -> int:
     """Makes a tensor's labels agree with its pattern; how many leading axes ``...`` stands for."""
-    parts = _parse(pattern)
     dims = tracer.dimensions(tensor)
-    leading = tensor.dim() - (len(parts) - 1) if parts[:1] == [["..."]] else 0
-    if leading < 0 or (parts[:1] != [["..."]] and len(parts) != tensor.dim()):
-        raise ValueError(f"pattern {pattern!r} does not fit a tensor of shape {tuple(tensor.shape)}")
-    for dim, part in _tail(parts) if parts[:1] == [["..."]] else enumerate(parts):
+    places = _places(pattern, tensor)
+    for dim, part in places:
         unify_all(_factors(part, tensor.shape[dim], axes, shared), dims[dim])
-    return leading
+    return tensor.dim() - len(places)
 
 
-def _tail(parts: list[list[str]]) -> list[tuple[int, list[str]]]:
-    """The axes behind ``...`` with their numbers from the end."""
-    return [(index - len(parts), part) for index, part in enumerate(parts) if index]
+def _places(pattern: str, tensor: torch.Tensor) -> list[tuple[int, list[str]]]:
+    """The names of each axis that the pattern speaks of, with its number from the end."""
+    parts = _parse(pattern)
+    open_ended = parts[:1] == [["..."]]
+    parts = parts[1:] if open_ended else parts
+    if len(parts) > tensor.dim() or (len(parts) < tensor.dim() and not open_ended) or ["..."] in parts:
+        raise ValueError(f"pattern {pattern!r} does not fit a tensor of shape {tuple(tensor.shape)}")
+    return [(index - len(parts), part) for index, part in enumerate(parts)]
 
 
 def _parse(pattern: str) -> list[list[str]]:
@@ -155,6 +173,8 @@ def _parse(pattern: str) -> list[list[str]]:
     inside: list[str] | None = None
     for word in pattern.replace("(", " ( ").replace(")", " ) ").split():
         if word == "(":
+            if inside is not None:
+                raise ValueError(f"pattern {pattern!r} opens a parenthesis inside of another")
             inside = []
         elif word == ")":
             if inside is None:
@@ -172,12 +192,14 @@ def _parse(pattern: str) -> list[list[str]]:
 
 def _factors(names: list[str], size: int, axes: ModuleAxes, shared: dict[str, Axis]) -> Factors:
     """The factors of one axis, made or found by name."""
+    if len(set(names)) < len(names):
+        raise ValueError(f"axis {' '.join(names)!r} names a part of itself twice")
     known = 1
     for name in names:
         known *= axes.sizes.get(name, shared[name].size if name in shared else 1)
     found: Factors = []
     for name in names:
-        each = axes.sizes.get(name, shared[name].size if name in shared else size // known)
+        each = axes.sizes.get(name, shared[name].size if name in shared else size // max(known, 1))
         if each == 1:
             continue
         if name == "_":

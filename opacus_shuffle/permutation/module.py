@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -63,16 +64,19 @@ class ShuffleGradSampleModule:
         **keywords: Any,
     ) -> Any:
         """Opacus's wrapper of that mode, made a shuffling one."""
-        from opacus.grad_sample import get_gsm_class
+        from opacus.grad_sample import wrap_model
 
         if isinstance(permutations, PermutationSpec):
             permutations.check(module, sample_input)
             spec = permutations
         else:
             spec = find_permutations(module, sample_input, groups=permutations)
-        shuffler = WeightShuffler(module, spec, optimizer, mode=shuffle_mode, generator=shuffle_generator)
-        wrapped = get_gsm_class(grad_sample_mode)(module, **keywords)
-        make_shuffled(wrapped, shuffler)
+        wrapped = wrap_model(module, grad_sample_mode=grad_sample_mode, **keywords)
+        try:
+            make_shuffled(wrapped, WeightShuffler(module, spec, optimizer, mode=shuffle_mode, generator=shuffle_generator))
+        except BaseException:
+            wrapped.cleanup()
+            raise
         return wrapped
 
     @property
@@ -90,18 +94,25 @@ class ShuffleGradSampleModule:
         found: nn.Module = _plain_class(type(self)).to_standard_module(self)
         return found
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copied as what Opacus would have made; a copy has nothing to do with the run."""
+        copied = object.__new__(_plain_class(type(self)))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "shuffler"}, memo))
+        return copied
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled and copied as what Opacus would have made."""
-        self.release()
+        """Pickled as what Opacus would have made; refused where that would show what was not released."""
         return _rebuild, (_plain_class(type(self)), {k: v for k, v in self.__dict__.items() if k != "shuffler"})
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def shuffled_class(base: Any) -> Any:
     """The class of Opacus's wrappers of one mode, with shuffling."""
     # Opacus's class comes first, or an instance of it could not become one of ours; so our methods are put before it by hand.
     own: dict[str, Any] = {
-        name: ShuffleGradSampleModule.__dict__[name] for name in ("__new__", "to_standard_module", "__reduce_ex__")
+        name: ShuffleGradSampleModule.__dict__[name]
+        for name in ("__new__", "to_standard_module", "__deepcopy__", "__reduce_ex__")
     }
     own["__init__"] = lambda self, *args, **keywords: None  # __new__ has done it all
     return type(f"Shuffle{base.__name__}", (base, ShuffleGradSampleModule), {"__module__": __name__, **own})

@@ -12,6 +12,7 @@ True
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -38,15 +39,31 @@ def known_positions(occurrences: Iterable[Dimensions]) -> dict[Axis, set[Axis]]:
             continue
         seen.add(key)
         common = [set.intersection(*map(set, each)) for each in alternatives]
-        count = Counter(atom for each in common for atom in each)
+        count = Counter(atom for each in alternatives for atom, times in _most(each).items() for _ in range(times))
         for place, each in enumerate(alternatives):
             # An atom on two other axes has two positions: which one would be meant?
             rest = {atom for i, other in enumerate(common) if i != place for atom in other if count[atom] == 1}
             for term in each:
-                here = rest.union(term)
                 for atom in term:
-                    known[atom] = known[atom] & here if atom in known else set(here)
+                    here = rest.union(other for other in term if _alternate(term, atom, other))
+                    known[atom] = known[atom] & here if atom in known else here
     return known
+
+
+def _most(each: Iterable[tuple[Axis, ...]]) -> Counter[Axis]:
+    """How often each atom occurs in a term, at most."""
+    found: Counter[Axis] = Counter()
+    for term in each:
+        found |= Counter(term)
+    return found
+
+
+def _alternate(term: tuple[Axis, ...], atom: Axis, other: Axis) -> bool:
+    """Whether every occurrence of the atom in a product has its own occurrence of the other beside it."""
+    if atom is other:
+        return True
+    row = [each for each in term if each is atom or each is other]
+    return len(row) % 2 == 0 and all(one is not two for one, two in itertools.pairwise(row))
 
 
 def build_spec(tracer: Tracer, level: str) -> PermutationSpec:

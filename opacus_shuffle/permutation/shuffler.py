@@ -16,6 +16,9 @@
 from __future__ import annotations
 
 import copy
+import sys
+import weakref
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ import torch.distributed
 from torch import nn
 
 from opacus_shuffle.permutation.network import unwrap
-from opacus_shuffle.permutation.spec import PermutationSpec
+from opacus_shuffle.permutation.spec import PermutationPlan, PermutationSpec
 from opacus_shuffle.randomness import KeyChain
 from opacus_shuffle.validation import instance_of, one_of
 
@@ -31,7 +34,7 @@ MODES = ("every_step", "on_release")
 FLAT_STATE = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam)
 """Optimizers of PyTorch whose state is factored or flat, or whose updates are sparse, so that it cannot follow."""
 
-_ATTRIBUTE = "_weight_shuffler"
+_ATTACHED: weakref.WeakKeyDictionary[Any, weakref.ref[WeightShuffler]] = weakref.WeakKeyDictionary()
 
 
 class WeightShuffler:
@@ -42,9 +45,10 @@ class WeightShuffler:
         spec: The group to draw from, of this network.
         optimizer: Trains all of it that is trained (the state of a second optimizer would not follow); Opacus's optimizers are
             followed to the one inside. A shuffler that was there before is replaced.
-        mode: ``"every_step"``: after every update (WS Algorithm 1). ``"on_release"``: when weights or optimizer state leave by
-            ``state_dict``, if there was an update since the last time; costs nothing per step. What ``state_dict`` returns is a
-            copy then. Ways out that nobody is told of, such as reading ``parameters()``, need a call of :meth:`release` before.
+        mode: ``"every_step"``: after every update (WS Algorithm 1). ``"on_release"``: what ``state_dict`` of the network and of
+            the optimizer return is permuted, by one permutation until the next update, and the run itself goes on where it is;
+            costs nothing per step. Other ways out, such as ``parameters()`` or the network itself, need a call of
+            :meth:`release` before.
         generator: On the CPU; by default a chain of keys from the operating system, which cannot be run backwards. Pass your
             own to repeat a run, and never on real data.
         synchronise: All ranks of the default process group draw the same permutations, by rank 0's secret.
@@ -62,10 +66,11 @@ class WeightShuffler:
         Let Q_t be the product of all permutations up to step t and W_t = Q_t⁻¹·(the weights). As the update is equivariant and
         its noise has independent, identically distributed entries, W_t is a run without shuffling, with noise Q_{t−1}⁻¹z_t that
         has the law of z_t whatever the Q are; so the process W is independent of all Q. Each permutation being uniform and
-        fresh, Q at the times of release t₁ < t₂ < … are independent and uniform, in both modes, and what is released is
-        Q_{t_k}·W_{t_k}: **the two modes release the same joint law**. No ε is smaller for it: the unshuffled accountant is
-        valid (post-processing), and nothing smaller is valid for every data set: a gradient with equal entries looks the same
-        after any permutation. Two releases a small step apart can be matched, which shows the permutation between them.
+        fresh, Q at the times of release t₁ < t₂ < … are independent and uniform, and what is released is Q_{t_k}·W_{t_k}. With
+        ``"on_release"`` W is the run itself, and what is released is P_k·W_{t_k} with fresh, uniform and independent P_k:
+        **the same joint law**. No ε is smaller for it: the unshuffled accountant is valid (post-processing), and nothing
+        smaller is valid for every data set: a gradient with equal entries looks the same after any permutation. Two releases a
+        small step apart can be matched, which shows the permutation between them.
     """
 
     def __init__(
@@ -82,61 +87,80 @@ class WeightShuffler:
     ) -> None:
         instance_of("spec", spec, (PermutationSpec,))
         one_of("shuffle_mode", mode, MODES)
-        if generator is not None:
-            instance_of("shuffle_generator", generator, (torch.Generator,))
-            if generator.device.type != "cpu":
-                raise ValueError(f"shuffle_generator must live on the CPU, got one on {generator.device}")
+        check_generator(generator)
         self.spec, self.mode = spec, mode
         self.steps = self.shuffles = 0
         self._network = unwrap(module)
         self._optimizer = innermost(optimizer)
-        self._tensors = spec.tensors(self._network)
         refuse_optimizer(self._optimizer)
-        spec.followers(self._tensors, self._optimizer)
+        spec.followers(spec.tensors(self._network), self._optimizer)
         self._generator = generator
         self._keys = KeyChain()
         self._executor, self._storage = executor, storage
-        self._unreleased = False
+        self._changed = False  # since the last release
+        self._plan: PermutationPlan | None = None  # from the run itself to what was released last
+        self._running: list[FrameType] = []
         if synchronise:
             self._synchronise()
-        previous = getattr(self._optimizer, _ATTRIBUTE, None)
-        if previous is not None:
-            previous.detach()
-        setattr(self._optimizer, _ATTRIBUTE, self)
-        self._handles = [self._optimizer.register_step_post_hook(self._after_update)]
+        for each in (self._network, self._optimizer):
+            if (previous := _attached(each)) is not None:
+                self._changed |= previous._private
+                previous._end()
+            _ATTACHED[each] = weakref.ref(self)
+        self._handles = [
+            self._optimizer.register_step_pre_hook(self._before_update),
+            self._optimizer.register_step_post_hook(self._after_update),
+        ]
         if mode == "on_release":
             self._handles += [
-                self._network.register_state_dict_pre_hook(_BeforeRelease(self)),  # type: ignore[no-untyped-call]
-                self._network.register_state_dict_post_hook(_AfterRelease(self)),  # type: ignore[no-untyped-call]
-                self._optimizer.register_state_dict_pre_hook(lambda _: self.release()),
-                self._optimizer.register_state_dict_post_hook(lambda _, state: copy.deepcopy(state)),
+                part.register_state_dict_post_hook(_Release(self, part, name))  # type: ignore[no-untyped-call]
+                for name, part in self._network.named_modules()
+            ]
+            self._handles += [
+                self._optimizer.register_state_dict_post_hook(self._release_optimizer),
             ]
 
     def shuffle_(self) -> None:
         """Draws a permutation and moves everything by it, now."""
-        plan = self.spec.sample(self._keys.next_generator() if self._generator is None else self._generator)
-        self.spec.move(
-            self.spec.followers(self._tensors, self._optimizer), plan, executor=self._executor, storage=self._storage
-        )
-        self.shuffles += 1
-        self._unreleased = False
+        followers = self._followers()
+        self.spec.move(followers, self._draw(), executor=self._executor, storage=self._storage)
+        self._changed, self._plan = False, None
 
     def release(self) -> None:
-        """Permutes weights that changed since the last release; call it before they leave by a way other than ``state_dict``.
+        """Permutes the run itself if it was not since its last update: for ways out other than ``state_dict``.
 
-        In mode ``"every_step"`` they are permuted already.
+        What ``state_dict`` has shown since that update is what it becomes. In mode ``"every_step"`` there is nothing to do.
+
+        Raises:
+            ValueError: In the middle of a batch.
         """
-        if self._unreleased:
-            self.shuffle_()
+        if self._changed:
+            self._plan = self._draw()
+        if self._plan is not None:
+            if any(_waiting(parameter) for parameter in self._network.parameters()):
+                raise ValueError("release() in the middle of a batch: its gradients would be left behind; step first")
+            self.spec.move(self._followers(), self._plan, executor=self._executor, storage=self._storage)
+        self._changed, self._plan = False, None
 
     def detach(self) -> None:
-        """Stops shuffling; weights changed since the last release are permuted once more."""
-        self.release()
+        """Stops shuffling; a run that was not released as it is is permuted once more (unless in the middle of a batch)."""
+        self._end()
+        if self._private and not any(_waiting(parameter) for parameter in self._network.parameters()):
+            self.release()
+
+    @property
+    def _private(self) -> bool:
+        """Whether the run itself is not what was released."""
+        return self._changed or self._plan is not None
+
+    def _end(self) -> None:
+        """Removes all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if getattr(self._optimizer, _ATTRIBUTE, None) is self:
-            delattr(self._optimizer, _ATTRIBUTE)
+        for each in (self._network, self._optimizer):
+            if _attached(each) is self:
+                del _ATTACHED[each]
 
     def state_dict(self) -> dict[str, Any]:
         """What a run needs to go on as it would have: secret, since it tells all permutations to come (none that were)."""
@@ -145,36 +169,105 @@ class WeightShuffler:
             "generator": None if self._generator is None else self._generator.get_state(),
             "steps": self.steps,
             "shuffles": self.shuffles,
-            "unreleased": self._unreleased,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from :meth:`state_dict`.
+    def check_state_dict(self, state: Any) -> None:
+        """Refuses what :meth:`load_state_dict` could not load.
 
         Raises:
-            ValueError: If it is none, or one is with a generator of the caller's and the other without.
+            ValueError: If it is no state of a shuffler, or one is with a generator of the caller's and the other without.
         """
-        if not isinstance(state, dict) or set(state) != {"key", "generator", "steps", "shuffles", "unreleased"}:
+        if not isinstance(state, dict) or set(state) != {"key", "generator", "steps", "shuffles"}:
             raise ValueError(f"state must come from WeightShuffler.state_dict(), got {type(state).__name__}")
         if (state["generator"] is None) != (self._generator is None):
-            raise ValueError(
-                "state was saved with a shuffle_generator and loaded without, or the other way round: use the same"
-            )
+            raise ValueError("state was saved with a shuffle_generator and loaded without, or the reverse: use the same")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from :meth:`state_dict`, with the weights that were released then.
+
+        Raises:
+            ValueError: See :meth:`check_state_dict`.
+        """
+        self.check_state_dict(state)
         if self._generator is not None:
             self._generator.set_state(state["generator"])
         self._keys = KeyChain(state["key"])
-        self.steps, self.shuffles, self._unreleased = state["steps"], state["shuffles"], state["unreleased"]
+        self.steps, self.shuffles = state["steps"], state["shuffles"]
+        self._changed, self._plan = False, None
+
+    def _draw(self) -> PermutationPlan:
+        """A fresh permutation."""
+        self.shuffles += 1
+        return self.spec.sample(self._keys.next_generator() if self._generator is None else self._generator)
+
+    def _followers(self) -> dict[str, list[torch.Tensor]]:
+        """All that moves; buffers may be other tensors than at the start."""
+        return self.spec.followers(self.spec.tensors(self._network), self._optimizer)
+
+    def _before_update(self, *_: Any) -> None:
+        """An update begins, perhaps inside of another one (wrappers such as lookahead)."""
+        self._running = [frame for frame in self._running if frame in _callers()] + [sys._getframe(1)]
 
     def _after_update(self, *_: Any) -> None:
         """The optimizer has changed the weights."""
+        here = sys._getframe(1)
+        self._running = [frame for frame in self._running if frame is not here and frame in _callers()]
+        if self._running:
+            return
         self.steps += 1
-        self._unreleased = True
+        self._changed = True
         if self.mode == "every_step":
             self.shuffle_()
+        elif self.steps == 1:  # now its state is there
+            self._followers()
+
+    def _released(self) -> PermutationPlan | None:
+        """By what the weights that leave now are permuted."""
+        if self._changed:
+            self._plan, self._changed = self._draw(), False
+        return self._plan
+
+    def _release_part(self, part: nn.Module, place: str, state: dict[str, Any], prefix: str) -> None:
+        """Puts permuted copies of one module's own tensors into the state; that of its children comes before."""
+        plan = self._released()
+        canonical = {alias: name for name, aliases in self.spec.aliases.items() for alias in aliases}
+        moving: dict[str, list[torch.Tensor]] = {}
+        for key in (*part._parameters, *part._buffers):
+            value = state.get(prefix + key)
+            if isinstance(value, torch.Tensor):
+                copied = value.detach().clone()
+                state[prefix + key] = nn.Parameter(copied, value.requires_grad) if isinstance(value, nn.Parameter) else copied
+                name = f"{place}.{key}" if place else key
+                name = canonical.get(name, name)
+                if name in self.spec.blocks:
+                    moving.setdefault(name, []).append(copied)
+        if plan is not None and moving:
+            self.spec.move(moving, plan, executor=self._executor)
+        if not place:  # what was one tensor stays one
+            for alias, name in canonical.items():
+                if prefix + alias in state and prefix + name in state:
+                    state[prefix + alias] = state[prefix + name]
+
+    def _release_optimizer(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """A permuted copy of the optimizer's state."""
+        state = copy.deepcopy(state)
+        plan = self._released()
+        if plan is not None:
+            names = {id(tensor): name for name, tensor in self.spec.tensors(self._network).items()}
+            parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
+            moving = {
+                names[id(parameter)]: [
+                    value for value in state["state"][number].values() if isinstance(value, torch.Tensor) and value.dim()
+                ]
+                for number, parameter in enumerate(parameters)
+                if id(parameter) in names and number in state["state"]
+            }
+            self.spec.move(moving, plan, executor=self._executor)
+        return state
 
     def _synchronise(self) -> None:
         """Rank 0's secret for all."""
-        device = next(iter(self._tensors.values())).device
+        device = next(iter(self.spec.tensors(self._network).values())).device
         if torch.distributed.get_backend() == "gloo":
             device = torch.device("cpu")
         if self._generator is not None:
@@ -187,43 +280,53 @@ class WeightShuffler:
 
 
 class _Release:
-    """A state-dict hook of one network, inert in copies of it."""
+    """The state-dict hook of one module of the network, inert in copies of it."""
 
-    def __init__(self, shuffler: WeightShuffler | None) -> None:
-        self._shuffler = shuffler
+    def __init__(self, shuffler: WeightShuffler | None, part: nn.Module | None = None, place: str = "") -> None:
+        self._shuffler, self._part, self._place = shuffler, part, place
 
-    def _concerns(self, module: nn.Module) -> bool:
-        """Whether this is the network itself."""
-        return self._shuffler is not None and module is self._shuffler._network
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Permutes what leaves."""
+        if self._shuffler is not None and module is self._part:
+            self._shuffler._release_part(module, self._place, state, prefix)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Release:
         """A copy of the network is not trained by our optimizer."""
-        return type(self)(None)
+        return _Release(None)
 
     def __reduce__(self) -> Any:
         """Whole modules leave by pickling, which no hook sees in time."""
-        if self._shuffler is not None and self._shuffler._unreleased:
+        if self._shuffler is not None and self._shuffler._private:
             raise ValueError(
                 "saving the whole module would show weights that were not permuted since their last update: save state_dict(), "
                 "or call release() first"
             )
-        return type(self), (None,)
+        return _Release, (None,)
 
 
-class _BeforeRelease(_Release):
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Permutes the weights that are about to leave."""
-        if self._shuffler is not None and self._concerns(module):
-            self._shuffler.release()
+def _callers() -> list[FrameType]:
+    """The frames that are running."""
+    found: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
 
 
-class _AfterRelease(_Release):
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Copies what has left, lest later updates show in it."""
-        if self._concerns(module):
-            for name, value in state.items():
-                if name.startswith(prefix) and isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                    state[name] = value.clone()
+def _waiting(parameter: nn.Parameter) -> bool:
+    """Whether gradients of records wait for a step here (where Opacus keeps them); those of the last one are marked."""
+    waiting = getattr(parameter, "grad_sample", None)
+    last = waiting[-1] if isinstance(waiting, list) and waiting else waiting
+    return isinstance(last, torch.Tensor) and not hasattr(last, "_processed")
+
+
+def check_generator(generator: Any) -> None:
+    """Refuses what no permutation can be drawn from."""
+    if generator is not None:
+        instance_of("shuffle_generator", generator, (torch.Generator,))
+        if generator.device.type != "cpu":
+            raise ValueError(f"shuffle_generator must live on the CPU, got one on {generator.device}")
 
 
 def innermost(optimizer: Any) -> torch.optim.Optimizer:
@@ -234,11 +337,16 @@ def innermost(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def detach_shuffler(optimizer: Any) -> None:
-    """Ends the work of a shuffler that an earlier set-up has left at this optimizer, if there is one."""
-    previous = getattr(innermost(optimizer), _ATTRIBUTE, None)
-    if previous is not None:
+def detach_shuffler(owner: nn.Module | torch.optim.Optimizer) -> None:
+    """Ends the work of a shuffler that an earlier set-up has left at this network or optimizer, if there is one."""
+    if (previous := _attached(owner)) is not None:
         previous.detach()
+
+
+def _attached(owner: nn.Module | torch.optim.Optimizer) -> WeightShuffler | None:
+    """The shuffler of a network or an optimizer."""
+    reference = _ATTACHED.get(owner)
+    return None if reference is None else reference()
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -144,6 +144,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._contractions = 0
+        self._met: set[Axis] = set()
         self._paused = False
         self._recurrent = any(isinstance(each, nn.RNNBase) for each in module.modules())  # one opaque operation each, else
         for name, tensor in _movable_tensors(module):
@@ -254,6 +255,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ):
                 raise IncompatibleError
             self.occurrences.append(dimensions)
+            # An operation that mixes positions makes its axis anew: across it nothing may depend on the position.
+            new = {atom for each in dimensions for atom in atoms(each) if atom.fixed and atom not in self._met}
+            self._met |= new
+            if new:
+                self.occurrences.append([each for each in dimensions if not new & set(atoms(each))])
         if tensor in self._labels:
             for dimensions in labels.alternatives if isinstance(labels, Stacked) else [labels]:
                 for one, two in zip(self.dimensions(tensor), dimensions, strict=True):

@@ -1,0 +1,409 @@
+"""Small networks of many kinds, each with an input: what permutation discovery has to see through.
+
+Weights are random everywhere (a LayerNorm of ones and zeros would hide that it was forgotten), dropout is off, sizes
+differ where they may. :func:`build` gives an entry ready for use.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+Builder = Callable[[], tuple[nn.Module, Any]]
+NETWORKS: dict[str, Builder] = {}
+
+BATCH = 3
+
+
+def collect(zoo: dict[str, Builder]) -> Callable[[Builder], Builder]:
+    """A decorator that puts a builder into a zoo under its own name."""
+
+    def add(builder: Builder) -> Builder:
+        zoo[builder.__name__] = builder
+        return builder
+
+    return add
+
+
+network = collect(NETWORKS)
+
+
+def build(builder: Builder, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[nn.Module, Any]:
+    """The network in evaluation mode with random weights, and its input; the global generator stays where it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module, sample = builder()
+    randomise(module, seed)
+    return module.eval().to(dtype), cast(sample, dtype)
+
+
+def randomise(module: nn.Module, seed: int) -> None:
+    """Weights that keep activations of size 1 and make nothing 0 or 1."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            fan_in = math.prod(parameter.shape[1:])
+            parameter.copy_(1.4 * noise / math.sqrt(fan_in) if parameter.dim() > 1 else 0.7 + 0.4 * noise)
+        for name, buffer in module.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
+
+
+def cast(sample: Any, dtype: torch.dtype) -> Any:
+    """The same input with floating-point numbers of another type."""
+    return tree_map(lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, sample)
+
+
+def another(sample: Any, seed: int = 1) -> Any:
+    """An input of the same shapes and other values: normal numbers, shuffled tokens, the same masks."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(leaf: Any) -> Any:
+        if not torch.is_tensor(leaf):
+            return leaf
+        if leaf.is_floating_point():
+            return torch.randn(leaf.shape, generator=generator).to(leaf)
+        if leaf.dtype == torch.bool or leaf.max() <= 1:
+            return leaf
+        return leaf.flatten()[torch.randperm(leaf.numel(), generator=generator)].view_as(leaf)
+
+    return tree_map(draw, sample)
+
+
+def run(module: nn.Module, sample: Any) -> list[torch.Tensor]:
+    """All floating-point tensors that the network returns."""
+    positional = () if isinstance(sample, dict) else sample if isinstance(sample, tuple) else (sample,)
+    result = module(*positional, **(sample if isinstance(sample, dict) else {}))
+    result = list(result.values()) if isinstance(result, dict) else result
+    return [leaf for leaf in tree_leaves(result) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+
+
+def gradients(module: nn.Module, sample: Any) -> dict[str, torch.Tensor]:
+    """Gradients of one fixed nonlinear function of all that the network returns, left in ``.grad`` too."""
+    module.zero_grad(set_to_none=True)
+    generator = torch.Generator().manual_seed(0)
+    outputs = run(module, sample)
+    sum((torch.tanh(y) * torch.randn(y.shape, generator=generator).to(y)).sum() for y in outputs).backward()
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def entry_moves(spec: Any, module: nn.Module, plan: Any) -> dict[str, torch.Tensor]:
+    """Where each entry of each parameter comes from under a plan, read off a copy whose entries are numbered."""
+    numbered = copy.deepcopy(module).double()
+    with torch.no_grad():
+        for parameter in numbered.parameters():
+            parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape))
+    spec.apply_(numbered, plan)
+    return {name: parameter.detach().long() for name, parameter in numbered.named_parameters()}
+
+
+class Apply(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.function(*inputs)
+
+
+def plain_hidden_layer() -> nn.Module:
+    """Six hidden units and seven linear ones that move whatever reads them, for networks of which little else can."""
+    return nn.Sequential(nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 7))
+
+
+class Wired(nn.Module):
+    """Named layers and parameters, and the forward that wires them, given as a function of the module and its inputs."""
+
+    def __init__(self, wiring: Callable[..., Any], **parts: nn.Module | torch.Tensor) -> None:
+        super().__init__()
+        self.wiring = wiring
+        for name, part in parts.items():
+            setattr(self, name, nn.Parameter(part) if torch.is_tensor(part) else part)
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.wiring(self, *inputs)
+
+
+# Perceptrons ------------------------------------------------------------------------------------------------------------------
+
+
+@network
+def mlp():
+    layers = [nn.Linear(12, 64), nn.GELU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 5)]
+    return nn.Sequential(*layers), torch.randn(BATCH, 12)
+
+
+@network
+def mlp_without_biases():
+    layers = [nn.Linear(7, 10, bias=False), nn.Tanh(), nn.Linear(10, 8, bias=False), nn.SiLU(), nn.Linear(8, 4, bias=False)]
+    return nn.Sequential(*layers), torch.randn(BATCH, 7)
+
+
+@network
+def mlp_with_normalised_hidden_units():
+    layers = [
+        nn.Linear(7, 10),
+        nn.Softmax(-1),
+        nn.Linear(10, 8),
+        nn.LayerNorm(8),
+        nn.PReLU(8),
+        nn.Linear(8, 4),
+        nn.LogSoftmax(-1),
+    ]
+    return nn.Sequential(*layers), torch.randn(BATCH, 7)
+
+
+@network
+def gated_linear_units():
+    return nn.Sequential(nn.Linear(7, 2 * 9), nn.GLU(), nn.Linear(9, 4)), torch.randn(BATCH, 7)
+
+
+@network
+def maxout():
+    layers = [nn.Linear(7, 5 * 3), nn.Unflatten(1, (5, 3)), Apply(lambda x: x.amax(-1)), nn.Linear(5, 4)]
+    return nn.Sequential(*layers), torch.randn(BATCH, 7)
+
+
+@network
+def mean_over_the_major_axis():
+    layers = [nn.Linear(7, 3 * 5), nn.Tanh(), nn.Unflatten(1, (3, 5)), Apply(lambda x: x.mean(1)), nn.Linear(5, 4)]
+    return nn.Sequential(*layers), torch.randn(BATCH, 7)
+
+
+@network
+def outer_product():
+    def wiring(m, x):
+        return m.out((m.one(x).sin().unsqueeze(2) * m.two(x).cos().unsqueeze(1)).flatten(1))
+
+    return Wired(wiring, one=nn.Linear(7, 5), two=nn.Linear(7, 3), out=nn.Linear(15, 4)), torch.randn(BATCH, 7)
+
+
+@network
+def autoencoder_with_one_matrix():
+    def wiring(m, x):
+        return F.linear(torch.relu(F.linear(x, m.weight, m.bias)), m.weight.T)
+
+    return Wired(wiring, weight=torch.randn(9, 7), bias=torch.randn(9)), torch.randn(BATCH, 7)
+
+
+@network
+def symmetric_matrix():
+    def wiring(m, x):
+        return m.out(torch.tanh(torch.tanh(m.into(x)) @ (m.weight + m.weight.T)))
+
+    return Wired(wiring, into=nn.Linear(7, 9), weight=torch.randn(9, 9), out=nn.Linear(9, 4)), torch.randn(BATCH, 7)
+
+
+@network
+def layer_used_again_and_again():
+    def wiring(m, x):
+        h = torch.tanh(m.into(x))
+        for _ in range(3):
+            h = torch.tanh(m.again(h))
+        return m.out(h)
+
+    return Wired(wiring, into=nn.Linear(7, 9), again=nn.Linear(9, 9), out=nn.Linear(9, 4)), torch.randn(BATCH, 7)
+
+
+@network
+def highway():
+    def wiring(m, x):
+        h = m.into(m.before(x))
+        gate = torch.sigmoid(m.gate(h))
+        return m.out(gate * torch.tanh(m.change(h)) + (1 - gate) * h)
+
+    layers = {"into": nn.Linear(7, 9), "gate": nn.Linear(9, 9), "change": nn.Linear(9, 9), "out": nn.Linear(9, 4)}
+    return Wired(wiring, before=plain_hidden_layer(), **layers), torch.randn(BATCH, 7)
+
+
+@network
+def low_rank_adapter():
+    def wiring(m, x):
+        h = m.base(x) + 2 * m.b(m.a(x))
+        return m.out(torch.relu(h))
+
+    layers = {
+        "base": nn.Linear(7, 9),
+        "a": nn.Linear(7, 4, bias=False),
+        "b": nn.Linear(4, 9, bias=False),
+        "out": nn.Linear(9, 5),
+    }
+    return Wired(wiring, **layers), torch.randn(BATCH, 7)
+
+
+@network
+def weight_normalised():
+    layers = [nn.utils.parametrizations.weight_norm(nn.Linear(7, 9)), nn.ReLU(), nn.Linear(9, 4)]
+    return nn.Sequential(*layers), torch.randn(BATCH, 7)
+
+
+@network
+def unused_parameter():
+    def wiring(m, x):
+        return m.out(torch.relu(m.into(x)))
+
+    return Wired(wiring, into=nn.Linear(7, 9), out=nn.Linear(9, 4), idle=nn.Linear(9, 9)), torch.randn(BATCH, 7)
+
+
+@network
+def hidden_layer_returned():
+    def wiring(m, x):
+        h = torch.relu(m.one(x))
+        return m.out(torch.relu(m.two(h))), h
+
+    return Wired(wiring, one=nn.Linear(7, 9), two=nn.Linear(9, 6), out=nn.Linear(6, 4)), torch.randn(BATCH, 7)
+
+
+@network
+def siamese():
+    def wiring(m, x, y):
+        a, b = m.encoder(x), m.encoder(y)
+        return m.out(torch.cat([a, b, a * b], 1))
+
+    encoder = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 6))
+    return Wired(wiring, encoder=encoder, out=nn.Linear(18, 2)), (torch.randn(BATCH, 7), torch.randn(BATCH, 7))
+
+
+@network
+def hypernetwork():
+    def wiring(m, x, z):
+        z = torch.relu(m.code(z))
+        h = torch.tanh(torch.bmm(x.unsqueeze(1), m.first(z).view(-1, 7, 5)))
+        return torch.bmm(h, m.second(z).view(-1, 5, 4)).squeeze(1)
+
+    layers = {"code": nn.Linear(3, 6), "first": nn.Linear(6, 35), "second": nn.Linear(6, 20)}
+    return Wired(wiring, **layers), (torch.randn(BATCH, 7), torch.randn(BATCH, 3))
+
+
+@network
+def graph_convolution():
+    adjacency = torch.softmax(torch.randn(6, 6), -1)
+
+    def wiring(m, x):
+        return m.out(adjacency.to(x) @ torch.relu(m.into(adjacency.to(x) @ x)))
+
+    return Wired(wiring, into=nn.Linear(7, 9), out=nn.Linear(9, 4)), torch.randn(BATCH, 6, 7)
+
+
+# Experts ----------------------------------------------------------------------------------------------------------------------
+
+
+@network
+def ensemble():
+    def wiring(m, x):
+        h = torch.relu(torch.bmm(x.expand(4, *x.shape), m.into) + m.bias.unsqueeze(1))
+        return torch.bmm(h, m.out).mean(0)
+
+    weights = {"into": torch.randn(4, 7, 6), "bias": torch.randn(4, 6), "out": torch.randn(4, 6, 5)}
+    return Wired(wiring, **weights), torch.randn(BATCH, 7)
+
+
+@network
+def mixture_of_experts():
+    def wiring(m, x):
+        routes = torch.softmax(m.router(x), -1)
+        h = F.gelu(torch.einsum("bd,edf->bef", x, m.into))
+        return torch.einsum("bef,efo,be->bo", h, m.out, routes)
+
+    return Wired(wiring, router=nn.Linear(7, 4), into=torch.randn(4, 7, 6), out=torch.randn(4, 6, 5)), torch.randn(BATCH, 7)
+
+
+@network
+def mixture_of_the_best_experts():
+    def wiring(m, x):
+        weight, best = torch.softmax(m.router(x), -1).topk(2, dim=-1)
+        h = F.gelu(torch.einsum("bd,bkdf->bkf", x, m.into[best]))
+        return torch.einsum("bkf,bkfo,bk->bo", h, m.out[best], weight)
+
+    return Wired(wiring, router=nn.Linear(7, 4), into=torch.randn(4, 7, 6), out=torch.randn(4, 6, 5)), torch.randn(BATCH, 7)
+
+
+# What no rule should guess ----------------------------------------------------------------------------------------------------
+
+
+@network
+def sorted_units():
+    layers = [nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 6), Apply(lambda x: x.sort(-1).values), nn.Linear(6, 4)]
+    return nn.Sequential(*layers), torch.randn(BATCH, 7)
+
+
+@network
+def written_in_place():
+    def wiring(m, x):
+        x = m.before(x)
+        h = x.new_zeros(len(x), 9)
+        h[:, 2:] = m.two(x)
+        h[:, :4] += m.one(x)
+        h[:, 5] = h[:, 0].clone() * h[:, 1].clone()
+        return m.out(torch.relu_(h))
+
+    layers = {"one": nn.Linear(7, 4), "two": nn.Linear(7, 7), "out": nn.Linear(9, 4)}
+    return Wired(wiring, before=plain_hidden_layer(), **layers), torch.randn(BATCH, 7)
+
+
+@network
+def neighbours_meet():
+    def wiring(m, x):
+        h = torch.relu(m.one(m.before(x)))
+        return m.out(torch.tanh(h[:, 1:] - h[:, :-1])) + m.rolled(h * h.roll(1, -1)) + m.even(h[:, ::2])
+
+    layers = {"one": nn.Linear(7, 9), "out": nn.Linear(8, 4), "rolled": nn.Linear(9, 4), "even": nn.Linear(5, 4)}
+    return Wired(wiring, before=plain_hidden_layer(), **layers), torch.randn(BATCH, 7)
+
+
+@network
+def pieces_mixed_alike():
+    def wiring(m, x):
+        pieces = m.into(m.before(x)).unflatten(1, (4, 3))
+        return m.out((pieces + torch.tanh(pieces @ m.weight)).flatten(1))
+
+    parts = {"into": nn.Linear(7, 12), "weight": torch.randn(3, 3), "out": nn.Linear(12, 4)}
+    return Wired(wiring, before=plain_hidden_layer(), **parts), torch.randn(BATCH, 7)
+
+
+@network
+def places_rolled():
+    def wiring(m, x):
+        places = m.into(x).unflatten(1, (4, 3))
+        return m.out((places * places.roll(1, 1)).flatten(1))
+
+    return Wired(wiring, into=nn.Linear(7, 12), out=nn.Linear(12, 4)), torch.randn(BATCH, 7)
+
+
+@network
+def places_less_their_surroundings():
+    def wiring(m, x):
+        places = m.into(m.before(x)).unflatten(1, (3, 4))
+        return m.out((places - F.avg_pool1d(places, 3, 1, 1)).flatten(1))
+
+    layers = {"before": plain_hidden_layer(), "into": nn.Linear(7, 12), "out": nn.Linear(12, 4)}
+    return Wired(wiring, **layers), torch.randn(BATCH, 7)
+
+
+@network
+def units_paired_with_each_other():
+    def wiring(m, x):
+        h = m.norm(m.into(x))
+        return m.out((h.unsqueeze(2) * h.sin().unsqueeze(1)).flatten(1))
+
+    return Wired(wiring, into=nn.Linear(7, 4), norm=nn.GroupNorm(2, 4), out=nn.Linear(16, 4)), torch.randn(BATCH, 7)
+
+
+@network
+def bilinear():
+    def wiring(m, x):
+        x = m.before(x)
+        return m.out(torch.relu(m.both(torch.relu(m.one(x)), torch.relu(m.two(x)))))
+
+    layers = {"one": nn.Linear(7, 5), "two": nn.Linear(7, 6), "both": nn.Bilinear(5, 6, 8), "out": nn.Linear(8, 4)}
+    return Wired(wiring, before=plain_hidden_layer(), **layers), torch.randn(BATCH, 7)
