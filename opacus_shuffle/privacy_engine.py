@@ -39,8 +39,6 @@ from opacus_shuffle.data.sampling_plan import plan_sampling
 from opacus_shuffle.optimizers import GhostLogicalBatch, LogicalBatch, allow_empty_batches, optimizer_class
 from opacus_shuffle.permutation import PermutationSpec
 from opacus_shuffle.permutation.module import ShuffleGradSampleModule, make_plain, make_shuffled
-from opacus_shuffle.permutation.network import unwrap
-from opacus_shuffle.permutation.shuffler import WeightShuffler, detach_shuffler, innermost
 from opacus_shuffle.randomness import secret_generator
 from opacus_shuffle.run_plan import Run, plan_run
 from opacus_shuffle.validation import (
@@ -51,10 +49,10 @@ from opacus_shuffle.validation import (
     reject_unknown,
     whole_number,
 )
-from opacus_shuffle.weight_shuffling import is_distributed, plan_shuffling
+from opacus_shuffle.weight_shuffling import WeightShufflingMixin, plan_shuffling
 
 
-class ShuffleMixin(opacus.PrivacyEngine):
+class ShuffleMixin(WeightShufflingMixin):
     """The shuffle model for any ``opacus.PrivacyEngine``: put it before that class among the bases.
 
     Formal Guarantees:
@@ -66,7 +64,6 @@ class ShuffleMixin(opacus.PrivacyEngine):
 
     _run: Run | None = None
     _wrapped: AbstractGradSampleHooks | None = None
-    shuffler: WeightShuffler | None = None
     dataset: Any  # Opacus's, untyped
 
     def make_private(  # type: ignore[override]
@@ -324,61 +321,6 @@ class ShuffleMixin(opacus.PrivacyEngine):
         if not len(self.accountant):
             raise ValueError("privacy_report has nothing to report: no training step was taken yet")
         return self.accountant.report(delta, adjacency=adjacency)
-
-    def save_checkpoint(self, *, checkpoint_dict: dict[str, Any] | None = None, **keywords: Any) -> None:
-        """As :meth:`opacus.PrivacyEngine.save_checkpoint`, with the secret of the permutations to come if weights are shuffled.
-
-        That secret says nothing about the permutations so far. Still, publish ``module.state_dict()``, not checkpoints.
-
-        Args:
-            checkpoint_dict: As Opacus's.
-            **keywords: As Opacus's.
-        """
-        checkpoint_dict = {} if checkpoint_dict is None else checkpoint_dict
-        if self.shuffler is not None:
-            keywords["module"].state_dict()  # draws a permutation if one is due, before the secret is written down
-            checkpoint_dict["opacus_shuffle"] = self.shuffler.state_dict()
-        super().save_checkpoint(checkpoint_dict=checkpoint_dict, **keywords)
-
-    def load_checkpoint(self, **keywords: Any) -> dict[str, Any]:
-        """As :meth:`opacus.PrivacyEngine.load_checkpoint`; permutations go on from where the saved run was.
-
-        Args:
-            **keywords: As Opacus's.
-        """
-        if self.shuffler is not None:  # looked at before anything is loaded
-            path = keywords["path"]
-            begin = path.tell() if hasattr(path, "seek") else None
-            state = torch.load(path, map_location="cpu", weights_only=False).get("opacus_shuffle")
-            if begin is not None:
-                path.seek(begin)
-            if state is not None:
-                self.shuffler.check_state_dict(state)
-        checkpoint: dict[str, Any] = super().load_checkpoint(**keywords)
-        if self.shuffler is not None and "opacus_shuffle" in checkpoint:
-            self.shuffler.load_state_dict(checkpoint["opacus_shuffle"])
-        return checkpoint
-
-    def _attach_shuffler(
-        self,
-        spec: PermutationSpec | None,
-        module: nn.Module,
-        private_module: Any,
-        private_optimizer: DPOptimizer,
-        mode: str,
-        generator: torch.Generator | None,
-    ) -> None:
-        """Starts shuffling, in place of what an earlier call has started."""
-        self.shuffler = None
-        if spec is None:
-            for each in (unwrap(module), innermost(private_optimizer)):
-                detach_shuffler(each)
-            return
-        self.shuffler = WeightShuffler(
-            module, spec, private_optimizer, mode=mode, generator=generator, synchronise=is_distributed(module)
-        )
-        if isinstance(private_module, nn.Module):
-            make_shuffled(private_module, self.shuffler)
 
     def _prepare_model(self, module: nn.Module, **keywords: Any) -> Any:
         make_plain(module)

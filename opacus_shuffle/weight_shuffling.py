@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import opacus
 import torch
 import torch.distributed
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -24,11 +26,19 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle.opacus_defects import refuse_broken_attention, refuse_tied_ghost, refuse_unclipped_engine
 from opacus_shuffle.permutation import PermutationSpec, find_permutations
+from opacus_shuffle.permutation.module import make_shuffled
 from opacus_shuffle.permutation.nesting import LEVELS
 from opacus_shuffle.permutation.network import unwrap
 from opacus_shuffle.permutation.sample_input import first_records, from_batch, run_quietly
 from opacus_shuffle.permutation.self_check import check_call
-from opacus_shuffle.permutation.shuffler import MODES, check_generator, innermost, refuse_optimizer
+from opacus_shuffle.permutation.shuffler import (
+    MODES,
+    WeightShuffler,
+    check_generator,
+    detach_shuffler,
+    innermost,
+    refuse_optimizer,
+)
 from opacus_shuffle.prepare_model import check_position_ids
 from opacus_shuffle.validation import one_of
 
@@ -103,6 +113,71 @@ def plan_shuffling(
         check_call(spec, network, args, kwargs)
     spec.followers(spec.tensors(network), innermost(optimizer))
     return spec
+
+
+class WeightShufflingMixin(opacus.PrivacyEngine):
+    """What an engine does with its shuffler.
+
+    Attributes:
+        shuffler: Permutes the weights of the latest ``make_private``; None without ``shuffle_weights``.
+    """
+
+    shuffler: WeightShuffler | None = None
+
+    def save_checkpoint(self, *, checkpoint_dict: dict[str, Any] | None = None, **keywords: Any) -> None:
+        """As :meth:`opacus.PrivacyEngine.save_checkpoint`, with the secret of the permutations to come if weights are shuffled.
+
+        That secret says nothing about the permutations so far. Still, publish ``module.state_dict()``, not checkpoints.
+
+        Args:
+            checkpoint_dict: As Opacus's.
+            **keywords: As Opacus's.
+        """
+        checkpoint_dict = {} if checkpoint_dict is None else checkpoint_dict
+        if self.shuffler is not None:
+            keywords["module"].state_dict()  # draws a permutation if one is due, before the secret is written down
+            checkpoint_dict["opacus_shuffle"] = self.shuffler.state_dict()
+        super().save_checkpoint(checkpoint_dict=checkpoint_dict, **keywords)
+
+    def load_checkpoint(self, **keywords: Any) -> dict[str, Any]:
+        """As :meth:`opacus.PrivacyEngine.load_checkpoint`; permutations go on from where the saved run was.
+
+        Args:
+            **keywords: As Opacus's.
+        """
+        if self.shuffler is not None:  # looked at before anything is loaded
+            path = keywords["path"]
+            begin = path.tell() if hasattr(path, "seek") else None
+            state = torch.load(path, map_location="cpu", weights_only=False).get("opacus_shuffle")
+            if begin is not None:
+                path.seek(begin)
+            if state is not None:
+                self.shuffler.check_state_dict(state)
+        checkpoint: dict[str, Any] = super().load_checkpoint(**keywords)
+        if self.shuffler is not None and "opacus_shuffle" in checkpoint:
+            self.shuffler.load_state_dict(checkpoint["opacus_shuffle"])
+        return checkpoint
+
+    def _attach_shuffler(
+        self,
+        spec: PermutationSpec | None,
+        module: nn.Module,
+        private_module: Any,
+        private_optimizer: DPOptimizer,
+        mode: str,
+        generator: torch.Generator | None,
+    ) -> None:
+        """Starts shuffling, in place of what an earlier call has started."""
+        self.shuffler = None
+        if spec is None:
+            for each in (unwrap(module), innermost(private_optimizer)):
+                detach_shuffler(each)
+            return
+        self.shuffler = WeightShuffler(
+            module, spec, private_optimizer, mode=mode, generator=generator, synchronise=is_distributed(module)
+        )
+        if isinstance(private_module, nn.Module):
+            make_shuffled(private_module, self.shuffler)
 
 
 def is_distributed(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -129,6 +130,34 @@ def joint_index(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     for part in parts[1:]:
         index = (index[:, None] * len(part) + part).reshape(-1)
     return index
+
+
+class IndexVectors:
+    """Index vectors of one permutation, each made once and sent to each device once."""
+
+    def __init__(self, factors: Sequence[Factor], tables: Sequence[torch.Tensor | None]) -> None:
+        self._factors, self._tables = factors, tables
+        self._made: dict[Any, torch.Tensor] = {}
+
+    def on(
+        self, device: torch.device, rows: tuple[Block | int, ...], columns: Block | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The indices of rows and columns, None where they stay."""
+        return (self._get(device, rows) if rows else None, self._get(device, (columns,)) if columns is not None else None)
+
+    def _get(self, device: torch.device, blocks: tuple[Block | int, ...]) -> torch.Tensor:
+        """One index vector; equal blocks share it, wherever they lie."""
+        key = (device, tuple(each if isinstance(each, int) else (each.size, each.terms) for each in blocks))
+        if key not in self._made:
+            if device.type == "cpu":
+                parts = [
+                    torch.arange(each) if isinstance(each, int) else index_vector(each, self._factors, self._tables)
+                    for each in blocks
+                ]
+                self._made[key] = joint_index(parts)
+            else:
+                self._made[key] = self._get(torch.device("cpu"), blocks).to(device, torch.int32, non_blocking=True)
+        return self._made[key]
 
 
 def _nearest(numbers: Sequence[int], outer: int, axis: int) -> int:

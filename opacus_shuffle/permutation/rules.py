@@ -20,7 +20,8 @@ from opacus_shuffle.permutation.labels import (
     fixed_factors,
     unify_all,
 )
-from opacus_shuffle.permutation.trace import Call, Tracer
+from opacus_shuffle.permutation.operation import Call
+from opacus_shuffle.permutation.trace import Tracer
 
 Rule = Callable[[Tracer, Call], None]
 RULES: dict[str, Rule] = {}

@@ -15,8 +15,9 @@ import math
 import torch
 
 from opacus_shuffle.permutation.labels import Dimensions, IncompatibleError, fix_all, fixed_factors, regroup, unify_all
+from opacus_shuffle.permutation.operation import Call
 from opacus_shuffle.permutation.rules import rule
-from opacus_shuffle.permutation.trace import Call, Tracer
+from opacus_shuffle.permutation.trace import Tracer
 
 
 @rule("index_select")

@@ -23,8 +23,9 @@ from opacus_shuffle.permutation.labels import (
     unify,
     unify_all,
 )
+from opacus_shuffle.permutation.operation import Call
 from opacus_shuffle.permutation.rules import as_list, rule
-from opacus_shuffle.permutation.trace import Call, Tracer
+from opacus_shuffle.permutation.trace import Tracer
 
 
 @rule("mm", "bmm", "matmul", "mv", "dot", "addmm", "baddbmm", "addmv", "linear")

@@ -25,8 +25,9 @@ from opacus_shuffle.permutation.labels import (
     split_sum,
     unify_all,
 )
+from opacus_shuffle.permutation.operation import Call
 from opacus_shuffle.permutation.rules import as_list, rule
-from opacus_shuffle.permutation.trace import Call, Stacked, Tracer
+from opacus_shuffle.permutation.trace import Stacked, Tracer
 
 
 def shape_rule(*names: str) -> Callable[[Callable[[Call, Dimensions], Dimensions]], Callable[[Call, Dimensions], Dimensions]]:

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from opacus_shuffle.permutation.gather import Move, gather_
-from opacus_shuffle.permutation.layout import Block, Factor, Term, index_vector, joint_index, plan_movement
+from opacus_shuffle.permutation.layout import Block, Factor, IndexVectors, Term, plan_movement
 from opacus_shuffle.randomness import secret_generator
 
 WRAPPERS = re.compile(r"^(?:(?:_module|module|_orig_mod)\.)+")
@@ -222,7 +222,7 @@ class PermutationSpec:
         storage: str = "in_place",
     ) -> None:
         """Moves tensors of the shapes of the named ones, all in as few launches as possible."""
-        indices = _Indices(self.factors, [table for _, table in self._all_tables(plan)])
+        indices = IndexVectors(self.factors, [table for _, table in self._all_tables(plan)])
         moves = []
         for name, group in tensors.items():
             movement = plan_movement(self.shapes[name], self.blocks[name])
@@ -397,31 +397,3 @@ class PermutationSpec:
             sizes = [self.factors[inside[i]].size if i in carried else 1 for i in range(rank - 1)]
             found.append(table.permute(order).reshape(*sizes, 1))
         return found
-
-
-class _Indices:
-    """Index vectors of one permutation, each made once and sent to each device once."""
-
-    def __init__(self, factors: tuple[Factor, ...], tables: list[torch.Tensor | None]) -> None:
-        self._factors, self._tables = factors, tables
-        self._made: dict[Any, torch.Tensor] = {}
-
-    def on(
-        self, device: torch.device, rows: tuple[Block | int, ...], columns: Block | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The indices of rows and columns, None where they stay."""
-        return (self._get(device, rows) if rows else None, self._get(device, (columns,)) if columns is not None else None)
-
-    def _get(self, device: torch.device, blocks: tuple[Block | int, ...]) -> torch.Tensor:
-        """One index vector; equal blocks share it, wherever they lie."""
-        key = (device, tuple(each if isinstance(each, int) else (each.size, each.terms) for each in blocks))
-        if key not in self._made:
-            if device.type == "cpu":
-                parts = [
-                    torch.arange(each) if isinstance(each, int) else index_vector(each, self._factors, self._tables)
-                    for each in blocks
-                ]
-                self._made[key] = joint_index(parts)
-            else:
-                self._made[key] = self._get(torch.device("cpu"), blocks).to(device, torch.int32, non_blocking=True)
-        return self._made[key]

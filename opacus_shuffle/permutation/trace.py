@@ -42,6 +42,7 @@ from opacus_shuffle.permutation.labels import (
     summands,
     unify_all,
 )
+from opacus_shuffle.permutation.operation import RESTRIDE, Call, bind, same_entries
 
 Packing = tuple[int, int, int, int]
 """A piece of an axis laid out as (offset, majors, packed parts, size of a part): query, key and value in one matrix of 3d rows
@@ -62,28 +63,6 @@ class Stacked:
     marker: Axis
     alternatives: list[Dimensions]
 
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """One operation: its arguments by their names in the operator's schema, and what came out."""
-
-    name: str
-    arguments: dict[str, Any]
-    inputs: list[torch.Tensor]
-    outputs: list[torch.Tensor]
-    written: list[torch.Tensor]
-    pointwise: bool
-
-    def __getitem__(self, argument: str) -> Any:
-        return self.arguments[argument]
-
-    @property
-    def out(self) -> torch.Tensor:
-        """The first tensor that came out."""
-        return self.outputs[0]
-
-
-RESTRIDE = (torch.ops.aten.as_strided, torch.ops.aten.as_strided_)
 
 VIEWS = frozenset(
     f"aten.{name}"
@@ -187,11 +166,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         strides = args[0].stride() if func.overloadpacket in RESTRIDE else None
         result = func(*args, **kwargs)
-        if strides is not None and _same_entries(result, args, strides):
+        if strides is not None and same_entries(result, args, strides):
             if result is not args[0]:
                 self._labels[result], self._origins[result] = self.labels(args[0]), self.origins(args[0])
         elif not self._paused:
-            self._label(_call(func, args, kwargs, result))
+            self._label(bind(func, args, kwargs, result))
         return result
 
     def _label(self, call: Call) -> None:
@@ -369,38 +348,6 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Call:
-    """The call with every argument under its schema's name."""
-    arguments: dict[str, Any] = {}
-    for position, argument in enumerate(func._schema.arguments):
-        if position < len(args):
-            arguments[argument.name] = args[position]
-        elif argument.name in kwargs:
-            arguments[argument.name] = kwargs[argument.name]
-        else:
-            arguments[argument.name] = argument.default_value if argument.has_default_value() else None
-    inputs, outputs = (
-        [leaf for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor)] for each in ((args, kwargs), result)
-    )
-    changed = [
-        arguments[each.name] for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write
-    ]
-    written = [leaf for leaf in tree_leaves(changed) if isinstance(leaf, torch.Tensor)]
-    return Call(str(func.overloadpacket), arguments, inputs, outputs, written, torch.Tag.pointwise in func.tags)
-
-
-def _same_entries(result: torch.Tensor, args: Sequence[Any], strides: Sequence[int]) -> bool:
-    """Whether new strides changed nothing but the memory order of axes of size 1."""
-    source, size, stride = args[:3]
-    offset = args[3] if len(args) > 3 and args[3] is not None else source.storage_offset()
-    moving = [dim for dim, each in enumerate(size) if each > 1]
-    return (
-        tuple(size) == tuple(source.shape)
-        and offset == source.storage_offset()
-        and all(stride[dim] == strides[dim] for dim in moving if dim < len(strides))
-    )
 
 
 def _movable_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
