@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one core each
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
