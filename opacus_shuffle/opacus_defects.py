@@ -60,8 +60,9 @@ def refuse_broken_attention(module: nn.Module) -> None:
     if paths and attention_mixes_batch():
         raise ValueError(
             f"module has DPMultiheadAttention with batch_first=True at {', '.join(paths)}, which the installed Opacus computes "
-            "wrongly (it splices the heads into the time axis, see Opacus pull request #825); build the network with "
-            "batch_first=False and pass inputs of shape [time, batch, features], or install an Opacus that has the repair"
+            "wrongly (it splices the heads into the time axis, see Opacus pull request #825); write the attention with "
+            "nn.Linear; or build the network with batch_first=False, pass [time, batch, features] through every layer and "
+            "batch_first=False to make_private; or install an Opacus that has the repair"
         )
 
 

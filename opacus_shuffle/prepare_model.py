@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from opacus_shuffle.permutation.sample_input import normalise, run_quietly
+from opacus_shuffle.validation import instance_of
 
 # What models call the tensor that holds their records, first dimension first.
 _RECORDS = ("input_ids", "inputs_embeds", "input_embeds", "pixel_values", "input_values", "input_features")
@@ -49,7 +50,11 @@ def prepare_model(model: nn.Module) -> nn.Module:
 
     Returns:
         The same model, with hooks.
+
+    Raises:
+        ValueError: It is no module.
     """
+    instance_of("model", model, (nn.Module,))
     enter = next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _Enter)), None)
     # A part of a prepared model keeps counting the records of the whole.
     calls = _Calls() if enter is None else enter.calls

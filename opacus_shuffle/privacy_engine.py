@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -111,8 +112,8 @@ class ShuffleMixin(WeightShufflingMixin):
             local_noise: Every record's report carries its own N(0, σ²C²I).
             shuffle_weights: Permute hidden units, attention heads and residual streams after every update; the network's
                 function stays as it is, and **so does ε**. ``True`` for every permutation that
-                :func:`~opacus_shuffle.permutation.find_permutations` finds on the first records, ``"heads"`` or ``"paper"`` for
-                fewer, or a ``PermutationSpec``.
+                :func:`~opacus_shuffle.permutation.find_permutations` finds on the first records (``"residual"`` is the same),
+                ``"heads"`` or ``"paper"`` for fewer, or a ``PermutationSpec``, such as that of your own sample.
             shuffle_mode: ``"every_step"``, or ``"on_release"``: only when ``state_dict`` or a checkpoint is asked for, which
                 releases the same joint law at no cost per step
                 (:class:`~opacus_shuffle.permutation.shuffler.WeightShuffler` has the proof).
@@ -141,6 +142,7 @@ class ShuffleMixin(WeightShufflingMixin):
             local_noise=local_noise,
             flags={"wrap_model": wrap_model, "batch_first": batch_first, "rand_on_empty": rand_on_empty},
             unknown=unknown,
+            parameters=inspect.signature(self.make_private).parameters,
         )
         spec = plan_shuffling(
             module,
@@ -150,6 +152,7 @@ class ShuffleMixin(WeightShufflingMixin):
             shuffle_mode=shuffle_mode,
             shuffle_generator=shuffle_generator,
             grad_sample_mode=grad_sample_mode,
+            batch_first=batch_first,
             engine=self,
         )
         if noise_generator is None and not self.secure_mode:

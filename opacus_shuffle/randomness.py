@@ -14,9 +14,12 @@ import hashlib
 import os
 import secrets
 import warnings
+from typing import Any
 
 import numpy as np
 import torch
+
+from opacus_shuffle.validation import instance_of
 
 # Where PyTorch keeps the Twister's 624 words, 64 bits each, behind its seed, counters and position.
 _FIRST, _WORDS = 24, 624
@@ -28,6 +31,14 @@ def secret_generator(device: torch.device | str) -> torch.Generator:
     if generator.device.type != "cpu":
         return generator.manual_seed(secrets.randbits(64) - 2**63)  # counter-based: all 64 bits are the key
     return _fill(generator, os.urandom(4 * _WORDS))
+
+
+def check_generator(name: str, generator: Any) -> None:
+    """Refuses what no permutation can be drawn from; None is fine."""
+    if generator is not None:
+        instance_of(name, generator, (torch.Generator,))
+        if generator.device.type != "cpu":
+            raise ValueError(f"{name} must live on the CPU, got one on {generator.device}")
 
 
 def _fill(generator: torch.Generator, entropy: bytes) -> torch.Generator:

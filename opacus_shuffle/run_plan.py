@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ def plan_run(
     local_noise: bool = False,
     flags: Mapping[str, Any] | None = None,
     unknown: Mapping[str, Any] | None = None,
+    parameters: Iterable[str] = (),
 ) -> Run:
     """The plan for these arguments of ``make_private``.
 
@@ -73,7 +74,8 @@ def plan_run(
         ValueError: If one of them is out of range, or they do not go together.
     """
     allowed = ADAPTIVE_KEYWORDS if clipping == "adaptive" else ()
-    reject_unknown("make_private", {name: value for name, value in (unknown or {}).items() if name not in allowed})
+    left = {name: value for name, value in (unknown or {}).items() if name not in allowed}
+    reject_unknown("make_private", left, parameters=parameters)
     instance_of("module", module, (nn.Module,))
     instance_of("optimizer", optimizer, (torch.optim.Optimizer,))
     instance_of("data_loader", data_loader, (DataLoader,))

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,14 +21,26 @@ class UnknownKeywordError(ValueError, TypeError):
     """A keyword that nobody reads: a ``ValueError`` as all our refusals, a ``TypeError`` as Python's own."""
 
 
-def reject_unknown(function: str, unknown: Mapping[str, Any], known: Iterable[str] = ()) -> None:
-    """Refuses leftover keywords, which stock Opacus would swallow without effect."""
+def reject_unknown(
+    function: str, unknown: Mapping[str, Any], known: Iterable[str] = (), *, parameters: Iterable[str] = ()
+) -> None:
+    """Refuses leftover keywords, which stock Opacus would swallow without effect; suggests ``parameters`` of a like name."""
     if unknown:
-        names = ", ".join(f"{name}={value!r}" for name, value in unknown.items())
-        hint = ", ".join(sorted(known))
-        raise UnknownKeywordError(
-            f"{function} got unknown keyword(s): {names}; remove or correct them" + (f" (known: {hint})" if hint else "")
+        names = ", ".join(
+            f"{name}={reprlib.repr(value) if _is_plain(value) else type(value).__name__}" for name, value in unknown.items()
         )
+        hint = ", ".join(sorted(known))
+        close = [match for name in unknown for match in difflib.get_close_matches(name, list(parameters), 1)]
+        raise UnknownKeywordError(
+            f"{function} got unknown keyword(s): {names}; remove or correct them"
+            + (f" (known: {hint})" if hint else "")
+            + (f" (did you mean {', '.join(close)}?)" if close else "")
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is short to print."""
+    return isinstance(value, bool | int | float | str | tuple | list | dict) or value is None
 
 
 def finite_number(name: str, value: Any) -> float:

@@ -34,12 +34,12 @@ from opacus_shuffle.permutation.self_check import check_call
 from opacus_shuffle.permutation.shuffler import (
     MODES,
     WeightShuffler,
-    check_generator,
     detach_shuffler,
     innermost,
     refuse_optimizer,
 )
 from opacus_shuffle.prepare_model import check_position_ids
+from opacus_shuffle.randomness import check_generator
 from opacus_shuffle.validation import one_of
 
 GRAD_SAMPLE_MODES = ("hooks", "functorch", "ew", "ghost", "no_op")
@@ -54,6 +54,7 @@ def plan_shuffling(
     shuffle_mode: str = "every_step",
     shuffle_generator: torch.Generator | None = None,
     grad_sample_mode: str = "hooks",
+    batch_first: bool = True,
     engine: Any = None,
 ) -> PermutationSpec | None:
     """What will be shuffled, None if nothing.
@@ -66,6 +67,7 @@ def plan_shuffling(
         shuffle_mode: See :class:`opacus_shuffle.permutation.shuffler.WeightShuffler`.
         shuffle_generator: See there.
         grad_sample_mode: As handed to ``make_private``.
+        batch_first: As handed to ``make_private``.
         engine: To be checked for defects that would make its run not private.
 
     Raises:
@@ -78,12 +80,12 @@ def plan_shuffling(
             f"{shuffle_weights!r}"
         )
     if isinstance(shuffle_weights, str):
-        one_of("shuffle_weights", shuffle_weights, LEVELS)
+        one_of("shuffle_weights", shuffle_weights, (True, False, *LEVELS))
     if shuffle_weights is False:
         if shuffle_mode != "every_step" or shuffle_generator is not None:
             raise ValueError("shuffle_mode and shuffle_generator need shuffle_weights: set it, or leave them out")
         return None
-    check_generator(shuffle_generator)
+    check_generator("shuffle_generator", shuffle_generator)
     one_of("grad_sample_mode (with shuffle_weights)", grad_sample_mode, GRAD_SAMPLE_MODES)
     network = unwrap(module)
     _refuse_sharded(module)
@@ -101,7 +103,8 @@ def plan_shuffling(
             f"data_loader's first records do not run through {type(network).__name__}: {type(error).__name__}: {error}; pass "
             "shuffle_weights=find_permutations(module, sample_input) if its batches are not what the network gets"
         ) from error
-    check_position_ids(network, args, kwargs)
+    if batch_first:
+        check_position_ids(network, args, kwargs)
     sample = args if args and not kwargs else kwargs if kwargs and not args else None
     if isinstance(shuffle_weights, PermutationSpec):
         spec = shuffle_weights

@@ -26,8 +26,8 @@ def describe(spec: PermutationSpec) -> str:
             bits = copies * math.lgamma(factor.size + 1) / math.log(2)
             size = f"{factor.size}" + (f" x {copies}" if copies > 1 else "")
             members = [f"{name}[{axis}]" for name, axis in spec.perm_to_axes[factor.name]]
-            more = f", and {len(members) - 4} more" if len(members) > 4 else ""
-            groups.append((factor.name, size, f"{bits:.1f}", ", ".join(members[:4]) + more))
+            more = f", and {len(members) - 3} more" if len(members) > 3 else ""
+            groups.append((factor.name, size, f"{bits:.1f}", ", ".join(members[:3]) + more))
     tensors = [("tensor", "shape", "moved", "largest orbit")]
     for name, shape in spec.shapes.items():
         kind = " (buffer)" if name in spec.buffers else ""
@@ -52,6 +52,11 @@ def describe(spec: PermutationSpec) -> str:
         "what",
         "does not move gains nothing, and whoever knows the weights before an update can match them with those after it.",
     ]
+    if any(" x " in row[1] for row in groups):
+        lines.append("Size 8 x 4: 8 things in each of 4 groups or heads that they are inside of; log2 counts permutations.")
+    if spec.unknown:
+        met = ", ".join(f"{name} ({count} calls)" for name, count in spec.unknown.items())
+        lines.append(f"Kept in place by operations without a rule (see register_permutation): {met}.")
     if spec.buffers:
         lines.append(f"Buffers move too ({', '.join(spec.buffers)}): where their values are known, they show the permutation.")
     return "\n".join(lines)

@@ -85,10 +85,15 @@ def find_permutations(module: nn.Module, sample_input: Any = None, *, groups: st
         looked_at = (
             ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in list(tracer.tensors.items())[:20]) or "nothing"
         )
-        unknown = ", ".join(f"{name} ({count} calls)" for name, count in tracer.unknown.items()) or "none"
+        unknown = ", ".join(f"{name} ({count} calls)" for name, count in tracer.unknown.items())
+        because = (
+            f"Operations without a rule keep what they touch in place: {unknown} (see register_permutation)."
+            if unknown
+            else "It has no hidden axis, or something along its hidden axes has fixed places (a constant, an order, an output)."
+        )
         raise ValueError(
             f"module {type(network).__name__} has no axis that may be permuted at groups={groups!r}. Looked at: {looked_at}. "
-            f"Operations without a rule, which keep what they touch in place: {unknown} (see register_permutation)."
+            f"{because}"
         )
     if all(parameter.device.type != "meta" for parameter in network.parameters()):
         check_call(best, network, args, kwargs)

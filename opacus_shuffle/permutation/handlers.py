@@ -66,6 +66,12 @@ def register_permutation(kind: type[nn.Module]) -> Callable[[Handler], Handler]:
     The handler gets the module and returns :class:`ModuleAxes`, or None to have this one traced after all. It is trusted, and
     then checked numerically with everything else. Subclasses need their own.
 
+    Example::
+
+        @register_permutation(GatedUnits)  # its forward calls a kernel of yours with self.gate, of shape (units,)
+        def axes(module):
+            return ModuleAxes(parameters={"gate": "unit"}, inputs="... unit", outputs="... unit")
+
     Args:
         kind: A class of modules.
 

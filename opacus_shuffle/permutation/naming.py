@@ -32,6 +32,7 @@ def name_factors(
     heads: set[Axis],
     streams: set[Axis],
     contracted: set[Axis],
+    outer: set[Axis],
 ) -> dict[Axis, str]:
     """A unique name per free factor.
 
@@ -41,6 +42,7 @@ def name_factors(
         heads: Factors that count attention heads.
         streams: Factors of a residual stream.
         contracted: Factors that queries and keys are multiplied over.
+        outer: Factors that others are inside of.
     """
     found: dict[Axis, str] = {}
     used: Counter[str] = Counter()
@@ -57,6 +59,8 @@ def name_factors(
             first = names[0].rpartition(".")[0] or names[0]
             kind = "channels" if tensors[names[0]].dim() > 2 else "units"
             name = f"{kind} of {first}"
+        if atom in outer and atom not in heads:
+            name = f"groups in {name}"
         used[name] += 1
         found[atom] = name if used[name] == 1 else f"{name} ({used[name]})"
     return found

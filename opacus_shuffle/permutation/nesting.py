@@ -169,7 +169,8 @@ def _assemble(
                     places.setdefault(atom, []).append((name, start))
         if found:
             blocks[name] = tuple(found)
-    names = name_factors(places, tracer.tensors, heads=heads, streams=streams, contracted=contracted)
+    outer = {each for atom, found in inside.items() for each in found if atom in places}
+    names = name_factors(places, tracer.tensors, heads=heads, streams=streams, contracted=contracted, outer=outer)
     for atom in [each for outer in inside.values() for each in outer]:
         numbers.setdefault(atom, len(numbers))
     factors = tuple(
@@ -193,6 +194,7 @@ def _assemble(
             for name in blocks
             if name in tracer.aliases.values()
         },
+        unknown=dict(tracer.unknown),
         level=level,
     )
 

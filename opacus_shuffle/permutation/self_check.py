@@ -103,15 +103,13 @@ def _blame(
                 members = ", ".join(dict.fromkeys(name for name, _ in spec.perm_to_axes[factor.name]))
                 raise ValueError(
                     f"this PermutationSpec changes what {type(network).__name__} computes: permuting {factor.name!r} moves "
-                    f"{members} "
-                    f"and the outputs by {alone:.1e} of their size. Something that belongs to it is missing or must stay in "
-                    f"place; "
-                    "use find_permutations, or correct what register_permutation was told"
+                    f"{members} and the outputs by {alone:.1e} of their size. Something that belongs to it is missing or must "
+                    "stay in place. If it was found and not made by hand, tracing has lost these where their values leave "
+                    "PyTorch: declare that module's axes (see register_permutation)"
                 )
     raise ValueError(
-        f"this PermutationSpec changes what {type(network).__name__} computes by {worst:.1e} of the outputs' size, though each "
-        f"of its "
-        "permutations alone does not: use find_permutations"
+        f"this PermutationSpec changes what {type(network).__name__} computes by {worst:.1e} of the outputs' size, though none "
+        "of its permutations does alone: use find_permutations"
     )
 
 

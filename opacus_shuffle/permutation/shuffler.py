@@ -27,7 +27,7 @@ from torch import nn
 
 from opacus_shuffle.permutation.network import unwrap
 from opacus_shuffle.permutation.spec import PermutationPlan, PermutationSpec
-from opacus_shuffle.randomness import KeyChain
+from opacus_shuffle.randomness import KeyChain, check_generator
 from opacus_shuffle.validation import instance_of, one_of
 
 MODES = ("every_step", "on_release")
@@ -47,8 +47,8 @@ class WeightShuffler:
             followed to the one inside. A shuffler that was there before is replaced.
         mode: ``"every_step"``: after every update (WS Algorithm 1). ``"on_release"``: what ``state_dict`` of the network and of
             the optimizer return is permuted, by one permutation until the next update, and the run itself goes on where it is;
-            costs nothing per step. Other ways out, such as ``parameters()`` or the network itself, need a call of
-            :meth:`release` before.
+            costs nothing per step. Other ways out, such as ``parameters()``, a copy of the network or a pickled optimizer, need
+            a call of :meth:`release` before. What was shown is to be loaded again as a whole: weights and optimizer state.
         generator: On the CPU; by default a chain of keys from the operating system, which cannot be run backwards. Pass your
             own to repeat a run, and never on real data.
         synchronise: All ranks of the default process group draw the same permutations, by rank 0's secret.
@@ -87,7 +87,7 @@ class WeightShuffler:
     ) -> None:
         instance_of("spec", spec, (PermutationSpec,))
         one_of("shuffle_mode", mode, MODES)
-        check_generator(generator)
+        check_generator("shuffle_generator", generator)
         self.spec, self.mode = spec, mode
         self.steps = self.shuffles = 0
         self._network = unwrap(module)
@@ -100,12 +100,15 @@ class WeightShuffler:
         self._changed = False  # since the last release
         self._plan: PermutationPlan | None = None  # from the run itself to what was released last
         self._running: list[FrameType] = []
+        self._synchronised = synchronise
+        self._versions: list[int] = []  # of the parameters when the plan was drawn
         if synchronise:
             self._synchronise()
         for each in (self._network, self._optimizer):
             if (previous := _attached(each)) is not None:
                 self._changed |= previous._private
                 previous._end()
+                previous._changed, previous._plan = False, None  # it is ours now
             _ATTACHED[each] = weakref.ref(self)
         self._handles = [
             self._optimizer.register_step_pre_hook(self._before_update),
@@ -113,8 +116,8 @@ class WeightShuffler:
         ]
         if mode == "on_release":
             self._handles += [
-                part.register_state_dict_post_hook(_Release(self, part, name))  # type: ignore[no-untyped-call]
-                for name, part in self._network.named_modules()
+                part.register_state_dict_post_hook(_Release(self, part))  # type: ignore[no-untyped-call]
+                for part in self._network.modules()
             ]
             self._handles += [
                 self._optimizer.register_state_dict_post_hook(self._release_optimizer),
@@ -134,19 +137,27 @@ class WeightShuffler:
         Raises:
             ValueError: In the middle of a batch.
         """
-        if self._changed:
-            self._plan = self._draw()
-        if self._plan is not None:
+        if self._private:
             if any(_waiting(parameter) for parameter in self._network.parameters()):
                 raise ValueError("release() in the middle of a batch: its gradients would be left behind; step first")
-            self.spec.move(self._followers(), self._plan, executor=self._executor, storage=self._storage)
+            followers = self._followers()
+            plan: Any = self._released()
+            if self._synchronised:  # another rank may have shown another one, or none
+                data: list[Any] = [plan, self.shuffles]
+                torch.distributed.broadcast_object_list(data, 0)
+                plan, self.shuffles = data
+                self._synchronise()
+            self.spec.move(followers, plan, executor=self._executor, storage=self._storage)
         self._changed, self._plan = False, None
 
     def detach(self) -> None:
-        """Stops shuffling; a run that was not released as it is is permuted once more (unless in the middle of a batch)."""
+        """Stops shuffling; a run that was not released as it is is permuted once more.
+
+        Raises:
+            ValueError: If it would have to be, in the middle of a batch.
+        """
+        self.release()
         self._end()
-        if self._private and not any(_waiting(parameter) for parameter in self._network.parameters()):
-            self.release()
 
     @property
     def _private(self) -> bool:
@@ -223,30 +234,41 @@ class WeightShuffler:
 
     def _released(self) -> PermutationPlan | None:
         """By what the weights that leave now are permuted."""
-        if self._changed:
-            self._plan, self._changed = self._draw(), False
+        now = [tensor._version for name, tensor in self.spec.tensors(self._network).items() if name not in self.spec.buffers]
+        if self._changed or (self._plan is not None and self._versions != now):  # loaded, say: a plan must not be used twice
+            self._plan, self._changed, self._versions = self._draw(), False, now
         return self._plan
 
-    def _release_part(self, part: nn.Module, place: str, state: dict[str, Any], prefix: str) -> None:
-        """Puts permuted copies of one module's own tensors into the state; that of its children comes before."""
+    def _release_part(self, part: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """Puts permuted copies in the place of all that is the run's own; what was one tensor stays one."""
         plan = self._released()
-        canonical = {alias: name for name, aliases in self.spec.aliases.items() for alias in aliases}
+        names = {id(tensor): name for name, tensor in self.spec.tensors(self._network).items()}
+        places: dict[int, list[str]] = {}
+        own: dict[tuple[Any, ...], torch.Tensor] = {}
+        for name, tensor in (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)):
+            places.setdefault(id(tensor), []).append(prefix + name)
+            own[tensor.data_ptr(), tensor.shape, tensor.stride()] = tensor
+        copies: dict[int, torch.Tensor] = {}
         moving: dict[str, list[torch.Tensor]] = {}
-        for key in (*part._parameters, *part._buffers):
-            value = state.get(prefix + key)
-            if isinstance(value, torch.Tensor):
+        for key, value in state.items():
+            if not (key.startswith(prefix) and isinstance(value, torch.Tensor)):
+                continue
+            found = own.get((value.data_ptr(), value.shape, value.stride()))
+            if found is None:  # a copy already, or not the run's
+                continue
+            if id(found) not in copies:
                 copied = value.detach().clone()
-                state[prefix + key] = nn.Parameter(copied, value.requires_grad) if isinstance(value, nn.Parameter) else copied
-                name = f"{place}.{key}" if place else key
-                name = canonical.get(name, name)
-                if name in self.spec.blocks:
-                    moving.setdefault(name, []).append(copied)
+                is_parameter = isinstance(value, nn.Parameter)
+                copies[id(found)] = nn.Parameter(copied, value.requires_grad) if is_parameter else copied
+                if id(found) in names:
+                    moving[names[id(found)]] = [copied]
+            state[key] = copies[id(found)]
         if plan is not None and moving:
             self.spec.move(moving, plan, executor=self._executor)
-        if not place:  # what was one tensor stays one
-            for alias, name in canonical.items():
-                if prefix + alias in state and prefix + name in state:
-                    state[prefix + alias] = state[prefix + name]
+        for keys in places.values():
+            present = [key for key in keys if key in state]
+            for other in present[1:]:
+                state[other] = state[present[0]]
 
     def _release_optimizer(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """A permuted copy of the optimizer's state."""
@@ -282,13 +304,13 @@ class WeightShuffler:
 class _Release:
     """The state-dict hook of one module of the network, inert in copies of it."""
 
-    def __init__(self, shuffler: WeightShuffler | None, part: nn.Module | None = None, place: str = "") -> None:
-        self._shuffler, self._part, self._place = shuffler, part, place
+    def __init__(self, shuffler: WeightShuffler | None, part: nn.Module | None = None) -> None:
+        self._shuffler, self._part = shuffler, part
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Permutes what leaves."""
         if self._shuffler is not None and module is self._part:
-            self._shuffler._release_part(module, self._place, state, prefix)
+            self._shuffler._release_part(module, state, prefix)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Release:
         """A copy of the network is not trained by our optimizer."""
@@ -316,17 +338,13 @@ def _callers() -> list[FrameType]:
 
 def _waiting(parameter: nn.Parameter) -> bool:
     """Whether gradients of records wait for a step here (where Opacus keeps them); those of the last one are marked."""
-    waiting = getattr(parameter, "grad_sample", None)
+    waiting, total = getattr(parameter, "grad_sample", None), getattr(parameter, "summed_grad", None)
     last = waiting[-1] if isinstance(waiting, list) and waiting else waiting
-    return isinstance(last, torch.Tensor) and not hasattr(last, "_processed")
-
-
-def check_generator(generator: Any) -> None:
-    """Refuses what no permutation can be drawn from."""
-    if generator is not None:
-        instance_of("shuffle_generator", generator, (torch.Generator,))
-        if generator.device.type != "cpu":
-            raise ValueError(f"shuffle_generator must live on the CPU, got one on {generator.device}")
+    if isinstance(last, torch.Tensor) and not hasattr(last, "_processed"):
+        return True
+    # Where no noise is added (all ranks but the first) the sum is not marked: there it becomes the gradient itself.
+    used = parameter.grad is not None and total is not None and parameter.grad.data_ptr() == total.data_ptr()
+    return isinstance(total, torch.Tensor) and not hasattr(total, "_processed") and not used
 
 
 def innermost(optimizer: Any) -> torch.optim.Optimizer:

@@ -30,7 +30,7 @@ from torch import nn
 
 from opacus_shuffle.permutation.gather import Move, gather_
 from opacus_shuffle.permutation.layout import Block, Factor, IndexVectors, Term, plan_movement
-from opacus_shuffle.randomness import secret_generator
+from opacus_shuffle.randomness import check_generator, secret_generator
 
 WRAPPERS = re.compile(r"^(?:(?:_module|module|_orig_mod)\.)+")
 """What Opacus, distributed training and ``torch.compile`` put before the names of parameters."""
@@ -62,6 +62,7 @@ class PermutationSpec:
         buffers: Those of them that are buffers.
         unmoved: Names of the parameters that stay, with their sizes.
         aliases: Other names of tied parameters, by the one used here.
+        unknown: Operations without a rule that were met, with their numbers of calls: what they touched stays.
         level: ``"paper"``, ``"heads"`` or ``"residual"``; or what its maker calls it.
 
     Formal Guarantees:
@@ -76,6 +77,7 @@ class PermutationSpec:
     buffers: tuple[str, ...] = ()
     unmoved: Mapping[str, int] = dataclasses.field(default_factory=dict)
     aliases: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    unknown: Mapping[str, int] = dataclasses.field(default_factory=dict)
     level: str = "residual"
 
     # The group ----------------------------------------------------------------------------------------------------------------
@@ -86,6 +88,7 @@ class PermutationSpec:
         Args:
             generator: On the CPU; by default a fresh one, seeded by the operating system.
         """
+        check_generator("generator", generator)
         generator = secret_generator("cpu") if generator is None else generator
         by_size: defaultdict[int, list[int]] = defaultdict(list)
         for number, factor in enumerate(self.factors):
@@ -323,6 +326,7 @@ class PermutationSpec:
             "buffers": list(self.buffers),
             "unmoved": dict(self.unmoved),
             "aliases": {name: list(names) for name, names in self.aliases.items()},
+            "unknown": dict(self.unknown),
         }
 
     @classmethod
@@ -357,6 +361,7 @@ class PermutationSpec:
                 buffers=tuple(data["buffers"]),
                 unmoved={name: int(size) for name, size in data["unmoved"].items()},
                 aliases={name: tuple(names) for name, names in data["aliases"].items()},
+                unknown={name: int(count) for name, count in data["unknown"].items()},
                 level=str(data["level"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -146,6 +147,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 sdpa_kernel(SDPBackend.MATH),
                 torch.backends.mkldnn.flags(enabled=not self._recurrent),
                 torch.backends.cudnn.flags(enabled=not self._recurrent),
+                _Leaving(self),
                 self,
             ):
                 return forward()
@@ -225,6 +227,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._labels[tensor] = self._adopt(tensor)
         labels: Dimensions | Stacked = self._labels[tensor]
         return labels
+
+    def leaves(self, tensor: torch.Tensor, way: str) -> None:
+        """The tensor's values leave PyTorch, so nobody knows what becomes of them."""
+        if not self.is_constant(tensor):
+            self.unknown[way] += 1
+            for each in self.dimensions(tensor):
+                fix_all(each)
+            self.occurrences.append(self.dimensions(tensor))
 
     def set(self, tensor: torch.Tensor, labels: Dimensions | Stacked) -> None:
         """Labels a result; if it has labels already (an in-place operation), both must agree."""
@@ -342,6 +352,22 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [fixed_factors(size) for size in tensor.shape]
 
 
+class _Leaving(TorchFunctionMode):
+    """Notices tensors that become arrays or lists."""
+
+    WAYS = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Fixes them, and goes on."""
+        if func in self.WAYS and isinstance(args[0], torch.Tensor):
+            self._tracer.leaves(args[0], f"Tensor.{func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """No warnings."""
@@ -353,7 +379,12 @@ def _quiet() -> Iterator[None]:
 def _movable_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, and buffers that a checkpoint holds: numbers and masks, but no indices."""
     yield from module.named_parameters(remove_duplicate=False)
-    kept = set(module.state_dict(keep_vars=True))
+    kept = {
+        f"{place}.{name}" if place else name
+        for place, part in module.named_modules(remove_duplicate=False)
+        for name in part._buffers
+        if name not in part._non_persistent_buffers_set
+    }
     for name, buffer in module.named_buffers(remove_duplicate=False):
         if name in kept and buffer.dim() and (buffer.is_floating_point() or buffer.dtype == torch.bool or buffer.is_complex()):
             yield name, buffer
