@@ -28,7 +28,7 @@ from opacus_shuffle.opacus_defects import refuse_broken_attention, refuse_tied_g
 from opacus_shuffle.permutation import PermutationSpec, find_permutations
 from opacus_shuffle.permutation.module import make_shuffled
 from opacus_shuffle.permutation.nesting import LEVELS
-from opacus_shuffle.permutation.network import unwrap
+from opacus_shuffle.permutation.network import require_ready, unwrap
 from opacus_shuffle.permutation.sample_input import first_records, from_batch, run_quietly
 from opacus_shuffle.permutation.self_check import check_call
 from opacus_shuffle.permutation.shuffler import (
@@ -95,6 +95,7 @@ def plan_shuffling(
     refuse_broken_attention(network)
     if grad_sample_mode == "ghost":
         refuse_tied_ghost(network)
+    require_ready(network)
     args, kwargs = from_batch(network, first_records(data_loader))
     try:
         run_quietly(network, args, kwargs)
@@ -130,7 +131,8 @@ class WeightShufflingMixin(opacus.PrivacyEngine):
     def save_checkpoint(self, *, checkpoint_dict: dict[str, Any] | None = None, **keywords: Any) -> None:
         """As :meth:`opacus.PrivacyEngine.save_checkpoint`, with the secret of the permutations to come if weights are shuffled.
 
-        That secret says nothing about the permutations so far. Still, publish ``module.state_dict()``, not checkpoints.
+        That secret says nothing about the permutations so far (a ``shuffle_generator`` of your own does). Still, publish
+        ``module.state_dict()``, not checkpoints.
 
         Args:
             checkpoint_dict: As Opacus's.

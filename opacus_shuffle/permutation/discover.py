@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from torch import nn
@@ -20,7 +19,7 @@ from opacus_shuffle.permutation import rules_indexing, rules_layers, rules_shape
 from opacus_shuffle.permutation import sample_input as samples
 from opacus_shuffle.permutation.handlers import HandlerError, declared_axes
 from opacus_shuffle.permutation.nesting import LEVELS, build_spec
-from opacus_shuffle.permutation.network import results, state_kept, unwrap
+from opacus_shuffle.permutation.network import kept_activations, require_ready, results, state_kept, unwrap
 from opacus_shuffle.permutation.self_check import check_call
 from opacus_shuffle.permutation.spec import PermutationSpec
 from opacus_shuffle.permutation.trace import Packing, Tracer
@@ -57,8 +56,8 @@ def find_permutations(module: nn.Module, sample_input: Any = None, *, groups: st
     """
     one_of("groups", groups, LEVELS)
     network = unwrap(module)
+    require_ready(network)
     args, kwargs = samples.guess(network) if sample_input is None else samples.normalise(sample_input)
-    _refuse_overlapping(network)
     packings: dict[tuple[str, int], set[Packing]] = {}
     written: set[int] = set()
     best: PermutationSpec | None = None
@@ -112,17 +111,4 @@ def _run(tracer: Tracer, network: nn.Module, args: tuple[Any, ...], kwargs: dict
             raise ValueError(
                 f"sample_input does not run through {type(network).__name__} in {mode} mode: {type(error).__name__}: {error}"
             ) from error
-    tracer.fix_results(results(outputs))
-
-
-def _refuse_overlapping(network: nn.Module) -> None:
-    """Parameters that share memory without being the same tensor cannot be moved one by one."""
-    spans: list[tuple[int, int, str]] = []
-    for name, parameter in network.named_parameters():
-        if parameter.numel() and parameter.device.type != "meta":
-            span = sum((size - 1) * abs(stride) for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-            spans.append((parameter.data_ptr(), parameter.data_ptr() + (span + 1) * parameter.element_size(), name))
-    spans.sort()
-    for (_, stop, one), (start, _, other) in itertools.pairwise(spans):
-        if start < stop:
-            raise ValueError(f"module: parameters {one} and {other} share memory without being the same tensor: untie them")
+    tracer.fix_results([*results(outputs), *kept_activations(network)])

@@ -279,7 +279,7 @@ def _rows_along_cycles(
     matrix: torch.Tensor, chunks: list[_Chunk], columns: torch.Tensor | None, buffer: torch.Tensor, second: torch.Tensor
 ) -> None:
     """Rows in place: each chunk reads its sources before the next one overwrites them, all but a cycle's first row."""
-    target, wide_buffer, wide_second = (_widest(tensor) for tensor in (matrix, buffer, second))
+    target, wide_buffer, wide_second = _widest(matrix, buffer, second)
     head = matrix[0]
     for chunk in chunks:
         count = len(chunk.destinations)
@@ -383,8 +383,12 @@ def _scratch(matrix: torch.Tensor, *rows: int) -> list[torch.Tensor]:
     ]
 
 
-def _widest(matrix: torch.Tensor) -> torch.Tensor:
-    """The same rows in words of 8 bytes where they divide into such, for fewer steps of loops over words."""
-    size = matrix.element_size()
-    fits = matrix.dim() == 2 and (matrix.shape[1] * size) % 8 == 0 and (matrix.storage_offset() * size) % 8 == 0
-    return matrix.view(torch.int64) if fits else matrix
+def _widest(*matrices: torch.Tensor) -> list[torch.Tensor]:
+    """The same rows in words of 8 bytes where all divide into such, for fewer steps of loops over words."""
+    fits = all(
+        matrix.dim() == 2
+        and (matrix.shape[1] * matrix.element_size()) % 8 == 0
+        and (matrix.storage_offset() * matrix.element_size()) % 8 == 0
+        for matrix in matrices
+    )
+    return [matrix.view(torch.int64) if fits else matrix for matrix in matrices]

@@ -57,7 +57,7 @@ def find_rule(call: Call) -> Rule | None:
     "hardswish",
     "zero",
 )
-@rule("log_sigmoid_forward", "_prelu_kernel", "prelu")
+@rule("log_sigmoid_forward", "_prelu_kernel", "prelu", "polar", "complex")
 def elementwise(tracer: Tracer, call: Call) -> None:
     """Entry by entry, with broadcasting; random entries are independent and alike, so they may be permuted too."""
     operands = [tensor for tensor in call.inputs if tensor.dim()]

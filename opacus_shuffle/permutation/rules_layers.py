@@ -28,7 +28,7 @@ from opacus_shuffle.permutation.rules import as_list, rule
 from opacus_shuffle.permutation.trace import Tracer
 
 
-@rule("mm", "bmm", "matmul", "mv", "dot", "addmm", "baddbmm", "addmv", "linear")
+@rule("mm", "bmm", "matmul", "mv", "dot", "vdot", "addmm", "baddbmm", "addmv", "linear")
 def matrix_product(tracer: Tracer, call: Call) -> None:
     """The contracted axes are one, batch axes too; a bias follows the result."""
     name = call.name.removesuffix("_").removeprefix("aten.")
@@ -63,6 +63,20 @@ def matrix_product(tracer: Tracer, call: Call) -> None:
     tracer.contraction(call.out)
     if streams:
         tracer.streams += [axis for each in result for axis in each]
+
+
+@rule("_grouped_mm")
+def grouped_product(tracer: Tracer, call: Call) -> None:
+    """Rows of each group with a matrix of its own (experts)."""
+    one, other = call.inputs[:2]
+    left, right = tracer.dimensions(one), tracer.dimensions(other)
+    if len(left) != 2 or len(right) != 3 or call.arguments.get("bias") is not None:
+        raise IncompatibleError
+    fix_all([*left[0], *right[0]])
+    unify_all(left[1], right[1])
+    tracer.occurrences.append([left[0], left[1], right[2]])
+    tracer.set(call.out, [left[0], right[2]])
+    tracer.contraction(call.out)
 
 
 @rule("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution")

@@ -37,9 +37,10 @@ def shape_rule(*names: str) -> Callable[[Callable[[Call, Dimensions], Dimensions
         def apply(tracer: Tracer, call: Call) -> None:
             labels = tracer.labels(call.inputs[0])
             if call.out is call.inputs[0] and call.name.endswith("_"):  # the tensor itself has another shape now
-                labels = tracer.dimensions(call.out)
+                changed = function(call, tracer.dimensions(call.out))
                 tracer.forget(call.out)
-            if isinstance(labels, list):
+                tracer.set(call.out, changed)
+            elif isinstance(labels, list):
                 tracer.set(call.out, function(call, labels))
             else:
                 tracer.set(call.out, type(labels)(labels.marker, [function(call, each) for each in labels.alternatives]))
@@ -90,10 +91,10 @@ def unsqueezed(call: Call, dims: Dimensions) -> Dimensions:
 @shape_rule("squeeze")
 def squeezed(call: Call, dims: Dimensions) -> Dimensions:
     """Axes of size 1 go."""
-    rank, shape = len(dims), call.inputs[0].shape
+    rank = len(dims)
     asked = call.arguments.get("dim")
     drop = set(range(rank)) if asked is None else {dim % rank for dim in as_list(asked)}
-    return [each for dim, each in enumerate(dims) if not (dim in drop and shape[dim] == 1)]
+    return [each for dim, each in enumerate(dims) if each or dim not in drop]
 
 
 def viewed(call: Call, dims: Dimensions) -> Dimensions:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from opacus_shuffle.permutation.network import unwrap
 from opacus_shuffle.permutation.spec import PermutationPlan, PermutationSpec
@@ -49,6 +50,7 @@ class WeightShuffler:
             the optimizer return is permuted, by one permutation until the next update, and the run itself goes on where it is;
             costs nothing per step. Other ways out, such as ``parameters()``, a copy of the network or a pickled optimizer, need
             a call of :meth:`release` before. What was shown is to be loaded again as a whole: weights and optimizer state.
+            Averages of weights over steps (EMA, SWA) and anchors kept elsewhere do not follow ``"every_step"``; use this mode.
         generator: On the CPU; by default a chain of keys from the operating system, which cannot be run backwards. Pass your
             own to repeat a run, and never on real data.
         synchronise: All ranks of the default process group draw the same permutations, by rank 0's secret.
@@ -93,7 +95,13 @@ class WeightShuffler:
         self._network = unwrap(module)
         self._optimizer = innermost(optimizer)
         refuse_optimizer(self._optimizer)
-        spec.followers(spec.tensors(self._network), self._optimizer)
+        tensors = spec.tensors(self._network)
+        if not tensors:
+            raise ValueError("spec moves nothing: an empty PermutationSpec shuffles no weights")
+        trained = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
+        if not any(id(tensor) in trained for tensor in tensors.values()):
+            raise ValueError(f"optimizer {type(self._optimizer).__name__} trains none of the parameters that would move")
+        spec.followers(tensors, self._optimizer)
         self._generator = generator
         self._keys = KeyChain()
         self._executor, self._storage = executor, storage
@@ -121,6 +129,9 @@ class WeightShuffler:
             ]
             self._handles += [
                 self._optimizer.register_state_dict_post_hook(self._release_optimizer),
+                # What is loaded may be what was shown, of one of the two alone: let the run be what was shown, too.
+                self._network.register_load_state_dict_pre_hook(_Load(self)),  # type: ignore[no-untyped-call]
+                self._optimizer.register_load_state_dict_pre_hook(lambda *_: self.release()),
             ]
 
     def shuffle_(self) -> None:
@@ -174,7 +185,10 @@ class WeightShuffler:
                 del _ATTACHED[each]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run needs to go on as it would have: secret, since it tells all permutations to come (none that were)."""
+        """What a run needs to go on as it would have: secret, since it tells all permutations to come.
+
+        By default it tells none that were; the state of a generator of your own can be run backwards to them.
+        """
         return {
             "key": self._keys.key,
             "generator": None if self._generator is None else self._generator.get_state(),
@@ -326,6 +340,26 @@ class _Release:
         return _Release, (None,)
 
 
+class _Load:
+    """The hook of one network that is about to load weights, inert in copies of it."""
+
+    def __init__(self, shuffler: WeightShuffler | None) -> None:
+        self._shuffler = shuffler
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        """Releases the run."""
+        if self._shuffler is not None and module is self._shuffler._network:
+            self._shuffler.release()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Load:
+        """A copy of the network is not trained by our optimizer."""
+        return _Load(None)
+
+    def __reduce__(self) -> Any:
+        """Pickled without the run."""
+        return _Load, (None,)
+
+
 def _callers() -> list[FrameType]:
     """The frames that are running."""
     found: list[FrameType] = []
@@ -368,10 +402,17 @@ def _attached(owner: nn.Module | torch.optim.Optimizer) -> WeightShuffler | None
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Says no to optimizers that are known not to treat the entries of a tensor alike."""
+    """Says no to optimizers that are known not to treat the entries of a tensor alike, or keep tensors where nobody looks."""
     if isinstance(optimizer, FLAT_STATE):
         raise ValueError(
             f"optimizer {type(optimizer).__name__} keeps factored, flat or sparse state, which cannot follow a permutation of "
             f"the "
             "weights: use SGD, Adam, AdamW or RMSprop"
         )
+    for name, value in vars(optimizer).items():
+        known = name in ("state", "param_groups", "defaults")
+        if not known and any(isinstance(leaf, torch.Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
+            raise ValueError(
+                f"optimizer {type(optimizer).__name__} keeps tensors in its attribute {name!r}, outside of its state, where "
+                "they cannot follow a permutation of the weights: use SGD, Adam, AdamW or RMSprop"
+            )

@@ -25,7 +25,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from opacus_shuffle.permutation.labels import (
@@ -281,12 +280,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 fix_all(each)
             self.occurrences.append(self.dimensions(tensor))
 
-    def fix_results(self, results: Any) -> None:
+    def fix_results(self, results: Iterable[torch.Tensor]) -> None:
         """What the network returns stays as it is."""
-        for leaf in tree_leaves(results):
-            if isinstance(leaf, torch.Tensor):
-                for each in self.dimensions(leaf):
-                    fix_all(each)
+        for tensor in results:
+            for each in self.dimensions(tensor):
+                fix_all(each)
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
         """Whether no axis of the tensor is free."""
@@ -382,11 +380,16 @@ def _movable_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     kept = {
         f"{place}.{name}" if place else name
         for place, part in module.named_modules(remove_duplicate=False)
-        for name in part._buffers
-        if name not in part._non_persistent_buffers_set
+        for name, _ in part.named_buffers(recurse=False, remove_duplicate=False)
+        if name not in getattr(part, "_non_persistent_buffers_set", ())
     }
     for name, buffer in module.named_buffers(remove_duplicate=False):
-        if name in kept and buffer.dim() and (buffer.is_floating_point() or buffer.dtype == torch.bool or buffer.is_complex()):
+        if (
+            name in kept
+            and buffer.dim()
+            and buffer.layout == torch.strided
+            and (buffer.is_floating_point() or buffer.dtype == torch.bool or buffer.is_complex())
+        ):
             yield name, buffer
 
 
