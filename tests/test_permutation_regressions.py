@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -127,14 +130,106 @@ def test_values_that_leave_pytorch_keep_their_axes_in_place_and_the_others_move(
     assert "Tensor.tolist" in spec.describe()
 
 
-def test_memory_shared_by_tensors_is_refused_by_name():
-    one, two, three = mlp(), mlp(), mlp()
+class Scaled(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu() * self.scale)
+
+
+def test_memory_shared_by_tensors_that_move_is_refused_by_name():
+    one, two, three = mlp(), mlp(), Scaled(torch.ones(1).expand(6))
     one.register_buffer("part", one[0].weight.data[2:])
     two.register_buffer("whole", two[0].weight.data)
-    three.register_buffer("scale", torch.ones(1).expand(6))
     for network, name in ((one, "part"), (two, "whole"), (three, "scale")):
         with pytest.raises(ValueError, match=f"{name}.*share memory|share memory.*{name}"):
             find_permutations(network, X)
+
+
+def test_memory_shared_by_tensors_that_stay_is_nobodys_business():
+    network, table = mlp(), torch.randn(5, 8)
+    for name, value in {"cos": table[:, ::2], "sin": table[:, 1::2], "mask": torch.ones(1, 5).expand(3, 5)}.items():
+        network.register_buffer(name, value)
+    assert round(2 ** find_permutations(network, X).log2_size()) == 720
+
+
+class Buffered(nn.Module):
+    def __init__(self, value, use):
+        super().__init__()
+        self.use = use
+        self.register_buffer("value", value)
+
+    def forward(self, x):
+        return self.use(x, self.value)
+
+
+def attend(h, mask):
+    return torch.zeros(3, 3).masked_fill(mask.bool(), -torch.inf).softmax(-1) @ h
+
+
+@pytest.mark.parametrize(
+    ("value", "use"),
+    [
+        (
+            torch.triu(torch.ones(3, 3), 1),
+            lambda h, mask: torch.zeros(3, 3).masked_fill(mask.bool(), -torch.inf).softmax(-1) @ h,
+        ),
+        (torch.tensor([0.0, 1.0, 2.0]), lambda h, index: h[index.long()]),
+        (torch.tensor([0.99, 0.999]), lambda h, share: h * (1 - share[0]).sqrt()),
+        (torch.tensor([0.99]), lambda h, chance: h + torch.logit(chance)),
+    ],
+    ids=["mask", "index", "share", "chance"],
+)
+def test_buffers_that_mean_nothing_perturbed_are_no_reason_to_refuse(value, use):
+    assert round(2 ** find_permutations(mlp(Buffered(value, use), nn.ReLU()), X).log2_size()) == 720
+
+
+@pytest.mark.parametrize("wrap", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_weights_computed_into_attributes_move(wrap):
+    with pytest.warns(FutureWarning) if wrap is nn.utils.weight_norm else nullcontext():
+        network = nn.Sequential(wrap(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 2))
+    assert round(2 ** find_permutations(network, X).log2_size()) == 720
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda one, two: (two, (two - two.mean(1, True)).mean(1)),
+        lambda one, two: (two, (two[:, 0] > 1e9).long()),
+        lambda one, two: (two, range(3), deque([two]), torch.device("cpu"), torch),
+    ],
+    ids=["zero up to rounding", "always class 0", "other things"],
+)
+def test_harmless_results_are_no_reason_to_refuse(give):
+    assert round(2 ** find_permutations(Heads(give), X).log2_size()) == 720 * 120  # nobody returns the other head
+
+
+def test_a_result_in_an_inherited_slot_stays_in_place():
+    class Slotted:
+        __slots__ = "hidden"
+
+    class Result(Slotted):
+        __slots__ = ("value",)
+
+    def give(one, two):
+        result = Result()
+        result.hidden, result.value = one, two
+        return result
+
+    assert not any(("one.weight", 0) in axes for axes in find_permutations(Heads(give), X).perm_to_axes.values())
+
+
+def test_decoders_that_return_their_cache_in_a_tuple_keep_their_heads_free():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    network = transformers.GPT2LMHeadModel(config)
+    tokens = torch.randint(3, 40, (2, 6))
+    call = {"input_ids": tokens, "use_cache": True}
+    sizes = [find_permutations(network, {**call, "return_dict": flag}).log2_size() for flag in (True, False)]
+    assert sizes[0] == sizes[1]
 
 
 def test_networks_that_are_not_ready_are_refused_and_left_alone():
@@ -206,7 +301,7 @@ def test_shufflers_that_could_not_do_their_work_are_refused():
         WeightShuffler(network, PermutationSpec((), {}, {}), torch.optim.SGD(network.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("what", ["network", "optimizer", "both"])
+@pytest.mark.parametrize("what", ["network", "part", "optimizer", "both"])
 def test_loading_what_was_just_shown_is_no_change(what):
     def trained(reload):
         network = mlp().double()
@@ -218,9 +313,11 @@ def test_loading_what_was_just_shown_is_no_change(what):
             optimizer.zero_grad()
             if step == 1 and reload:
                 shown = network.state_dict(), optimizer.state_dict()
-                if what != "optimizer":
+                if what in ("network", "both"):
                     network.load_state_dict(shown[0])
-                if what != "network":
+                if what == "part":
+                    network[2].load_state_dict(network[2].state_dict())
+                if what in ("optimizer", "both"):
                     optimizer.load_state_dict(shown[1])
                 again = network.state_dict()
                 assert all(torch.equal(again[name], value) for name, value in shown[0].items())

@@ -19,7 +19,7 @@ from opacus_shuffle.permutation import rules_indexing, rules_layers, rules_shape
 from opacus_shuffle.permutation import sample_input as samples
 from opacus_shuffle.permutation.handlers import HandlerError, declared_axes
 from opacus_shuffle.permutation.nesting import LEVELS, build_spec
-from opacus_shuffle.permutation.network import kept_activations, require_ready, results, state_kept, unwrap
+from opacus_shuffle.permutation.network import kept_activations, require_apart, require_ready, results, state_kept, unwrap
 from opacus_shuffle.permutation.self_check import check_call
 from opacus_shuffle.permutation.spec import PermutationSpec
 from opacus_shuffle.permutation.trace import Packing, Tracer
@@ -94,6 +94,7 @@ def find_permutations(module: nn.Module, sample_input: Any = None, *, groups: st
             f"module {type(network).__name__} has no axis that may be permuted at groups={groups!r}. Looked at: {looked_at}. "
             f"{because}"
         )
+    require_apart({**dict(network.named_parameters()), **dict(network.named_buffers())}, best.blocks)
     if all(parameter.device.type != "meta" for parameter in network.parameters()):
         check_call(best, network, args, kwargs)
     return best

@@ -8,9 +8,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -68,46 +69,48 @@ def state_kept(network: nn.Module) -> Iterator[None]:
 CACHES = ("past_key_values", "cache_params")
 """Results of Hugging Face models that only save work for the next call."""
 
-PLAIN = (torch.Tensor, bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)
-"""What holds no tensors inside."""
+CLOSED = (torch.Tensor, nn.Module, ModuleType, bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)
+"""What is not looked into for tensors."""
 
 
 def results(outputs: Any) -> list[torch.Tensor]:
-    """The tensors that a network returns, wherever they are, without caches of past keys and values, which are no results.
-
-    Raises:
-        ValueError: If it returns something that cannot be looked into.
-    """
+    """The tensors that a network returns, wherever they are, without caches of past keys and values, which are no results."""
     found: list[torch.Tensor] = []
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}
     waiting = [outputs]
     while waiting:
         each = waiting.pop()
         if isinstance(each, torch.Tensor):
             found.append(each)
-        if (
-            each is None
-            or isinstance(each, torch.Tensor | bool | int | float | complex | str | bytes | type)
-            or id(each) in seen
-        ):
+        if each is None or isinstance(each, CLOSED) or id(each) in seen or _is_cache(each):
             continue
-        seen.add(id(each))
+        seen[id(each)] = each
         if isinstance(each, Mapping):
             waiting += [value for name, value in each.items() if name not in CACHES]
-        elif isinstance(each, list | tuple | set | frozenset):
+        elif isinstance(each, list | tuple | set | frozenset | deque):
             waiting += list(each)
-        elif hasattr(each, "__dict__") or hasattr(each, "__slots__"):
-            names = [*getattr(each, "__dict__", ()), *getattr(type(each), "__slots__", ())]
-            waiting += [getattr(each, name, None) for name in names if name not in CACHES]
         else:
-            raise ValueError(f"the network returns a {type(each).__name__}, which cannot be looked into for tensors")
+            slots = [getattr(kind, "__slots__", ()) for kind in type(each).__mro__]
+            names = [name for slot in slots for name in ([slot] if isinstance(slot, str) else slot)]
+            waiting += [getattr(each, name, None) for name in [*getattr(each, "__dict__", ()), *names] if name not in CACHES]
     return found[::-1]
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether it is one of Hugging Face's caches."""
+    return any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
 
 
 def kept_activations(network: nn.Module) -> list[torch.Tensor]:
     """Tensors that the modules keep as plain attributes after a run; a loss may read them."""
-    own = ("_parameters", "_buffers", "_modules")
-    attributes = [value for module in network.modules() for name, value in vars(module).items() if name not in own]
+    attributes = [
+        value
+        for module in network.modules()
+        for name, value in vars(module).items()
+        if name not in ("_parameters", "_buffers", "_modules")
+        # What torch.nn.utils computes a weight into.
+        and not {f"{name}_g", f"{name}_orig"} & {key for key, _ in module.named_parameters(recurse=False)}
+    ]
     return [leaf for leaf in tree_leaves(attributes) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)]
 
 
@@ -117,20 +120,34 @@ def require_ready(network: nn.Module) -> None:
     Raises:
         ValueError: It names them.
     """
-    spans: list[tuple[int, int, str]] = []
-    seen: set[int] = set()
-    for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
+    parameters = dict(network.named_parameters())
+    for name, tensor in [*parameters.items(), *network.named_buffers()]:
         if is_lazy(tensor):
             raise ValueError(f"module: {name} is not initialised yet: run the network once before")
+    require_apart({**parameters, **dict(network.named_buffers())}, set(parameters))
+
+
+def require_apart(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
+    """Refuses tensors that would move and share memory with others, or with themselves.
+
+    Raises:
+        ValueError: It names them.
+    """
+    spans: list[tuple[int, int, str]] = []
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
         if id(tensor) in seen or not tensor.numel() or tensor.device.type == "meta" or tensor.layout != torch.strided:
             continue
         seen.add(id(tensor))
-        stretched = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if stretched and (tensor.is_floating_point() or isinstance(tensor, nn.Parameter)):
+        axes = list(zip(tensor.shape, tensor.stride(), strict=True))
+        if name in moving and any(stride == 0 and size > 1 for size, stride in axes):
             raise ValueError(f"module: {name} is an expanded tensor, whose entries share memory: clone it")
-        span = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        span = sum((size - 1) * abs(stride) for size, stride in axes)
         spans.append((tensor.data_ptr(), tensor.data_ptr() + (span + 1) * tensor.element_size(), name))
     spans.sort()
-    for (_, stop, one), (start, _, other) in itertools.pairwise(spans):
-        if start < stop:
-            raise ValueError(f"module: {one} and {other} share memory without being the same tensor: untie them")
+    for place, (_, stop, one) in enumerate(spans):
+        for start, _, other in spans[place + 1 :]:
+            if start >= stop:
+                break
+            if one in moving or other in moving:
+                raise ValueError(f"module: {one} and {other} share memory without being the same tensor: untie them")

@@ -68,12 +68,13 @@ def elementwise(tracer: Tracer, call: Call) -> None:
         if len(operands) == 1 and operands[0].shape == tensor.shape:
             tracer.set(tensor, tracer.labels(operands[0]))
             continue
+        labels = [(each.shape, tracer.dimensions(each)) for each in operands]  # once: a constant's are made anew each time
         result: Dimensions = []
         for dim in range(-tensor.dim(), 0):
-            carriers = [each for each in operands if each.dim() >= -dim and each.shape[dim] > 1]
+            carriers = [dims[dim] for shape, dims in labels if len(shape) >= -dim and shape[dim] > 1]
             for other in carriers[1:]:
-                unify_all(tracer.dimensions(carriers[0])[dim], tracer.dimensions(other)[dim])
-            result.append(tracer.dimensions(carriers[0])[dim] if carriers else [])
+                unify_all(carriers[0], other)
+            result.append(carriers[0] if carriers else [])
         tracer.set(tensor, result)
     if call.name.removesuffix("_") in ("aten.add", "aten.sub", "aten.rsub", "aten.lerp"):
         _note_stream(tracer, operands, call.out)

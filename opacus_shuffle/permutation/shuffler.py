@@ -124,14 +124,17 @@ class WeightShuffler:
         ]
         if mode == "on_release":
             self._handles += [
-                part.register_state_dict_post_hook(_Release(self, part))  # type: ignore[no-untyped-call]
+                part.register_state_dict_post_hook(_Release(self, part, name))  # type: ignore[no-untyped-call]
+                for name, part in self._network.named_modules()
+            ]
+            # What is loaded may be what was shown, of one part alone: let the run be what was shown, too.
+            self._handles += [
+                part.register_load_state_dict_pre_hook(_Load(self, part))  # type: ignore[no-untyped-call]
                 for part in self._network.modules()
             ]
             self._handles += [
                 self._optimizer.register_state_dict_post_hook(self._release_optimizer),
-                # What is loaded may be what was shown, of one of the two alone: let the run be what was shown, too.
-                self._network.register_load_state_dict_pre_hook(_Load(self)),  # type: ignore[no-untyped-call]
-                self._optimizer.register_load_state_dict_pre_hook(lambda *_: self.release()),
+                self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._before_load()),
             ]
 
     def shuffle_(self) -> None:
@@ -149,7 +152,7 @@ class WeightShuffler:
             ValueError: In the middle of a batch.
         """
         if self._private:
-            if any(_waiting(parameter) for parameter in self._network.parameters()):
+            if self._in_the_middle():
                 raise ValueError("release() in the middle of a batch: its gradients would be left behind; step first")
             followers = self._followers()
             plan: Any = self._released()
@@ -246,22 +249,36 @@ class WeightShuffler:
         elif self.steps == 1:  # now its state is there
             self._followers()
 
+    def _before_load(self) -> None:
+        """The run becomes what was shown, so that loading that is no change."""
+        if self._private and self._in_the_middle():
+            raise ValueError("loading in the middle of a batch would leave its gradients behind: call zero_grad() first")
+        self.release()
+
+    def _in_the_middle(self) -> bool:
+        """Whether gradients wait for a step."""
+        return any(_waiting(parameter) for parameter in self._network.parameters())
+
     def _released(self) -> PermutationPlan | None:
         """By what the weights that leave now are permuted."""
-        now = [tensor._version for name, tensor in self.spec.tensors(self._network).items() if name not in self.spec.buffers]
+        now = [tensor._version for tensor in self._network.parameters()]
         if self._changed or (self._plan is not None and self._versions != now):  # loaded, say: a plan must not be used twice
             self._plan, self._changed, self._versions = self._draw(), False, now
         return self._plan
 
-    def _release_part(self, part: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    def _release_part(self, part: nn.Module, place: str, state: dict[str, Any], prefix: str) -> None:
         """Puts permuted copies in the place of all that is the run's own; what was one tensor stays one."""
         plan = self._released()
-        names = {id(tensor): name for name, tensor in self.spec.tensors(self._network).items()}
+        canonical = {alias: name for name, aliases in self.spec.aliases.items() for alias in aliases}
+        names: dict[int, str] = {}
         places: dict[int, list[str]] = {}
         own: dict[tuple[Any, ...], torch.Tensor] = {}
-        for name, tensor in (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)):
-            places.setdefault(id(tensor), []).append(prefix + name)
+        for key, tensor in (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)):
+            places.setdefault(id(tensor), []).append(prefix + key)
             own[tensor.data_ptr(), tensor.shape, tensor.stride()] = tensor
+            name = f"{place}.{key}" if place else key
+            if (name := canonical.get(name, name)) in self.spec.blocks:
+                names[id(tensor)] = name
         copies: dict[int, torch.Tensor] = {}
         moving: dict[str, list[torch.Tensor]] = {}
         for key, value in state.items():
@@ -318,13 +335,13 @@ class WeightShuffler:
 class _Release:
     """The state-dict hook of one module of the network, inert in copies of it."""
 
-    def __init__(self, shuffler: WeightShuffler | None, part: nn.Module | None = None) -> None:
-        self._shuffler, self._part = shuffler, part
+    def __init__(self, shuffler: WeightShuffler | None, part: nn.Module | None = None, place: str = "") -> None:
+        self._shuffler, self._part, self._place = shuffler, part, place
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Permutes what leaves."""
         if self._shuffler is not None and module is self._part:
-            self._shuffler._release_part(module, state, prefix)
+            self._shuffler._release_part(module, self._place, state, prefix)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Release:
         """A copy of the network is not trained by our optimizer."""
@@ -341,15 +358,15 @@ class _Release:
 
 
 class _Load:
-    """The hook of one network that is about to load weights, inert in copies of it."""
+    """The hook of one module that is about to load weights, inert in copies of it."""
 
-    def __init__(self, shuffler: WeightShuffler | None) -> None:
-        self._shuffler = shuffler
+    def __init__(self, shuffler: WeightShuffler | None, part: nn.Module | None = None) -> None:
+        self._shuffler, self._part = shuffler, part
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         """Releases the run."""
-        if self._shuffler is not None and module is self._shuffler._network:
-            self._shuffler.release()
+        if self._shuffler is not None and module is self._part:
+            self._shuffler._before_load()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Load:
         """A copy of the network is not trained by our optimizer."""
@@ -409,9 +426,11 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"the "
             "weights: use SGD, Adam, AdamW or RMSprop"
         )
+    own = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for name, value in vars(optimizer).items():
         known = name in ("state", "param_groups", "defaults")
-        if not known and any(isinstance(leaf, torch.Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and id(leaf) not in own]
+        if not known and any(leaf.numel() > 1 for leaf in tensors):
             raise ValueError(
                 f"optimizer {type(optimizer).__name__} keeps tensors in its attribute {name!r}, outside of its state, where "
                 "they cannot follow a permutation of the weights: use SGD, Adam, AdamW or RMSprop"

@@ -85,7 +85,8 @@ def move_kernel(  # type: ignore
             mask = inside & (row < height)
             from_row = row.to(tl.int64)
             if row_offset >= 0:
-                from_row = tl.load(indices + row_offset + row, mask=row < height, other=0).to(tl.int64)
+                # The last tile may reach beyond the last row: it reads the last index again and stores nothing.
+                from_row = tl.load(indices + row_offset + tl.minimum(row, height - 1)).to(tl.int64)
             values = tl.load(source + from_row * width + words, mask=mask, other=0)
             values = tl.gather(values, origins, 0)
             tl.debug_barrier()  # in place: nobody stores before everybody has loaded
