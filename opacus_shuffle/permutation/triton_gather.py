@@ -82,7 +82,7 @@ def move_kernel(  # type: ignore
         origins = tl.where(inside, origins, 0)
         for step in range(ROWS):
             row = first + step
-            mask = inside & (row < height)
+            mask = inside & (words * 0 + row < height)  # of one shape: newer interpreters refuse a vector and a scalar
             from_row = row.to(tl.int64)
             if row_offset >= 0:
                 # The last tile may reach beyond the last row: it reads the last index again and stores nothing.
