@@ -21,7 +21,8 @@ from opacus_shuffle.accountants import (
 )
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.analysis.calibration import smallest_noise_multiplier
-from opacus_shuffle.mechanisms import MECHANISMS, Mechanism
+from opacus_shuffle.analysis.fenton_wilkinson import Dimension
+from opacus_shuffle.mechanisms import MECHANISMS, Mechanism, ShuffledWeights
 from opacus_shuffle.validation import one_of, open_unit_interval, positive, reject_unknown, whole_number
 
 
@@ -36,9 +37,12 @@ def privacy_bound(
     bound: str = "paper",
     adjacency: str = "zero_out",
     orders: Iterable[float] | None = None,
+    dimension: Dimension | None = None,
+    clip: float | None = None,
+    batch_clip: float | None = None,
 ) -> PrivacyBound:
     """:func:`compute_epsilon` with its meaning attached, and no warning. At least one step."""
-    ran = _mechanism(mechanism, noise_multiplier=noise_multiplier, num_users=num_users, sample_rate=sample_rate)
+    ran = _mechanism(mechanism, noise_multiplier, num_users, sample_rate, dimension, clip, batch_clip)
     rounds = [(ran, whole_number("steps", steps))]
     return compute_bound(rounds, delta=delta, bound=bound, adjacency=adjacency, orders=orders)
 
@@ -52,6 +56,9 @@ def privacy_report(
     delta: float,
     sample_rate: float = 1.0,
     adjacency: str = "zero_out",
+    dimension: Dimension | None = None,
+    clip: float | None = None,
+    batch_clip: float | None = None,
     **unknown: Any,
 ) -> PrivacyReport:
     """Every bound on ``steps`` rounds, and what the same noise would give under other trust models: print or plot it.
@@ -64,13 +71,16 @@ def privacy_report(
         delta: See there.
         sample_rate: See there.
         adjacency: ``"zero_out"``, or ``"replace"``, for which ``paper`` and ``tight`` have no value.
+        dimension: See there.
+        clip: See there.
+        batch_clip: See there.
         **unknown: Refused.
 
     Raises:
         ValueError: If an argument is out of range or unknown.
     """
     reject_unknown("privacy_report", unknown)
-    ran = _mechanism(mechanism, noise_multiplier=noise_multiplier, num_users=num_users, sample_rate=sample_rate)
+    ran = _mechanism(mechanism, noise_multiplier, num_users, sample_rate, dimension, clip, batch_clip)
     return PrivacyReport([(ran, whole_number("steps", steps))], delta=delta, adjacency=adjacency)
 
 
@@ -85,20 +95,30 @@ def compute_epsilon(
     bound: str = "paper",
     adjacency: str = "zero_out",
     orders: Iterable[float] | None = None,
+    dimension: Dimension | None = None,
+    clip: float | None = None,
+    batch_clip: float | None = None,
     **unknown: Any,
 ) -> float:
     """ε of ``steps`` rounds of a mechanism at δ.
 
     Args:
-        mechanism: ``"shuffle_gauss"``, ``"subsampled_shuffle"`` or ``"shuffled_checkin"``.
-        noise_multiplier: Local σ: one report's noise over the clipping norm. Above 0.
+        mechanism: ``"shuffle_gauss"``, ``"subsampled_shuffle"``, ``"shuffled_checkin"`` or ``"shuffled_fw"``.
+        noise_multiplier: Local σ: one report's noise over the clipping norm. Above 0. For ``"shuffled_fw"``, which is DP-SGD
+            with shuffled weights, the noise of the **sum** over the clipping norm.
         num_users: n, the whole population; for ``"shuffle_gauss"`` the users of one round.
         steps: Rounds, at least 0.
         delta: δ in (0, 1).
         sample_rate: γ in (0, 1]; m = round(γ·n) for ``"subsampled_shuffle"``; 1 for ``"shuffle_gauss"``.
-        bound: ``"paper"``, ``"tight"``, ``"certified"`` or ``"certified_sharp"``.
+        bound: ``"paper"``, ``"tight"``, ``"certified"`` or ``"certified_sharp"``; for ``"shuffled_fw"``
+            ``"paper_optimised"`` in place of the last.
         adjacency: ``"zero_out"``, or ``"replace"`` with the certified bounds.
-        orders: Rényi orders in place of the adaptive grid, for ``"paper"``.
+        orders: Rényi orders in place of the adaptive grid, for ``"paper"`` of the first three mechanisms.
+        dimension: ``"shuffled_fw"`` alone, and needed there: how many coordinates are permuted, or a sequence of these numbers,
+            one per layer, for WS's theorem layer by layer.
+        clip: ``"shuffled_fw"`` alone: c, the norm of one record's clipped gradient, by default 1.
+        batch_clip: ``"shuffled_fw"`` alone: c′, the norm that a batch's sum is clipped to, in the units of ``clip``; by
+            default c.
         **unknown: Refused.
 
     Returns:
@@ -112,7 +132,8 @@ def compute_epsilon(
 
     Formal Guarantees:
         ``"certified"`` and ``"certified_sharp"`` cover every data set. ``"paper"`` and ``"tight"`` are about one pair of data
-        sets: everyone else reports zero and one record at the clipping norm becomes zero (SG ICLR Theorems 1–3).
+        sets: everyone else reports zero and one record at the clipping norm becomes zero (SG ICLR Theorems 1–3). For
+        ``"shuffled_fw"``, ``"paper"`` is an estimate (WS Theorem 6), and below the exact ``"tight"`` of a pair it should cover.
     """
     reject_unknown("compute_epsilon", unknown)
     # A round of no effect on the answer lets the validators see every argument even when nothing ran.
@@ -126,6 +147,9 @@ def compute_epsilon(
         bound=bound,
         adjacency=adjacency,
         orders=orders,
+        dimension=dimension,
+        clip=clip,
+        batch_clip=batch_clip,
     )
     _warn_of_assumption(answer, "compute_epsilon")
     return answer.epsilon if steps else 0.0
@@ -141,6 +165,9 @@ def compute_noise_multiplier(
     sample_rate: float = 1.0,
     bound: str = "paper",
     adjacency: str = "zero_out",
+    dimension: Dimension | None = None,
+    clip: float | None = None,
+    batch_clip: float | None = None,
     **unknown: Any,
 ) -> float:
     """The smallest local σ whose ε stays within ``target_epsilon``, rounded up.
@@ -154,10 +181,13 @@ def compute_noise_multiplier(
         sample_rate: See there.
         bound: See there.
         adjacency: See there.
+        dimension: See there.
+        clip: See there.
+        batch_clip: See there.
         **unknown: Refused.
 
     Returns:
-        Local σ, at least 1e-3.
+        Local σ (``"shuffled_fw"``: that of the sum), at least 1e-3.
 
     Raises:
         ValueError: If an argument is out of range or unknown, or no σ meets the target.
@@ -179,6 +209,9 @@ def compute_noise_multiplier(
             sample_rate=sample_rate,
             bound=bound,
             adjacency=adjacency,
+            dimension=dimension,
+            clip=clip,
+            batch_clip=batch_clip,
         )
 
     sigma = smallest_noise_multiplier(lambda s: answer(s).epsilon, target_epsilon=target_epsilon)
@@ -186,9 +219,22 @@ def compute_noise_multiplier(
     return sigma
 
 
-def _mechanism(name: str, **numbers: Any) -> Mechanism:
+def _mechanism(
+    name: str,
+    noise_multiplier: float,
+    num_users: int,
+    sample_rate: float,
+    dimension: Dimension | None,
+    clip: float | None,
+    batch_clip: float | None,
+) -> Mechanism:
     """The mechanism of that name."""
-    return MECHANISMS[one_of("mechanism", name, MECHANISMS)](**numbers)
+    kind = MECHANISMS[one_of("mechanism", name, MECHANISMS)]
+    weights = {"dimension": dimension, "clip": clip, "batch_clip": batch_clip}
+    given = {key: value for key, value in weights.items() if value is not None}
+    if given and not issubclass(kind, ShuffledWeights):
+        raise ValueError(f"{name} has no {', '.join(given)}: leave them out, or use mechanism='shuffled_fw'")
+    return kind(noise_multiplier=noise_multiplier, num_users=num_users, sample_rate=sample_rate, **given)
 
 
 def _warn_of_assumption(answer: PrivacyBound, function: str) -> None:

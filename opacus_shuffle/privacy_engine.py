@@ -31,17 +31,18 @@ from opacus.optimizers import DPOptimizer, get_optimizer_class
 from torch import nn
 from torch.utils.data import DataLoader
 
-from opacus_shuffle.accountants import ShuffleAccountant
+from opacus_shuffle.accountants import ShuffleAccountant, ShuffledWeightsAccountant
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.analysis.calibration import smallest_noise_multiplier
 from opacus_shuffle.data.epoch_start import EpochStart, PoissonSampler, call_at_epoch_start
 from opacus_shuffle.data.fixed_size_sampler import FixedSizeSampler, with_batch_sampler
 from opacus_shuffle.data.sampling_plan import plan_sampling
-from opacus_shuffle.optimizers import GhostLogicalBatch, LogicalBatch, allow_empty_batches, optimizer_class
+from opacus_shuffle.optimizers import BatchClipping, GhostLogicalBatch, LogicalBatch, allow_empty_batches, optimizer_class
 from opacus_shuffle.permutation import PermutationSpec
 from opacus_shuffle.permutation.module import ShuffleGradSampleModule, make_plain, make_shuffled
 from opacus_shuffle.randomness import secret_generator
 from opacus_shuffle.run_plan import Run, plan_run
+from opacus_shuffle.shuffled_dpsgd import calibrate_run, plan_sum
 from opacus_shuffle.validation import (
     flag,
     instance_of,
@@ -88,6 +89,9 @@ class ShuffleMixin(WeightShufflingMixin):
         shuffle_weights: bool | str | PermutationSpec = False,
         shuffle_mode: str = "every_step",
         shuffle_generator: torch.Generator | None = None,
+        batch_clip: float | None = None,
+        dimension: str | int = "model",
+        unshuffled_noise_multiplier: float | None = None,
         **unknown: Any,
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private`, with these differences.
@@ -96,7 +100,8 @@ class ShuffleMixin(WeightShufflingMixin):
             module: As Opacus's.
             optimizer: As Opacus's.
             data_loader: Its sampler is replaced by the one that the accountant accounts for: Poisson for
-                ``shuffled_checkin``, fixed-size without replacement for ``subsampled_shuffle`` and ``shuffle_gauss``.
+                ``shuffled_checkin`` and ``shuffled_fw``, fixed-size without replacement for ``subsampled_shuffle`` and
+                ``shuffle_gauss``.
             noise_multiplier: With ``local_noise=True`` each record's own σ (the sum carries √k·σ·C, k the records really in
                 the batch), else the multiplier of the sum, as in Opacus. Above 0 (0 is allowed with Opacus's accountants).
             max_grad_norm: C, or one per parameter with ``clipping="per_layer"``.
@@ -118,6 +123,14 @@ class ShuffleMixin(WeightShufflingMixin):
                 releases the same joint law at no cost per step
                 (:class:`~opacus_shuffle.permutation.shuffler.WeightShuffler` has the proof).
             shuffle_generator: On the CPU; by default secret, from the operating system.
+            batch_clip: c′, the norm that the **sum** of the shuffled parameters' gradients is clipped to before the noise (WS
+                Algorithm 1, line 12), in the units of ``max_grad_norm``. With ``shuffled_fw`` it is ``max_grad_norm`` itself by
+                default, which takes a batch's sum down to the size of one record's gradient; ``math.inf`` clips nothing (and
+                leaves WS Theorem 6 no gain). With Opacus's own accountants there is none by default.
+            dimension: ``shuffled_fw`` alone: the d of WS Theorem 6. ``"model"``: all shuffled parameters together;
+                ``"layers"``: each by itself, the smallest asking for most; or a number.
+            unshuffled_noise_multiplier: ``shuffled_fw`` alone: σ₀ ≥ σ of parameters that are not shuffled (line 16); by
+                default σ.
             **unknown: The five keywords of ``clipping="adaptive"``; any other is refused.
 
         Returns:
@@ -155,6 +168,16 @@ class ShuffleMixin(WeightShufflingMixin):
             batch_first=batch_first,
             engine=self,
         )
+        shuffled_sum = plan_sum(
+            self.accountant,
+            spec,
+            module,
+            max_grad_norm=max_grad_norm,
+            noise_multiplier=noise_multiplier,
+            batch_clip=batch_clip,
+            dimension=dimension,
+            unshuffled_noise_multiplier=unshuffled_noise_multiplier,
+        )
         if noise_generator is None and not self.secure_mode:
             noise_generator = secret_generator(run.device)
         before = (self.dataset, dict(self.accountant.__dict__))
@@ -165,6 +188,8 @@ class ShuffleMixin(WeightShufflingMixin):
                 self.accountant.num_users = run.sampling.num_users
                 self.accountant.batch_size = run.sampling.batch_size
                 self.accountant.local_noise = local_noise
+            if isinstance(self.accountant, ShuffledWeightsAccountant) and shuffled_sum is not None:
+                self.accountant.describe_weights(**shuffled_sum.weights())
             result = super().make_private(
                 module=module,
                 optimizer=optimizer,
@@ -198,6 +223,12 @@ class ShuffleMixin(WeightShufflingMixin):
         self._attach_shuffler(spec, module, private_module, private_optimizer, shuffle_mode, shuffle_generator)
         if isinstance(self.accountant, ShuffleAccountant):
             private_module.forbid_grad_accumulation()  # two batches could hold one record twice
+        if shuffled_sum is not None and isinstance(private_optimizer, BatchClipping):
+            private_optimizer.clip_batch(
+                shuffled_sum.parameters,
+                batch_clip=shuffled_sum.batch_clip,
+                unshuffled_noise_ratio=shuffled_sum.unshuffled_noise_ratio or 1.0,
+            )
         if isinstance(private_optimizer, GhostLogicalBatch):
             private_optimizer.watch(private_module)
         if isinstance(private_optimizer, LogicalBatch):
@@ -228,7 +259,9 @@ class ShuffleMixin(WeightShufflingMixin):
     ) -> Any:
         """:meth:`make_private` with the smallest noise whose ε after ``epochs`` epochs does not exceed the target.
 
-        The number of steps is ``epochs × len(data_loader)``, in integers, and ε is computed as :meth:`get_epsilon` will.
+        The number of steps is ``epochs × len(data_loader)``, in integers, and ε is computed as :meth:`get_epsilon` will. With
+        ``shuffled_fw`` this is WS Algorithm 1: σ by the bound for the shuffled parameters, σ₀ by the same bound without
+        shuffling for the others, and plain DP-SGD with σ₀, neither shuffled nor clipped as a batch, if σ ≥ σ₀ (with a warning).
 
         Args:
             module: As :meth:`make_private`, like every argument not named here.
@@ -240,8 +273,8 @@ class ShuffleMixin(WeightShufflingMixin):
             max_grad_norm: See there.
             poisson_sampling: See there.
             local_noise: See there; the multiplier found is then the local σ.
-            bound: ``"paper"`` (default), ``"tight"``, ``"certified"`` or ``"certified_sharp"``; not with Opacus's own
-                accountants.
+            bound: ``"paper"`` (default), ``"tight"``, ``"certified"`` or ``"certified_sharp"`` (``shuffled_fw`` has
+                ``"paper_optimised"`` in place of the last); not with Opacus's own accountants.
             adjacency: ``"zero_out"`` (default), or ``"replace"`` with the certified bounds.
             **keywords: Passed on to :meth:`make_private`, which refuses unknown ones.
 
@@ -262,7 +295,23 @@ class ShuffleMixin(WeightShufflingMixin):
                 f"target_epsilon={target_epsilon}",
                 stacklevel=2,
             )
-        if isinstance(self.accountant, ShuffleAccountant):
+        if isinstance(self.accountant, ShuffledWeightsAccountant):
+            found = calibrate_run(
+                self.accountant,
+                plan,
+                module=module,
+                optimizer=optimizer,
+                data_loader=data_loader,
+                max_grad_norm=max_grad_norm,
+                target_epsilon=target_epsilon,
+                target_delta=target_delta,
+                steps=steps,
+                bound=bound or "paper",
+                adjacency=adjacency or "zero_out",
+                keywords=keywords,
+            )
+            noise_multiplier, keywords = found.pop("noise_multiplier"), found
+        elif isinstance(self.accountant, ShuffleAccountant):
             probe = type(self.accountant)(num_users=plan.num_users, batch_size=plan.batch_size, local_noise=local_noise)
 
             def epsilon(noise_multiplier: float) -> float:
@@ -394,6 +443,7 @@ class PrivacyEngine(ShuffleMixin, opacus.PrivacyEngine):
     """Drop-in for :class:`opacus.PrivacyEngine`; see :class:`ShuffleMixin` for what it adds.
 
     Args:
-        accountant: ``"shuffle_gauss"``, ``"subsampled_shuffle"``, ``"shuffled_checkin"``, or any of Opacus's own.
+        accountant: ``"shuffle_gauss"``, ``"subsampled_shuffle"``, ``"shuffled_checkin"``, ``"shuffled_fw"``, or any of Opacus's
+            own.
         secure_mode: As Opacus's.
     """

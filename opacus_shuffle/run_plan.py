@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from opacus_shuffle.accountants import ShuffleAccountant
+from opacus_shuffle.accountants import ShuffleAccountant, ShuffledWeightsAccountant
 from opacus_shuffle.data.sampling_plan import SamplingPlan, plan_sampling
 from opacus_shuffle.validation import finite_number, flag, instance_of, noise_level, one_of, positive, reject_unknown
 
@@ -88,6 +88,8 @@ def plan_run(
             raise ValueError(f"distributed training ({type(module).__name__}) is not supported yet by {mechanism}")
         one_of("clipping", clipping, ("flat", "per_layer"))
     if local_noise:
+        if isinstance(accountant, ShuffledWeightsAccountant):
+            raise ValueError("shuffled_fw adds the noise to the sum, at the server: leave out local_noise=True")
         if not ours:
             raise ValueError(
                 f"local_noise=True needs an accountant that knows it, got {mechanism!r}: use 'shuffle_gauss', "

@@ -72,6 +72,7 @@ class TrainingSettings:
     seed: int | None = None
     device: str = "cpu"
     shuffle_weights: bool = False
+    batch_clip: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +140,7 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
             noise_generator=noise_generator,
             local_noise=settings.local_noise,
             shuffle_weights=settings.shuffle_weights,
+            batch_clip=settings.batch_clip,
         )
     else:
         model, optimizer, loader = engine.make_private_with_epsilon(
@@ -152,6 +154,7 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
             noise_generator=noise_generator,
             local_noise=settings.local_noise,
             shuffle_weights=settings.shuffle_weights,
+            batch_clip=settings.batch_clip,
             bound=settings.bound,
         )
     steps = epochs * len(loader)

@@ -13,6 +13,7 @@ from opacus.accountants.registry import create_accountant
 
 from opacus_shuffle.accountants import baselines as _registers_its_baselines  # noqa: F401
 from opacus_shuffle.accountants import shuffle_gaussian_bounds as _registers_its_bounds  # noqa: F401
+from opacus_shuffle.accountants import shuffled_weights_bounds as _registers_its_bounds_too  # noqa: F401
 from opacus_shuffle.accountants.base import ShuffleAccountant
 from opacus_shuffle.accountants.bounds import (
     Guarantee,
@@ -26,12 +27,14 @@ from opacus_shuffle.accountants.bounds import (
 )
 from opacus_shuffle.accountants.shuffle_gauss import ShuffleGaussAccountant
 from opacus_shuffle.accountants.shuffled_checkin import ShuffledCheckInAccountant
+from opacus_shuffle.accountants.shuffled_fw import ShuffledWeightsAccountant
 from opacus_shuffle.accountants.subsampled_shuffle import SubsampledShuffleAccountant
 
 ACCOUNTANTS: tuple[type[ShuffleAccountant], ...] = (
     ShuffleGaussAccountant,
     SubsampledShuffleAccountant,
     ShuffledCheckInAccountant,
+    ShuffledWeightsAccountant,
 )
 
 
@@ -60,6 +63,7 @@ __all__ = [
     "ShuffleAccountant",
     "ShuffleGaussAccountant",
     "ShuffledCheckInAccountant",
+    "ShuffledWeightsAccountant",
     "SubsampledShuffleAccountant",
     "baselines_of",
     "bounds_of",

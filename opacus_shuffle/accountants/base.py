@@ -70,6 +70,8 @@ class ShuffleAccountant(IAccountant):
     """
 
     mechanism_class: ClassVar[type[Mechanism]]
+    divides_noise: ClassVar[bool] = True
+    """Whether noise added once to the sum stands for noise in each report."""
     history: list[tuple[float, float, int]]
 
     def __init__(self, *, num_users: int | None = None, batch_size: int | None = None, local_noise: bool = False) -> None:
@@ -169,7 +171,7 @@ class ShuffleAccountant(IAccountant):
         if answer.guarantee is not Guarantee.PROVED:
             options.pop("orders", None)
             certified = self.bound(delta, bound="certified", **options)
-            sentence = assumption(answer, certified, emulated=not self.local_noise)
+            sentence = assumption(answer, certified, emulated=self.divides_noise and not self.local_noise)
             warnings.warn(sentence, PrivacyAssumptionWarning, stacklevel=4)
 
     def all_bounds(self, delta: float) -> list[PrivacyBound]:
@@ -178,7 +180,8 @@ class ShuffleAccountant(IAccountant):
 
     def report(self, delta: float, *, adjacency: str = "zero_out") -> PrivacyReport:
         """Every bound, and what the same noise would give under other trust models; needs a history."""
-        return PrivacyReport(self.rounds(), delta=delta, adjacency=adjacency, simulated=True, emulated=not self.local_noise)
+        emulated = self.divides_noise and not self.local_noise
+        return PrivacyReport(self.rounds(), delta=delta, adjacency=adjacency, simulated=self.divides_noise, emulated=emulated)
 
     def rounds(self, *, num_users: int | None = None, batch_size: int | None = None) -> list[tuple[Mechanism, int]]:
         """What ran: the history as mechanisms with the local σ."""
@@ -196,14 +199,15 @@ class ShuffleAccountant(IAccountant):
         for noise_multiplier, sample_rate, steps in self.history:
             rate = sampling_rate("sample_rate", sample_rate)
             n = users if users is not None else max(1, round((batch or 1) / rate))
-            reports = max(1, n * rate, batch or 1)  # that many, or a few more, share the noise of the sum
-            sigma = noise_level("noise_multiplier", noise_multiplier) / (1.0 if self.local_noise else math.sqrt(reports))
+            sigma = noise_level("noise_multiplier", noise_multiplier)
+            if not self.local_noise and self.divides_noise:
+                sigma /= math.sqrt(max(1, n * rate, batch or 1))  # that many, or a few more, share the noise of the sum
             count = whole_number("steps", steps)
             rounds.append((self._round(sigma, n, rate), count))
         return rounds
 
     def _round(self, sigma: float, num_users: int, sample_rate: float) -> Mechanism:
-        """One round of this mechanism at local ``sigma``."""
+        """One round of this mechanism at its own ``sigma``."""
         return self.mechanism_class(noise_multiplier=sigma, num_users=num_users, sample_rate=sample_rate)
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[DPOptimizer], None]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from opacus_shuffle.accountants.bounds import BoundValue, Guarantee, Rounds, register_bound
+from opacus_shuffle.accountants.bounds import BoundValue, Guarantee, NotCovered, Rounds, register_bound
 from opacus_shuffle.accountants.shuffle_gaussian_bounds import EVERY, FAMILY, shuffled
 from opacus_shuffle.analysis.shuffled_rounds import sampled_gaussian_epsilon, unshuffled_epsilon
 from opacus_shuffle.mechanisms import ShuffledCheckIn, SubsampledShuffle
@@ -50,7 +50,7 @@ def _secure_aggregation(rounds: Rounds, *, delta: float, adjacency: str, orders:
 def _central(rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[float] | None) -> BoundValue:
     """DP-SGD: the sampled Gaussian mechanism with the noise of the sum."""
     if adjacency != "zero_out" and any(mechanism.sample_rate < 1 for mechanism, _ in rounds):
-        raise ValueError(f"baseline='central' with sampling is about adjacency='zero_out', got {adjacency!r}")
+        raise NotCovered(f"baseline='central' with sampling is about adjacency='zero_out', got {adjacency!r}")
     summed = [(each.with_noise(_noise_of_sum(each.noise_multiplier, each.reports)), count) for each, count in shuffled(rounds)]
     if adjacency == "zero_out":
         epsilon = sampled_gaussian_epsilon(summed, delta=delta)

@@ -41,11 +41,16 @@ class PrivacyAssumptionWarning(UserWarning):
     """An ε was shown that does not cover every data set."""
 
 
+class NotCovered(ValueError):
+    """A bound or baseline has no value for this adjacency: reports leave it out."""
+
+
 @dataclasses.dataclass(frozen=True)
 class BoundValue:
     """What a bound function answers: ε, its worth, and the data sets it covers in words.
 
-    ``lower``, where there is one, is a value that the exact ε of what is covered is not below.
+    ``lower``, where there is one, is a value that the exact ε of what is covered is not below. ``meaning`` is for mechanisms
+    that give the bound's name another meaning than the shuffle-Gaussian family does.
     """
 
     epsilon: float
@@ -54,6 +59,7 @@ class BoundValue:
     lower: float | None = None
     trusted: str = SHUFFLER
     adversary: str = ADVERSARY
+    meaning: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +77,7 @@ class PrivacyBound:
     lower: float | None = None
     trusted: str = SHUFFLER
     adversary: str = ADVERSARY
+    meaning: str = ""
 
     def to_dict(self) -> dict[str, str | float | int | None]:
         """Plain values, for JSON."""
@@ -129,7 +136,7 @@ def compute_bound(
         orders: Rényi orders to use in place of the adaptive grid, for bounds that use any.
 
     Raises:
-        ValueError: If an argument is out of range or the bound does not cover the adjacency.
+        ValueError: If an argument is out of range; :class:`NotCovered` if the bound has no value for the adjacency.
     """
     return _answer(_BOUNDS, rounds, delta=delta, bound=bound, adjacency=adjacency, orders=orders)
 
@@ -164,4 +171,5 @@ def _answer(
         lower=value.lower,
         trusted=value.trusted,
         adversary=value.adversary,
+        meaning=value.meaning,
     )

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
 import math
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from opacus_shuffle.accountants.bounds import (
     Guarantee,
+    NotCovered,
     PrivacyBound,
     Rounds,
     baselines_of,
@@ -127,6 +129,8 @@ class PrivacyReport:
         glossary = self._glossary()
         indent = max(len(term) for term, _ in glossary) + 2
         lines = [self._title(), "", *table, "", *_wrapped(self._headline(), "", ""), ""]
+        for sentence in self._contradictions():
+            lines += [*_wrapped(sentence, "", ""), ""]
         for term, text in glossary:
             lines += _wrapped(text, f"{term:<{indent}}", " " * indent)
         return "\n".join(lines)
@@ -143,7 +147,7 @@ class PrivacyReport:
         glossary = "".join(f"<li><b>{html.escape(term)}</b> {html.escape(text)}</li>" for term, text in self._glossary())
         return (
             f"<p>{html.escape(self._title())}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-            f"<p>{html.escape(self._headline())}</p><ul>{glossary}</ul>"
+            f"<p>{html.escape(' '.join([self._headline(), *self._contradictions()]))}</p><ul>{glossary}</ul>"
         )
 
     def plot(self, ax: Axes | None = None) -> Axes:
@@ -179,9 +183,19 @@ class PrivacyReport:
         change = f"{round_up(100 * (factor - 1), 2)} %" if factor < 2 else f"a factor of {round_up(factor, 2)}"
         fate = "vanishes" if self.adjacency == "zero_out" else "is replaced by any other"
         return (
-            f"{quote}. The probability of whatever someone concludes from all the shuffled reports changes by {change} at "
-            f"most, plus delta, when one record {fate}."
+            f"{quote}. The probability of whatever someone concludes from {type(self.rounds[0][0]).released} changes by "
+            f"{change} at most, plus delta, when one record {fate}."
         )
+
+    def _contradictions(self) -> list[str]:
+        """Estimates that are below what one pair of data sets has for certain."""
+        return [
+            f"{estimate.bound} ({round_up(estimate.epsilon)}) is no upper bound here: the pair of data sets of "
+            f"{pair.bound!r} has epsilon of at least {round_down(pair.lower)} at this delta."
+            for estimate in self.bounds
+            for pair in self.bounds
+            if estimate.guarantee is Guarantee.ESTIMATE and pair.lower is not None and estimate.epsilon < pair.lower
+        ]
 
     def _advice(self) -> str:
         """What would help where nothing beyond the local value could be proved."""
@@ -202,11 +216,14 @@ class PrivacyReport:
                 if bound.lower and bound.epsilon > 0
                 else ""
             )
-            terms.append((bound.bound, MEANINGS.get(bound.bound, bound.covers) + between))
-        if self.adjacency != "zero_out":
-            terms.append(("paper, tight", "left out: the papers' pair is a zero_out pair"))
-        meaning = "noise alone" if self.adjacency == "zero_out" else "that of any other record"
-        terms.append((self.adjacency, f"compared with a run in which one record's report is {meaning}"))
+            terms.append((bound.bound, (bound.meaning or MEANINGS.get(bound.bound, bound.covers)) + between))
+        kind = type(self.rounds[0][0])
+        left_out = {*bounds_of(kind), *baselines_of(kind)} - {bound.bound for bound in self.bounds}
+        if left_out:
+            names = ", ".join(sorted(left_out, key=_rung))
+            terms.append((names, f"left out: no value for {self.adjacency} adjacency"))
+        changed = kind.zeroed if self.adjacency == "zero_out" else "one record is any other record"
+        terms.append((self.adjacency, f"compared with a run in which {changed}"))
         used = {bound.guarantee for bound in self.bounds}
         terms += [(guarantee.name, guarantee.value) for guarantee in Guarantee if guarantee in used]
         if self.simulated:
@@ -232,16 +249,16 @@ def ladder(rounds: Rounds, *, delta: float, adjacency: str = "zero_out") -> list
     kind = type(rounds[0][0])
     names = [*bounds_of(kind), *baselines_of(kind)]
     found = []
-    for name in sorted(names, key=lambda name: LADDER.index(name) if name in LADDER else len(LADDER)):
-        if adjacency != "zero_out" and (name in ("paper", "tight") or (name == "central" and rounds_are_sampled(rounds))):
-            continue
-        if name in bounds_of(kind):
-            found.append(compute_bound(rounds, delta=delta, bound=name, adjacency=adjacency))
-        else:
-            found.append(compute_baseline(rounds, delta=delta, baseline=name, adjacency=adjacency))
+    for name in sorted(names, key=_rung):
+        with contextlib.suppress(NotCovered):
+            if name in bounds_of(kind):
+                found.append(compute_bound(rounds, delta=delta, bound=name, adjacency=adjacency))
+            else:
+                found.append(compute_baseline(rounds, delta=delta, baseline=name, adjacency=adjacency))
     return found
 
 
-def rounds_are_sampled(rounds: Rounds) -> bool:
-    """Whether any round leaves users out."""
-    return any(mechanism.sample_rate < 1 for mechanism, _ in rounds)
+def _rung(name: str) -> float:
+    """A bound's place in the ladder: what only some mechanisms have stands beside its like, unknown ones come last."""
+    beside = {"composition": 0.5, "paper_optimised": 3.5}
+    return LADDER.index(name) if name in LADDER else beside.get(name, len(LADDER))

@@ -29,7 +29,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from opacus_shuffle.accountants.bounds import BoundValue, Guarantee, Rounds, register_bound
+from opacus_shuffle.accountants.bounds import BoundValue, Guarantee, NotCovered, Rounds, register_bound
 from opacus_shuffle.analysis import composition, gaussian_clones, mean_ratio, shuffled_rounds, subsampling
 from opacus_shuffle.analysis.gaussian_clones import Clones
 from opacus_shuffle.analysis.mean_ratio import Vector
@@ -100,7 +100,7 @@ def _paper(rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[flo
 def _tight(rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[float] | None) -> BoundValue:
     """ε of the pair from the law of its privacy loss."""
     _refuse_replacement("tight", adjacency)
-    _refuse_orders("tight", orders)
+    refuse_orders("tight", orders)
     lower, upper = shuffled_rounds.pair_epsilon(shuffled(rounds), delta=delta)
     return BoundValue(upper, Guarantee.PAIR, f"{PAIR}; both directions", lower)
 
@@ -109,7 +109,7 @@ def _certified(
     clones: tuple[Clones, ...], name: str, rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[float] | None
 ) -> BoundValue:
     """ε for every data set, by Gaussian clones of the kinds that are trusted."""
-    _refuse_orders(name, orders)
+    refuse_orders(name, orders)
     ran = shuffled(rounds)
     epsilon = min(gaussian_clones.compute_epsilon(ran, delta=delta, adjacency=adjacency, clones=kind) for kind in clones)
     return BoundValue(epsilon, Guarantee.PROVED, EVERY)
@@ -118,13 +118,13 @@ def _certified(
 def _refuse_replacement(bound: str, adjacency: str) -> None:
     """The papers' pair is a zero-out pair."""
     if adjacency != "zero_out":
-        raise ValueError(
+        raise NotCovered(
             f"bound={bound!r} is about the zero-out pair, got adjacency={adjacency!r}: use bound='certified', which covers "
             "both adjacencies"
         )
 
 
-def _refuse_orders(bound: str, orders: Iterable[float] | None) -> None:
+def refuse_orders(bound: str, orders: Iterable[float] | None) -> None:
     """Only the papers' bound goes by Rényi orders."""
     if orders is not None:
         raise ValueError(f"bound={bound!r} uses no Rényi orders, got orders={orders!r}: leave them out")

@@ -80,12 +80,12 @@ def plan_sampling(mechanism: str, data_loader: DataLoader, poisson_sampling: boo
 
 def _kind(mechanism: str, poisson_sampling: bool | None) -> Kind:
     """The accountant's sampler, or a refusal of the one asked for."""
-    if mechanism == "shuffled_checkin":
+    if mechanism in ("shuffled_checkin", "shuffled_fw"):
         if poisson_sampling is False:
-            raise ValueError(
-                "shuffled_checkin accounts for Poisson batches, got poisson_sampling=False: leave it out, or use "
-                "accountant='subsampled_shuffle' for batches of one size"
+            instead = (
+                ", or use accountant='subsampled_shuffle' for batches of one size" if mechanism == "shuffled_checkin" else ""
             )
+            raise ValueError(f"{mechanism} accounts for Poisson batches, got poisson_sampling=False: leave it out{instead}")
         return "poisson"
     if mechanism in MECHANISMS:
         if poisson_sampling:

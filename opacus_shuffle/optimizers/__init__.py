@@ -1,10 +1,11 @@
-"""Opacus's optimizers with local noise, with notes on what was summed, and with step hooks that add up."""
+"""Opacus's optimizers with local noise or clipped sums, with notes on what was summed, and with step hooks that add up."""
 
 from __future__ import annotations
 
+from opacus_shuffle.optimizers.batch_clipping import BatchClipping
 from opacus_shuffle.optimizers.empty_batches import allow_empty_batches
 from opacus_shuffle.optimizers.local_gaussian import optimizer_class
 from opacus_shuffle.optimizers.logical_batch import GhostLogicalBatch, LogicalBatch
 from opacus_shuffle.optimizers.step_hooks import ComposedStepHooks
 
-__all__ = ["ComposedStepHooks", "GhostLogicalBatch", "LogicalBatch", "allow_empty_batches", "optimizer_class"]
+__all__ = ["BatchClipping", "ComposedStepHooks", "GhostLogicalBatch", "LogicalBatch", "allow_empty_batches", "optimizer_class"]

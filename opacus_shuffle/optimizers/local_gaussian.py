@@ -24,6 +24,7 @@ import math
 
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping, DPPerLayerOptimizer
 
+from opacus_shuffle.optimizers.batch_clipping import BatchClipping
 from opacus_shuffle.optimizers.logical_batch import GhostLogicalBatch, LogicalBatch, PerLayerLogicalBatch
 from opacus_shuffle.optimizers.step_hooks import ComposedStepHooks
 
@@ -58,7 +59,7 @@ def optimizer_class(base: type[DPOptimizer], *, local_noise: bool) -> type[DPOpt
     """
     batch = _BATCHES.get(base)
     if not local_noise:
-        return type(f"Shuffle{base.__name__}", (ComposedStepHooks, *([batch] if batch else []), base), {})
+        return type(f"Shuffle{base.__name__}", (ComposedStepHooks, BatchClipping, *([batch] if batch else []), base), {})
     if batch is None:
         raise ValueError(f"local_noise=True has no form of {base.__name__}: use clipping='flat' or 'per_layer' on one process")
     noise = type(f"Local{batch.__name__}", (RootOfRecords, batch), {})

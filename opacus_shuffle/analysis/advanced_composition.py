@@ -1,0 +1,105 @@
+r"""WS Theorems 1 and 2: composing (ε_j, δ_j) steps whatever they are, and sampling before each of them.
+
+WS composes by them because its own Theorem 6 speaks of one ε and one δ only. For Gaussian steps the PRV accountant is far
+better; these are here to compute what WS computes. Theorem 1: k steps are (ε, δ)-DP together for
+
+    ε = min{Σ ε_j,  ½ Σ ε_j² + √(2·log(1/δ′)·Σ ε_j²)},   δ′ = δ − Σ δ_j > 0,
+
+and Theorem 2: a step on a random subset, each record in with probability at most q, is (log(1 + q(e^ε − 1)), qδ)-DP. The paper
+does not print how δ is split between Σ δ_j and δ′; one half each (``delta_split=0.5``) is this library's reading.
+
+>>> epsilon, delta = step_budget(epsilon=0.5, delta=5e-6, steps=500, sample_rate=0.02)
+>>> round(epsilon, 4), round(delta, 10)
+(0.1976, 2.5e-07)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from scipy.optimize import minimize_scalar
+
+from opacus_shuffle.validation import open_unit_interval, positive, sampling_rate, whole_number
+
+RELATIVE_ERROR = 1e-12
+"""Every ε is enlarged by this fraction, above the rounding of its few operations."""
+
+
+def subsample(epsilon: float, *, sample_rate: float) -> float:
+    """ε of a step on a sample, WS Theorem 2 (its δ becomes ``sample_rate`` times as large)."""
+    if epsilon > 700:  # (1 − q) + q·e^ε overflows
+        return epsilon if sample_rate == 1 else float(np.logaddexp(math.log1p(-sample_rate), epsilon + math.log(sample_rate)))
+    return math.log1p(sample_rate * math.expm1(epsilon))
+
+
+def compose(epsilons: Sequence[tuple[float, int]], *, slack: float) -> float:
+    """ε of steps with these (ε_j, number of repetitions), WS Theorem 1 with δ′ = ``slack``, rounded up."""
+    total = math.fsum(epsilon * count for epsilon, count in epsilons)
+    squares = math.fsum(epsilon * epsilon * count for epsilon, count in epsilons)
+    return min(total, squares / 2 + math.sqrt(-2 * math.log(slack) * squares)) * (1 + RELATIVE_ERROR)
+
+
+def compute_epsilon(
+    steps: Sequence[tuple[Callable[[float], float], float, int]], *, delta: float, delta_split: float | None = 0.5
+) -> float:
+    """ε of a whole run from what one step's ε is at a given δ.
+
+    Args:
+        steps: Per kind of step: its ε ≥ 0 as a non-increasing function of its δ (before sampling), the sampling rate, and the
+            number of repetitions.
+        delta: δ in (0, 1) of the run.
+        delta_split: The share of δ that goes to Σ δ_j, in (0, 1); None for the share that gives the smallest ε.
+
+    Returns:
+        ε, rounded up; 0 if the steps together see a record with probability at most their share of δ.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Formal Guarantees:
+        Those of the steps' own ε: proved if they are (WS Theorems 1 and 2 are Theorems 22 and 29 of Steinke's survey,
+        arXiv 2210.00597), for the adjacency in which the record is left out or turned into a null record.
+    """
+    delta = open_unit_interval("delta", delta)
+    seen = math.fsum(sampling_rate("sample_rate", rate) * whole_number("steps", count) for _, rate, count in steps)
+
+    def epsilon(split: float) -> float:
+        each = split * delta / seen
+        if each >= 1:
+            return 0.0
+        return compose([(subsample(step(each), sample_rate=rate), n) for step, rate, n in steps], slack=(1 - split) * delta)
+
+    if delta_split is not None:
+        return epsilon(open_unit_interval("delta_split", delta_split))
+    best = minimize_scalar(lambda x: epsilon(1 / (1 + math.exp(-x))), bounds=(-12.0, 12.0), method="bounded")
+    return min(float(best.fun), epsilon(0.5))
+
+
+def step_budget(
+    *, epsilon: float, delta: float, steps: int, sample_rate: float = 1.0, delta_split: float = 0.5
+) -> tuple[float, float]:
+    """The (ε_s, δ_s) that each of ``steps`` equal steps may spend before sampling, WS section V-B.
+
+    Args:
+        epsilon: ε > 0 of the run.
+        delta: δ in (0, 1) of the run.
+        steps: T, at least 1.
+        sample_rate: q in (0, 1].
+        delta_split: The share of δ that goes to Σ δ_j.
+
+    Returns:
+        ``(ε_s, δ_s)``; δ_s is below 1.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+    epsilon, delta = positive("epsilon", epsilon), open_unit_interval("delta", delta)
+    steps, rate = whole_number("steps", steps), sampling_rate("sample_rate", sample_rate)
+    split = open_unit_interval("delta_split", delta_split)
+    slope = math.sqrt(-2 * math.log((1 - split) * delta) * steps)
+    # The smaller of Theorem 1's two forms, so the larger of the two roots; the second without cancellation.
+    sampled = max(epsilon / steps, 2 * epsilon / (slope + math.sqrt(slope * slope + 2 * steps * epsilon)))
+    before = sampled - math.log(rate) if sampled > 700 else math.log1p(math.expm1(sampled) / rate)
+    return before * (1 - RELATIVE_ERROR), min(split * delta / (rate * steps), math.nextafter(1.0, 0.0))

@@ -1,0 +1,68 @@
+"""WS Algorithm 1, lines 12 to 16: clip the batch's sum to c′, and noise of its own for parameters that are not shuffled.
+
+Projecting the sum on a ball brings no two sums further apart, so batch clipping costs no ε; more noise on some parameters costs
+none either. Both happen just before the noise, once per logical batch.
+
+>>> import torch
+>>> from opacus.optimizers import DPOptimizer
+>>> class Optimizer(BatchClipping, DPOptimizer): ...
+>>> weight = torch.nn.Parameter(torch.zeros(2))
+>>> optimizer = Optimizer(torch.optim.SGD([weight], lr=1.0), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=1)
+>>> optimizer.clip_batch([weight], batch_clip=1.0)
+>>> weight.summed_grad = torch.tensor([3.0, 4.0])
+>>> optimizer.add_noise()
+>>> weight.grad.norm().item()
+1.0
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from opacus.optimizers.optimizer import _generate_noise
+
+if TYPE_CHECKING:
+    from opacus.optimizers import DPOptimizer as _Base
+else:
+    _Base = object
+
+
+class BatchClipping(_Base):
+    """Mixin for any Opacus optimizer; does nothing until :meth:`clip_batch` is called.
+
+    Attributes:
+        batch_clip: c′, absolute; None for no clipping of sums.
+        unshuffled_noise_ratio: σ₀/σ of the parameters that are not clipped.
+    """
+
+    batch_clip: float | None = None
+    unshuffled_noise_ratio: float = 1.0
+    _shuffled: frozenset[int] = frozenset()
+
+    def clip_batch(self, parameters: Iterable[torch.Tensor], *, batch_clip: float, unshuffled_noise_ratio: float = 1.0) -> None:
+        """From now on clip the sum over ``parameters`` together to ``batch_clip``, and add more noise to the others."""
+        self._shuffled = frozenset(map(id, parameters))
+        self.batch_clip, self.unshuffled_noise_ratio = batch_clip, unshuffled_noise_ratio
+
+    def add_noise(self) -> None:
+        """Clip the shuffled parameters' sum, then add the noise."""
+        if self.batch_clip is None:
+            super().add_noise()
+            return
+        sums = [parameter.summed_grad for parameter in self.params if id(parameter) in self._shuffled]
+        if sums and self.batch_clip != math.inf:
+            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in sums]))
+            factor = self.batch_clip / torch.clamp(norm, min=self.batch_clip)
+            for each in sums:
+                each.mul_(factor)
+        super().add_noise()
+        if self.unshuffled_noise_ratio > 1:
+            more = math.sqrt(self.unshuffled_noise_ratio**2 - 1) * self.noise_multiplier * self.max_grad_norm
+            for parameter in self.params:
+                if id(parameter) not in self._shuffled:
+                    parameter.grad += _generate_noise(
+                        std=more, reference=parameter.grad, generator=self.generator, secure_mode=self.secure_mode
+                    )
