@@ -114,7 +114,8 @@ def compute_noise_std(
     epsilon = positive("epsilon", epsilon)
     delta = open_unit_interval("delta", delta)
     norm = _scale(clip, clip, batch_clip)[1]
-    return clip * max(_noise_ratio(epsilon, delta, d, norm) for d in dimensions(dimension))
+    ratio = max(_noise_ratio(epsilon, delta, d, norm) for d in dimensions(dimension))
+    return clip * ratio * (1 + 1e-12)  # up, above what multiplying and dividing by clip rounds
 
 
 def dimensions(dimension: Dimension) -> tuple[int, ...]:

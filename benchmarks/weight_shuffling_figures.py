@@ -1,0 +1,382 @@
+"""The weight-shuffling paper's Figures 2, 3 and 4 as numbers and pictures, and which batch clip its text fits.
+
+Run ``python benchmarks/weight_shuffling_figures.py [--figure 2|3|4|all] [--output DIR]``, half a minute; ``--output`` writes
+every figure as JSON, CSV and (where matplotlib is there) PNG. Every σ of shuffled training here is WS Theorem 6's, an
+estimate that is false for known pairs of data sets (:mod:`opacus_shuffle.analysis.fenton_wilkinson`): the figures show what
+the paper computes, not privacy.
+
+Two things that the paper does not print: the batch size of training (1000 here, its audit's), and the batch clip c′ of its
+Algorithm 1. σ is computed for c′/c from 0.1 to 10, and held against what the text says about its figures.
+
+>>> vit = RUNS["ViT"]
+>>> vit.steps, round(noise(vit, epsilon=0.5), 4), round(noise(vit, epsilon=0.5, dimension=1), 2)
+(500, 0.2737, 20.72)
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import functools
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import brentq
+
+from opacus_shuffle.analysis import fenton_wilkinson, lognormal_sums
+from opacus_shuffle.analysis.advanced_composition import step_budget
+
+BATCH = 1000
+EPSILONS = (0.25, 0.5, 1.0, 2.0, 4.0)
+NORMS = (0.1, 0.3, 1.0, 3.0, 10.0)
+DIMENSIONS = (1, 10**2, 10**4, 10**6, 10**7, 10**8, 10**9)
+SIGMA, DIMENSION = 0.25, 10**8  # Figure 2
+
+Rows = list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One row of WS Table I: parameters, training records, epochs, δ."""
+
+    dimension: int
+    records: int
+    epochs: int
+    delta: float
+
+    @property
+    def steps(self) -> int:
+        """Updates of ``BATCH`` records."""
+        return round(self.epochs * self.records / BATCH)
+
+    def budget(self, epsilon: float) -> tuple[float, float]:
+        """(ε_s, δ_s) of one step by WS Theorems 1 and 2, half of δ for Σ δ_j."""
+        return step_budget(epsilon=epsilon, delta=self.delta, steps=self.steps, sample_rate=BATCH / self.records)
+
+
+RUNS = {
+    "ViT": Run(85_800_000, 50_000, 10, 5e-6),
+    "BERT": Run(110_000_000, 67_349, 3, 1 / (2 * 67_349)),
+    "RoBERTa": Run(125_000_000, 67_349, 3, 1 / (2 * 67_349)),
+    "GPT-2": Run(124_000_000, 42_043, 10, 8e-6),
+    "GPT2-L E": Run(838_000_000, 42_043, 10, 8e-6),
+    "GPT2-L D": Run(838_000_000, 60_591, 15, 1e-5),
+}
+
+
+def noise(run: Run, *, epsilon: float, norm: float = 1.0, dimension: int | None = None) -> float:
+    """WS Algorithm 1's σ for ε of the run; ``dimension`` 1 is its σ₀, without shuffling.
+
+    Args:
+        run: The configuration.
+        epsilon: Of all its steps.
+        norm: c′/c.
+        dimension: d, the run's own if ``None``.
+    """
+    step_epsilon, step_delta = run.budget(epsilon)
+    return fenton_wilkinson.compute_noise_std(
+        epsilon=step_epsilon, delta=step_delta, dimension=dimension or run.dimension, batch_clip=norm
+    )
+
+
+# ---- Figure 2 ---------------------------------------------------------------------------------------------------------------
+
+
+def readings() -> dict[str, tuple[list[float], float, list[int]]]:
+    """What "σ = 0.25 and d = 10⁸" may mean: means, std and counts of the summands."""
+    inverse = 1 / SIGMA**2
+    return {
+        "equal terms, std c/sigma = 4": ([0.0], 1 / SIGMA, [DIMENSION]),
+        "Theorem 6's own terms, c' = c, std 4": (
+            [inverse, -inverse / (DIMENSION - 1)],
+            1 / SIGMA,
+            [1, DIMENSION - 1],
+        ),
+        "equal terms, std 0.25": ([0.0], SIGMA, [DIMENSION]),
+    }
+
+
+def figure_2(*, repetitions: int = 10_000, seed: int = 0) -> dict[str, Any]:
+    """Each method's CDF of log S, and its distance to many more samples than the paper's 1000, in each reading.
+
+    Args:
+        repetitions: Samples that stand for the truth.
+        seed: Of the samples.
+    """
+    found: dict[str, Any] = {}
+    for name, (means, std, counts) in readings().items():
+        generator = np.random.default_rng(seed)
+
+        def draw(number: int, terms: Any = (means, std, counts), generator: Any = generator) -> lognormal_sums.Vector:
+            return lognormal_sums.monte_carlo(*terms, repetitions=number, generator=generator, largest=3000)
+
+        truth, few = np.sort(draw(repetitions)), draw(1000)
+        laws = {
+            "Monte Carlo, 1000": lognormal_sums.SampledLaw(few),
+            "F-W": lognormal_sums.fenton_wilkinson(means, std, counts),
+            "S-Y": lognormal_sums.schwartz_yeh(means, std, counts),
+            "S-Y by doubling": lognormal_sums.schwartz_yeh(means, std, counts, combine="doubling"),
+            "LSQ of 1000": lognormal_sums.least_squares(few),
+            "KDE of 1000": lognormal_sums.kernel_density(few),
+        }
+        x = np.linspace(*np.quantile(truth, [0.001, 0.99]), 101)
+        found[name] = {
+            "x": x.tolist(),
+            "cdf": {"truth": lognormal_sums.SampledLaw(truth).cdf(x).tolist()}
+            | {method: law.cdf(x).tolist() for method, law in laws.items()},
+            "distance": {method: distance(law, truth) for method, law in laws.items()},
+            "error": 1.63 / math.sqrt(repetitions) + lognormal_sums.largest_error(std, max(counts), 3000),
+            "below": below(means, std, laws["F-W"], truth),
+        }
+    return found
+
+
+def distance(law: lognormal_sums.NormalLaw | lognormal_sums.SampledLaw, samples: lognormal_sums.Vector) -> float:
+    """The largest distance between a law's CDF and that of sorted samples, at up to 1000 of them."""
+    ranks = np.linspace(0, len(samples) - 1, min(len(samples), 1000)).astype(int)
+    return float(np.abs(law.cdf(samples[ranks]) - (ranks + 0.5) / len(samples)).max())
+
+
+def below(means: list[float], std: float, law: Any, samples: lognormal_sums.Vector) -> dict[str, float] | None:
+    """P(S ≤ C(ε_s)) of WS Eq. 38 for the ViT's step at ε = 0.5, where the terms are Theorem 6's: F-W's, and the samples'."""
+    if len(means) == 1:
+        return None
+    threshold = -RUNS["ViT"].budget(0.5)[0] + 1.5 * std**2  # c = c′: ‖g‖² + 2⟨f, g⟩ = 3c²
+    return {
+        "log C": threshold,
+        "F-W": float(law.cdf(threshold)),
+        "samples": float(np.mean(samples <= threshold)),
+        "smallest sample": float(samples[0]),
+    }
+
+
+# ---- Figures 3 and 4 --------------------------------------------------------------------------------------------------------
+
+
+def figure_3() -> Rows:
+    """σ over ε, per configuration: unshuffled by the same composition, by Opacus's RDP accountant, shuffled for each c′/c."""
+    return [
+        {"model": name, "epsilon": epsilon, "unshuffled": noise(run, epsilon=epsilon, dimension=1), "RDP": rdp(run, epsilon)}
+        | {f"c'/c = {norm:g}": noise(run, epsilon=epsilon, norm=norm) for norm in NORMS}
+        for name, run in RUNS.items()
+        for epsilon in EPSILONS
+    ]
+
+
+def rdp(run: Run, epsilon: float) -> float:
+    """σ by the accountant of the paper's baselines (Opacus's RDP); proved, to a thousandth of ε."""
+    return _rdp(epsilon, run.delta, BATCH / run.records, run.steps)
+
+
+@functools.cache
+def _rdp(epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
+    """See :func:`rdp`; configurations share runs."""
+    from opacus.accountants.utils import get_noise_multiplier
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on the optimal order
+        return get_noise_multiplier(
+            target_epsilon=epsilon,
+            target_delta=delta,
+            sample_rate=sample_rate,
+            steps=steps,
+            accountant="rdp",
+            epsilon_tolerance=1e-3 * epsilon,
+        )
+
+
+def figure_4(*, norm: float = 1.0) -> Rows:
+    """σ over ε and d for the ViT's run; d = 1 is the unshuffled mechanism."""
+    return [
+        {"epsilon": epsilon}
+        | {
+            f"d = {d:.0e}" if d > 1 else "d = 1": noise(RUNS["ViT"], epsilon=epsilon, norm=norm, dimension=d)
+            for d in DIMENSIONS
+        }
+        for epsilon in (0.1, *EPSILONS)
+    ]
+
+
+# ---- what the text says, and which c' fits it -------------------------------------------------------------------------------
+
+
+def statements() -> tuple[Rows, dict[str, float]]:
+    """One row per c′/c of what the text lets one check, and what the text asks for.
+
+    Table III's demand does not depend on how accuracy falls with noise. At ε = 0.1 shuffled training (67.31 %) is worse than
+    Ghost at ε = 0.5 (72.99 %), so it has more noise per signal; at ε = 1 it (75.61 %) is no worse than Ghost (75.53 %). So
+    σ(0.1)/σ(1) is at least Ghost's σ(0.5)/σ(1), if c′ stays the same. The last column is the norm, over c, that the batch's
+    summed gradient must have for shuffled training, clipped to c′, to have Ghost's noise per signal at ε = 1: c′·σ_RDP/σ.
+    """
+    vit = RUNS["ViT"]
+    plain = {epsilon: rdp(vit, epsilon) for epsilon in (0.5, 1.0)}
+    rows = []
+    for norm in NORMS:
+        one = {epsilon: noise(vit, epsilon=epsilon, norm=norm) for epsilon in (0.1, 0.25, 1.0, 4.0)}
+        rows.append(
+            {
+                "c'/c": norm,
+                "flat: sigma(0.25)/sigma(4)": one[0.25] / one[4.0],
+                "exponent of log d": exponent(vit, norm=norm),
+                "sigma at d = 1e8": noise(vit, epsilon=0.5, norm=norm, dimension=DIMENSION),
+                "Table III: sigma(0.1)/sigma(1)": one[0.1] / one[1.0],
+                "batch/c for RDP's at 1": norm * plain[1.0] / one[1.0],
+            }
+        )
+    asked = {
+        "unshuffled: sigma(0.25)/sigma(4)": noise(vit, epsilon=0.25, dimension=1) / noise(vit, epsilon=4.0, dimension=1),
+        "RDP: sigma(0.25)/sigma(4)": rdp(vit, 0.25) / rdp(vit, 4.0),
+        "exponent of log d": -0.5,
+        "sigma at d = 1e8": SIGMA,
+        "c'/c with that sigma": brentq(lambda x: noise(vit, epsilon=0.5, norm=x, dimension=DIMENSION) - SIGMA, 0.1, 10.0),
+        "Table III: sigma(0.1)/sigma(1) at least": plain[0.5] / plain[1.0],
+    }
+    return rows, asked
+
+
+def exponent(run: Run, *, norm: float, epsilon: float = 0.5) -> float:
+    """The slope of log σ over log log d, d from 10⁴ to 10⁹: −1/2 where σ is of order 1/√log d."""
+    dimensions = np.geomspace(1e4, 1e9, 11)
+    sigmas = [noise(run, epsilon=epsilon, norm=norm, dimension=round(d)) for d in dimensions]
+    return float(np.polyfit(np.log(np.log(dimensions)), np.log(sigmas), 1)[0])
+
+
+# ---- output -----------------------------------------------------------------------------------------------------------------
+
+
+def table(rows: Rows) -> str:
+    """Rows as aligned text."""
+    cells = [[*rows[0]], *([f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    return "\n".join("    " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+
+
+def write(output: Path, name: str, data: Any, rows: Rows) -> None:
+    """``name``.json and ``name``.csv in the folder, which is made if it is not there."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / f"{name}.json").write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
+    with (output / f"{name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def draw_2(data: dict[str, Any]) -> Any:
+    """Figure 2 as a picture, one panel a reading."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(data), figsize=(5.2 * len(data), 4.0), layout="constrained")
+    for ax, (name, reading) in zip(axes, data.items(), strict=True):
+        for method, values in reading["cdf"].items():
+            ax.plot(reading["x"], values, "k-" if method == "truth" else "--", label=method, linewidth=1.6)
+        ax.set_title(name, fontsize=10)
+        ax.set_xlabel("log S")
+        ax.locator_params(axis="x", nbins=4)
+    axes[0].set_ylabel("CDF")
+    axes[0].legend(fontsize=8)
+    return figure
+
+
+def draw_3(rows: Rows) -> Any:
+    """Figure 3 as a picture, one panel a configuration."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 3, figsize=(12, 7), sharey=True, layout="constrained")
+    for ax, model in zip(axes.flat, RUNS, strict=True):
+        mine = [row for row in rows if row["model"] == model]
+        for name in list(mine[0])[2:]:
+            style = {"unshuffled": "ks-", "RDP": "k^:"}.get(name, "o--")
+            ax.plot([row["epsilon"] for row in mine], [row[name] for row in mine], style, markersize=4, label=name)
+        ax.set(title=f"{model}, d = {RUNS[model].dimension:.3g}", xlabel="ε", xscale="log", yscale="log")
+        ax.set_xticks(EPSILONS, [f"{epsilon:g}" for epsilon in EPSILONS])
+        ax.minorticks_off()
+    axes[0, 0].set_ylabel("σ")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper", fontsize=9)
+    return figure
+
+
+def draw_4(rows: Rows) -> Any:
+    """Figure 4 as a picture."""
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import LogNorm
+
+    names = list(rows[0])[1:]
+    values = np.array([[row[name] for name in names] for row in rows])
+    figure, ax = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    image = ax.imshow(values, norm=LogNorm(), cmap="viridis", aspect="auto")
+    for (i, j), value in np.ndenumerate(values):
+        ax.text(j, i, f"{value:.3g}", ha="center", va="center", color="white" if value < 3 else "black", fontsize=9)
+    ax.set_xticks(range(len(names)), names)
+    ax.set_yticks(range(len(rows)), [f"{row['epsilon']:g}" for row in rows])
+    ax.set(ylabel="ε", title="σ (WS Theorem 6, an estimate), c' = c")
+    figure.colorbar(image)
+    return figure
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prints and, with ``--output``, writes the figures."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--figure", choices=["2", "3", "4", "all"], default="all")
+    parser.add_argument("--output", type=Path, help="folder for JSON, CSV and PNG")
+    parser.add_argument("--repetitions", type=int, default=10_000, help="Figure 2's samples that stand for the truth")
+    options = parser.parse_args(arguments)
+    chosen = ["2", "3", "4"] if options.figure == "all" else [options.figure]
+    for figure in chosen:
+        data, rows, picture = {"2": _second, "3": _third, "4": _fourth}[figure](options)
+        if options.output:
+            write(options.output, f"figure_{figure}", data, rows)
+            try:
+                import matplotlib
+            except ImportError:
+                print("no pictures without matplotlib: pip install 'opacus_shuffle[plots]'")
+                continue
+            matplotlib.use("Agg")
+            picture(data).savefig(options.output / f"figure_{figure}.png", dpi=150)
+
+
+def _second(options: argparse.Namespace) -> tuple[Any, Rows, Any]:
+    """Figure 2, printed."""
+    data = figure_2(repetitions=options.repetitions)
+    print("\nWS Figure 2: largest distance of each CDF of log S to the true one")
+    for name, reading in data.items():
+        print(f"\n{name} (the truth is known to {reading['error']:.3f})")
+        print(table([{"method": method, "distance": value} for method, value in reading["distance"].items()]))
+        if reading["below"]:
+            print("    P(S <= C(eps)) of Eq. 38: F-W {F-W:.3g}, samples {samples:.3g}".format(**reading["below"]), end="")
+            print(" (log C = {log C:.2f}, smallest sample {smallest sample:.2f})".format(**reading["below"]))
+    rows = [
+        {"reading": name, "method": method, "log S": x, "cdf": value}
+        for name, reading in data.items()
+        for method, values in reading["cdf"].items()
+        for x, value in zip(reading["x"], values, strict=True)
+    ]
+    return data, rows, draw_2
+
+
+def _third(options: argparse.Namespace) -> tuple[Any, Rows, Any]:
+    """Figure 3, printed with what the text says of it."""
+    rows = figure_3()
+    print(f"\nWS Figure 3: sigma over epsilon, batches of {BATCH}; shuffled values are estimates")
+    print(table(rows))
+    checks, asked = statements()
+    print("\nThe text against c'/c (ViT)")
+    print(table(checks))
+    print("asked for: " + ", ".join(f"{name} {value:.3g}" for name, value in asked.items()))
+    return rows, rows, draw_3
+
+
+def _fourth(options: argparse.Namespace) -> tuple[Any, Rows, Any]:
+    """Figure 4, printed."""
+    rows = figure_4()
+    print("\nWS Figure 4: sigma over epsilon and d, the ViT's run, c' = c; estimates but for d = 1")
+    print(table(rows))
+    return rows, rows, draw_4
+
+
+if __name__ == "__main__":
+    main()
