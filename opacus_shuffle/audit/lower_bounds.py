@@ -1,0 +1,312 @@
+r"""From the mistakes of one test to a lower bound on ε: what the counts of an audit prove, and how surely.
+
+An audit runs a mechanism with and without a record and lets a test guess which it was. Whatever the test, (ε, δ)-differential
+privacy limits how well it can do: with α = P(says "present" though absent) and β = P(says "absent" though present),
+1 − β ≤ e^ε α + δ and 1 − α ≤ e^ε β + δ, for the test is post-processing. So a mechanism whose test does better has an ε of at
+least WS Eq. 45. Rates are not seen but counted; Clopper and Pearson's limits say how large they can be, given the counts.
+
+>>> bound = epsilon_lower_bound(false_positives=0, false_negatives=500, trials=1000, delta=1e-5)
+>>> round(float(bound), 3), bound.confidence
+(4.846, 0.95)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.special import betaincinv, ndtri
+
+from opacus_shuffle.analysis import gaussian
+from opacus_shuffle.validation import one_of, open_unit_interval, whole_number
+
+Method = Literal["clopper_pearson", "gdp"]
+Vector = npt.NDArray[np.float64]
+
+METHODS = ("clopper_pearson", "gdp")
+
+RELATIVE_ERROR = 1e-9
+"""Clopper-Pearson limits and ε are moved to the safe side by this fraction: more than inverting the beta law loses."""
+
+_SPACING = 1.07
+"""Thresholds are tried at score ranks this far apart, from both ends of both samples: some 800 for 10⁷ scores."""
+
+_CAUTION = 0.01
+"""The threshold is chosen with limits that err this many times more rarely: the largest of hundreds is else a lucky one."""
+
+
+class LowerBound(float):
+    """An ε that the mechanism's own ε is at least, with the stated confidence; a float, 0 if the test showed nothing.
+
+    Attributes:
+        confidence: The probability, over the audit's runs, with which such a bound is true, or more.
+        method: ``"clopper_pearson"`` or ``"gdp"`` (which assumes a Gaussian trade-off curve).
+        delta: The δ at which the mechanism's ε is meant.
+        false_positives: Runs without the record in which the test saw it.
+        false_negatives: Runs with the record in which the test did not see it.
+        trials: Runs counted, ``(without, with)`` the record.
+        mu: For ``"gdp"`` the lower bound on μ, else None.
+    """
+
+    confidence: float
+    method: Method
+    delta: float
+    false_positives: int
+    false_negatives: int
+    trials: tuple[int, int]
+    mu: float | None
+
+    def __new__(
+        cls,
+        epsilon: float,
+        *,
+        confidence: float,
+        method: Method,
+        delta: float,
+        false_positives: int,
+        false_negatives: int,
+        trials: tuple[int, int],
+        mu: float | None = None,
+    ) -> LowerBound:
+        """The number, with what it was counted from."""
+        bound = super().__new__(cls, epsilon)
+        bound.confidence = confidence
+        bound.method = method
+        bound.delta = delta
+        bound.false_positives = false_positives
+        bound.false_negatives = false_negatives
+        bound.trials = trials
+        bound.mu = mu
+        return bound
+
+    def __getnewargs_ex__(self) -> tuple[tuple[float], dict[str, Any]]:
+        return (float(self),), dict(vars(self))
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"LowerBound({float(self)!r}, {facts})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"epsilon": float(self), **vars(self), "trials": list(self.trials)}
+
+
+def epsilon_lower_bound(
+    false_positives: int,
+    false_negatives: int,
+    trials: int | Sequence[int],
+    delta: float,
+    confidence: float = 0.95,
+    *,
+    method: Method = "clopper_pearson",
+) -> LowerBound:
+    r"""ε is at least this, from the counts of a test that was fixed before these runs.
+
+    Args:
+        false_positives: Runs without the record in which the test said "present".
+        false_negatives: Runs with the record in which the test said "absent".
+        trials: Independent runs under each hypothesis, or a pair: runs without the record, runs with it. At least 1.
+        delta: δ in (0, 1).
+        confidence: In (0, 1).
+        method: ``"clopper_pearson"``, or ``"gdp"``, larger but valid **only if** the mechanism's trade-off curve is that of
+            two Gaussians.
+
+    Returns:
+        The bound, rounded down. With no false positive in n runs at 95 % confidence it cannot exceed ln(n/3.7).
+
+    Raises:
+        ValueError: If an argument is out of range or a count exceeds its runs.
+
+    Formal Guarantees:
+        Over the runs, the bound exceeds the mechanism's ε at δ with probability 1 − ``confidence`` at most. Proof: the counts
+        are Bin(n₀, α) and Bin(n₁, β). Each Clopper-Pearson upper limit, taken at 1 − (1 − ``confidence``)/2, is below its rate
+        with probability (1 − ``confidence``)/2 at most, so with probability ``confidence`` or more neither is (union bound).
+        Then both terms of max{ln((1 − α − δ)/β), ln((1 − β − δ)/α), 0} (WS Eq. 45), which fall in α and in β, are at most
+        what they are at the true rates, and that is at most ε (see the module). Under ``"gdp"`` likewise
+        μ ≥ Φ⁻¹(1 − α) − Φ⁻¹(β) for the true rates, and ε(μ, δ) grows with μ (Dong, Roth & Su 2022; Nasr et al. 2023).
+    """
+    runs = _runs(trials)
+    delta = open_unit_interval("delta", delta)
+    confidence = open_unit_interval("confidence", confidence)
+    one_of("method", method, METHODS)
+    false_positives = _count("false_positives", false_positives, runs[0], "without")
+    false_negatives = _count("false_negatives", false_negatives, runs[1], "with")
+    tail = (1 - confidence) / 2
+    score = _rank(np.array([false_positives]), np.array([false_negatives]), runs, delta=delta, tail=tail, method=method)
+    value = max(float(score[0]), 0.0)
+    return LowerBound(
+        value if method == "clopper_pearson" else _gaussian_epsilon(value, delta),
+        confidence=confidence,
+        method=method,
+        delta=delta,
+        false_positives=false_positives,
+        false_negatives=false_negatives,
+        trials=runs,
+        mu=value if method == "gdp" else None,
+    )
+
+
+def audit_scores(
+    null_scores: Any,
+    alternative_scores: Any,
+    *,
+    delta: float,
+    confidence: float = 0.95,
+    method: Method = "clopper_pearson",
+) -> LowerBound:
+    """ε is at least this, from one score per run; larger scores speak for the record's presence.
+
+    The test is "score > threshold". The first half of both samples chooses the threshold at which *its* lower bound, at a
+    hundredth of the error, is largest (one with few mistakes by mere luck has wide limits); the second half is counted.
+
+    Args:
+        null_scores: One score per run without the record, shape (n₀,), n₀ ≥ 2: an array, tensor or sequence of real numbers,
+            ±∞ allowed, in an order that does not depend on the scores (do not sort them).
+        alternative_scores: The same for runs with the record, shape (n₁,), n₁ ≥ 2.
+        delta: δ in (0, 1).
+        confidence: In (0, 1).
+        method: As :func:`epsilon_lower_bound`.
+
+    Returns:
+        The bound, rounded down; its counts and ``trials`` are those of the second half.
+
+    Raises:
+        ValueError: If an argument is out of range, a score is NaN, or there are too few.
+
+    Formal Guarantees:
+        As :func:`epsilon_lower_bound`, if the runs are independent: given the first half the threshold is a constant for the
+        second, so the guarantee holds for every value of the first half, and hence over both.
+    """
+    null, alternative = _scores("null_scores", null_scores), _scores("alternative_scores", alternative_scores)
+    delta = open_unit_interval("delta", delta)
+    confidence = open_unit_interval("confidence", confidence)
+    one_of("method", method, METHODS)
+    half = len(null) // 2, len(alternative) // 2
+    threshold = choose_threshold(null[: half[0]], alternative[: half[1]], delta=delta, confidence=confidence, method=method)
+    return epsilon_lower_bound(
+        int(np.count_nonzero(null[half[0] :] > threshold)),
+        int(np.count_nonzero(alternative[half[1] :] <= threshold)),
+        (len(null) - half[0], len(alternative) - half[1]),
+        delta,
+        confidence,
+        method=method,
+    )
+
+
+def choose_threshold(null: Vector, alternative: Vector, *, delta: float, confidence: float, method: Method) -> float:
+    """Where these scores' own lower bound is largest, among ranks that are dense at both ends of both samples.
+
+    At a higher confidence than is asked for, see ``_CAUTION``. What is claimed must still be counted on other scores.
+    """
+    null, alternative = np.sort(null), np.sort(alternative)
+    # The largest null score is a candidate: above it lies no false positive. So are alternatives beyond it.
+    thresholds = np.unique(np.concatenate([null[_ranks(len(null))], alternative[_ranks(len(alternative))]]))
+    false_positives = len(null) - np.searchsorted(null, thresholds, side="right")
+    false_negatives = np.searchsorted(alternative, thresholds, side="right")
+    scores = _rank(
+        false_positives,
+        false_negatives,
+        (len(null), len(alternative)),
+        delta=delta,
+        tail=_CAUTION * (1 - confidence) / 2,
+        method=method,
+    )
+    return float(thresholds[np.argmax(scores)])
+
+
+def upper_limit(count: npt.ArrayLike, trials: int, *, tail: float) -> Vector:
+    """Clopper and Pearson's upper limit on a rate: at any larger rate so few events have a probability below ``tail``.
+
+    Rounded up. Its complement, rounded down to as many digits, is ``lower_limit(trials - count, trials)``.
+    """
+    events = np.asarray(count, dtype=np.float64)
+    # With b = 0 the beta law is a point at 1; scipy calls it NaN.
+    inside = betaincinv(events + 1, np.maximum(trials - events, 0.5), 1 - tail)
+    return np.where(events >= trials, 1.0, np.minimum(inside * (1 + RELATIVE_ERROR), 1.0))
+
+
+def lower_limit(count: npt.ArrayLike, trials: int, *, tail: float) -> Vector:
+    """Clopper and Pearson's lower limit on a rate: at any smaller rate so many events have a probability below ``tail``."""
+    events = np.asarray(count, dtype=np.float64)
+    inside = betaincinv(np.maximum(events, 0.5), trials - events + 1, tail)
+    return np.where(events <= 0, 0.0, inside * (1 - RELATIVE_ERROR))
+
+
+def _rank(
+    false_positives: npt.ArrayLike,
+    false_negatives: npt.ArrayLike,
+    runs: tuple[int, int],
+    *,
+    delta: float,
+    tail: float,
+    method: Method,
+) -> Vector:
+    """The lower bound on ε, or on μ for ``"gdp"``, for each pair of counts; −∞ where they show nothing."""
+    alpha = upper_limit(false_positives, runs[0], tail=tail)
+    beta = upper_limit(false_negatives, runs[1], tail=tail)
+    # 1 − α and 1 − β from their own limits: a power of 1e-9 would not survive a subtraction from 1.
+    specificity = lower_limit(runs[0] - np.asarray(false_positives), runs[0], tail=tail)
+    power = lower_limit(runs[1] - np.asarray(false_negatives), runs[1], tail=tail)
+    with np.errstate(divide="ignore"):
+        if method == "gdp":
+            # Both rates are estimated, each where its quantile keeps its digits.
+            absent = np.where(alpha < 0.5, -ndtri(alpha), ndtri(specificity))
+            present = np.where(beta < 0.5, -ndtri(beta), ndtri(power))
+            best = absent + present
+        else:
+            best = np.log(np.maximum([(specificity - delta) / beta, (power - delta) / alpha], 0.0)).max(axis=0)
+    return np.where(best > 0, best * (1 - RELATIVE_ERROR), best)
+
+
+def _gaussian_epsilon(mu: float, delta: float) -> float:
+    """ε of μ-Gaussian differential privacy at δ, rounded down."""
+    epsilon = gaussian.compute_epsilon(mu=mu, delta=delta)  # rounded up
+    step = 2 * gaussian.RELATIVE_ERROR * epsilon
+    while epsilon > 0 and gaussian.log_delta(mu=mu, epsilon=epsilon) < math.log(delta):
+        epsilon, step = max(epsilon - step, 0.0), 2 * step
+    return epsilon * (1 - gaussian.RELATIVE_ERROR)
+
+
+def _ranks(size: int) -> npt.NDArray[np.int64]:
+    """Positions 0, …, size − 1, dense at both ends."""
+    steps = max(2, math.ceil(math.log(size + 1) / math.log(_SPACING)))
+    from_below = np.unique(np.floor(np.geomspace(1, size, steps) + 1e-9).astype(np.int64)) - 1
+    return np.unique(np.concatenate([from_below, size - 1 - from_below]))
+
+
+def _scores(name: str, scores: Any) -> Vector:
+    """Real numbers in a row, at least two."""
+    if isinstance(scores, torch.Tensor):
+        scores = scores.detach().cpu()
+        scores = scores.double().numpy() if scores.is_floating_point() else scores.numpy()
+    array = np.asarray(scores)
+    if array.dtype.kind not in "fiub" or array.ndim != 1:
+        raise ValueError(
+            f"{name} must be a row of real numbers, one per run, got {array.dtype} of shape {array.shape}: pass a 1-D array"
+        )
+    if len(array) < 2:
+        raise ValueError(f"{name} must hold at least 2 scores (one half chooses, one half counts), got {len(array)}")
+    numbers = array.astype(np.float64, copy=False)
+    if np.isnan(numbers).any():
+        raise ValueError(f"{name} must hold no NaN, got {int(np.isnan(numbers).sum())} of them: score every run")
+    return numbers
+
+
+def _runs(trials: Any) -> tuple[int, int]:
+    """Runs without the record and with it."""
+    pair = (trials, trials) if np.ndim(trials) == 0 else tuple(trials)
+    if len(pair) != 2:
+        raise ValueError(f"trials must be one number or a pair (runs without the record, runs with it), got {trials!r}")
+    return whole_number("trials", pair[0]), whole_number("trials", pair[1])
+
+
+def _count(name: str, value: Any, runs: int, which: str) -> int:
+    """A count of at most ``runs``."""
+    number = whole_number(name, value, minimum=0)
+    if number > runs:
+        raise ValueError(f"{name} must not exceed the {runs} trials {which} the record, got {number}")
+    return number

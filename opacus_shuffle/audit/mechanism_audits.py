@@ -1,0 +1,342 @@
+r"""Audits of the mechanisms themselves, as they stand in the papers: each is run millions of times with and without a record.
+
+One pair of data sets, one adversary, one test; what the test shows holds whatever can be proved or not. Nothing is trained, so
+these audits say what a formula is worth, not whether a training run is programmed correctly.
+
+>>> result = audit_shuffled_gaussian(noise_multiplier=0.27372, dimension=85_800_000, delta=2.5e-7, trials=2_000_000,
+...                                  generator=torch.Generator().manual_seed(0))
+>>> [claim.name for claim in result.contradicted]  # WS Theorem 6 says 0.197 for one step
+['paper']
+>>> round(float(result.largest.lower), 1)
+1.4
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from opacus_shuffle.accountants.bounds import ADJACENCIES, Guarantee
+from opacus_shuffle.accounting import privacy_bound
+from opacus_shuffle.analysis import gaussian
+from opacus_shuffle.audit.lower_bounds import audit_scores, epsilon_lower_bound
+from opacus_shuffle.audit.result import AuditResult, Claim, Finding
+from opacus_shuffle.audit.sampling import chunks, largest_normal, numpy_generator
+from opacus_shuffle.rounding import round_up
+from opacus_shuffle.validation import (
+    finite_number,
+    noise_level,
+    one_of,
+    open_unit_interval,
+    positive,
+    sampling_rate,
+    whole_number,
+)
+
+Vector = npt.NDArray[np.float64]
+
+FEWEST = 1000
+"""Trials below which an audit shows next to nothing."""
+
+_REPORTS = 400_000_000
+"""Reports that :func:`audit_shuffle_gauss` draws by default, both hypotheses together: some 15 seconds of one core."""
+
+_MOST_USERS = 10_000_000
+
+
+def audit_gaussian(
+    *,
+    noise_multiplier: float,
+    delta: float,
+    trials: int = 5_000_000,
+    confidence: float = 0.95,
+    generator: torch.Generator | None = None,
+) -> AuditResult:
+    """One Gaussian step, where everything is known: a test of the audit itself.
+
+    N(0, σ²) against N(1, σ²), in units of the clipping norm: the noised sum with nothing in it but the record, projected on the
+    record's direction.
+
+    Args:
+        noise_multiplier: σ over the clipping norm.
+        delta: δ in (0, 1).
+        trials: Runs under each hypothesis, at least 1000. Half of them choose the test.
+        confidence: Of each finding, in (0, 1).
+        generator: A CPU generator, for repeatable audits; by default a secret one.
+
+    Returns:
+        The exact ε as the claim (Balle & Wang 2018), and two findings: from counts alone, and with the Gaussian trade-off curve
+        that the mechanism has (Nasr et al. 2023), which comes closer.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+    sigma = noise_level("noise_multiplier", noise_multiplier)
+    delta, trials, confidence = _common(delta, trials, confidence)
+    rng = numpy_generator("generator", generator)
+    null = rng.standard_normal(trials)
+    alternative = rng.standard_normal(trials) + 1 / sigma
+    sees = "sees the noised sum"
+    exact = gaussian.compute_epsilon(mu=1 / sigma, delta=delta)
+    claims = (Claim("certified", exact, Guarantee.PROVED, "every data set"),)
+    return AuditResult(
+        f"Gaussian mechanism, noise multiplier {sigma:.6g}, one step",
+        delta,
+        claims,
+        (
+            Finding("counts", audit_scores(null, alternative, delta=delta, confidence=confidence), sees),
+            Finding("gdp", audit_scores(null, alternative, delta=delta, confidence=confidence, method="gdp"), sees),
+        ),
+        _reach(claims, trials, delta, confidence),
+    )
+
+
+def audit_shuffled_gaussian(
+    *,
+    noise_multiplier: float,
+    dimension: int,
+    delta: float,
+    steps: int = 1,
+    sample_rate: float = 1.0,
+    batch_clip: float = 1.0,
+    trials: int = 10_000_000,
+    confidence: float = 0.95,
+    generator: torch.Generator | None = None,
+) -> AuditResult:
+    r"""WS Definition 6, for one pair of gradients that satisfies every condition of WS Theorem 6: f = 0 and f′ = c·e₁.
+
+    Per step the adversary sees d noised coordinates in uniformly random order. The test goes by the largest coordinate of all
+    steps. Its law is closed, so a run takes a few random numbers whatever d is: with K ~ Bin(T, q) steps that the record takes
+    part in, the largest of T·d − K coordinates of noise, and the largest of K around c. Any test is post-processing: a better
+    one can only show a larger ε.
+
+    Args:
+        noise_multiplier: σ/c, of the **sum** (as DP-SGD's).
+        dimension: d, coordinates that are permuted among themselves, up to 2⁵³.
+        delta: δ in (0, 1).
+        steps: T.
+        sample_rate: q, with which the record takes part in a step (Poisson sampling; the adversary is not told).
+        batch_clip: c′/c, the norm that the sum is clipped to before the noise: below 1 it shrinks the record's gradient.
+        trials: Runs under each hypothesis, at least 1000. Half of them choose the test.
+        confidence: In (0, 1).
+        generator: A CPU generator, for repeatable audits; by default a secret one.
+
+    Returns:
+        The claims ``paper`` (WS Theorem 6, composed), ``tight`` (this very pair, exactly) and ``certified`` (DP-SGD's own), and
+        one finding.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Formal Guarantees:
+        With probability ``confidence`` the pair's ε at δ, and so that of any bound for all data sets that satisfy these
+        conditions, is at least the finding, for an adversary who sees the permuted gradients and nothing else.
+    """
+    sigma = noise_level("noise_multiplier", noise_multiplier)
+    dimension, steps = whole_number("dimension", dimension), whole_number("steps", steps)
+    rate, batch_clip = sampling_rate("sample_rate", sample_rate), positive("batch_clip", batch_clip)
+    delta, trials, confidence = _common(delta, trials, confidence)
+    rng = numpy_generator("generator", generator)
+    scores = largest_coordinates(
+        shift=min(1.0, batch_clip) / sigma, dimension=dimension, steps=steps, sample_rate=rate, trials=trials, rng=rng
+    )
+    claims = tuple(
+        Claim.of(
+            privacy_bound(
+                "shuffled_fw",
+                noise_multiplier=sigma,
+                num_users=math.ceil(1 / rate),  # nothing depends on it but the rate
+                steps=steps,
+                sample_rate=rate,
+                delta=delta,
+                dimension=dimension,
+                batch_clip=batch_clip,
+                bound=bound,
+            )
+        )
+        for bound in ("paper", "tight", "certified")
+    )
+    sees = "sees the noised gradient of every step, its coordinates in random order, and knows all other records"
+    lower = audit_scores(*scores, delta=delta, confidence=confidence)
+    return AuditResult(
+        f"shuffled Gaussian, noise multiplier {sigma:.6g}, dimension {dimension:,}, {_plural(steps, 'step')}"
+        + (f", sample rate {rate:.4g}" if rate < 1 else ""),
+        delta,
+        claims,
+        (Finding("largest coordinate", lower, sees),),
+        (
+            "Audited: the gradients of all others add up to zero, the record's lies in one coordinate, at the clipping norm.",
+            *_reach(claims, trials, delta, confidence),
+        ),
+    )
+
+
+def audit_shuffle_gauss(
+    *,
+    noise_multiplier: float,
+    num_users: int,
+    delta: float,
+    others: float = 0.0,
+    record: float = 1.0,
+    steps: int = 1,
+    adjacency: str = "zero_out",
+    trials: int | None = None,
+    confidence: float = 0.95,
+    generator: torch.Generator | None = None,
+) -> AuditResult:
+    r"""SG's shuffle Gaussian in one dimension, against an adversary who knows all other users' values.
+
+    All others hold v = ``others``; user 1 holds a₁ = ``record`` or a₀, 0 or −``record``. The test goes by the exact likelihood
+    ratio of the shuffled reports y, log Σᵢ p_{a₁}(yᵢ)/p_v(yᵢ) − log Σᵢ p_{a₀}(yᵢ)/p_v(yᵢ), summed over the rounds: no test for
+    this pair of data sets is better. With ``others=0`` it is the papers' pair, with −1 a worse one.
+
+    Args:
+        noise_multiplier: Local σ, one report's noise over the clipping norm.
+        num_users: n, reports per round, at most 10⁷.
+        delta: δ in (0, 1).
+        others: Every other user's value, in [−1, 1] clipping norms.
+        record: User 1's value, in [−1, 1], not 0.
+        steps: Rounds, with fresh noise and a fresh permutation each.
+        adjacency: ``"zero_out"``: user 1's value becomes 0; ``"replace"``: −``record``.
+        trials: Runs under each hypothesis, at least 1000; each costs n reports a round. By default 4·10⁸ reports in all, but no
+            more than a million runs and no fewer than 1000.
+        confidence: In (0, 1).
+        generator: A CPU generator, for repeatable audits; by default a secret one.
+
+    Returns:
+        The claims of :func:`opacus_shuffle.privacy_bound` that cover the adjacency, and one finding.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Formal Guarantees:
+        With probability ``confidence`` the ε of this pair of data sets at δ is at least the finding. ``paper`` and ``tight``
+        are about the pair with ``others=0`` only.
+    """
+    sigma = noise_level("noise_multiplier", noise_multiplier)
+    users, steps = whole_number("num_users", num_users), whole_number("steps", steps)
+    if users > _MOST_USERS:
+        raise ValueError(
+            f"num_users must not exceed {_MOST_USERS:,}, got {users}: every run draws all reports; audit fewer users"
+        )
+    others, present = _value("others", others), _value("record", record)
+    if present == 0:
+        raise ValueError(f"record must not be 0, got {record!r}: there would be nothing to find; 1 or -1 shows most")
+    one_of("adjacency", adjacency, ADJACENCIES)
+    absent = 0.0 if adjacency == "zero_out" else -present
+    if trials is None:
+        trials = min(1_000_000, max(FEWEST, _REPORTS // (2 * users * steps)))
+    delta, trials, confidence = _common(delta, trials, confidence)
+    rng = numpy_generator("generator", generator)
+    scores = likelihood_ratios(
+        present=(present - others) / sigma, absent=(absent - others) / sigma, users=users, steps=steps, trials=trials, rng=rng
+    )
+    bounds = ("paper", "tight", "certified", "certified_sharp") if adjacency == "zero_out" else ("certified", "certified_sharp")
+    claims = tuple(
+        Claim.of(
+            privacy_bound(
+                "shuffle_gauss",
+                noise_multiplier=sigma,
+                num_users=users,
+                steps=steps,
+                delta=delta,
+                bound=bound,
+                adjacency=adjacency,
+            )
+        )
+        for bound in bounds
+    )
+    sees = "sees every shuffled report of every round, and knows all other users' values"
+    return AuditResult(
+        f"shuffle Gaussian, noise multiplier {sigma:.6g}, {_plural(users, 'user')}, {_plural(steps, 'round')}, {adjacency}",
+        delta,
+        claims,
+        (Finding("likelihood ratio", audit_scores(*scores, delta=delta, confidence=confidence), sees),),
+        (
+            f"Audited: all other users hold {others:g}, and one user holds {present:g} or {absent:g}.",
+            *_reach(claims, trials, delta, confidence),
+        ),
+    )
+
+
+def largest_coordinates(
+    *, shift: float, dimension: int, steps: int, sample_rate: float, trials: int, rng: np.random.Generator
+) -> tuple[Vector, Vector]:
+    """The largest coordinate of all steps over the noise's standard deviation, per run, without the record and with it."""
+    coordinates = float(steps) * dimension
+    null, alternative = np.empty(trials), np.empty(trials)
+    for part in chunks(trials):
+        size = part.stop - part.start
+        null[part] = largest_normal(coordinates, size, rng)
+        shifted = rng.binomial(steps, sample_rate, size)
+        noise = largest_normal(coordinates - shifted, size, rng)
+        alternative[part] = np.maximum(noise, shift + largest_normal(shifted, size, rng))
+    return null, alternative
+
+
+def likelihood_ratios(
+    *, present: float, absent: float, users: int, steps: int, trials: int, rng: np.random.Generator
+) -> tuple[Vector, Vector]:
+    """The log likelihood ratio of all shuffled rounds, per run, without the record and with it.
+
+    ``present`` and ``absent`` are user 1's two values, less the others', over the noise's standard deviation.
+    """
+    totals = np.zeros(trials), np.zeros(trials)
+    for moved, total in zip((absent, present), totals, strict=True):
+        for part in chunks(trials, users):
+            for _ in range(steps):
+                # Reports as (y − v)/σ. The order carries nothing: user 1 may as well come first.
+                reports = rng.standard_normal((part.stop - part.start, users))
+                reports[:, 0] += moved
+                total[part] += log_sum_ratio(reports, present) - log_sum_ratio(reports, absent)
+    return totals
+
+
+def log_sum_ratio(reports: Vector, shift: float) -> Vector:
+    """Log Σᵢ exp(shift·zᵢ − shift²/2) of every row z: the likelihood ratio of user 1's value to the others', but for log n."""
+    if shift == 0:
+        return np.full(len(reports), math.log(reports.shape[1]))
+    exponents = shift * reports
+    top = exponents.max(axis=1, keepdims=True)
+    exponents -= top
+    np.exp(exponents, out=exponents)
+    return np.log(exponents.sum(axis=1)) + top[:, 0] - shift**2 / 2
+
+
+def _common(delta: Any, trials: Any, confidence: Any) -> tuple[float, int, float]:
+    """The arguments that every audit has, checked before anything is drawn."""
+    return (
+        open_unit_interval("delta", delta),
+        whole_number("trials", trials, minimum=FEWEST),
+        open_unit_interval("confidence", confidence),
+    )
+
+
+def _value(name: str, value: Any) -> float:
+    """A clipped value."""
+    number = finite_number(name, value)
+    if not -1 <= number <= 1:
+        raise ValueError(f"{name} must lie in [-1, 1], in units of the clipping norm, got {value!r}")
+    return number
+
+
+def _reach(claims: tuple[Claim, ...], trials: int, delta: float, confidence: float) -> tuple[str, ...]:
+    """A sentence where a perfect test could not have shown as much as is claimed."""
+    counted = trials - trials // 2
+    most = float(epsilon_lower_bound(0, 0, counted, delta, confidence))
+    beyond = [claim.name for claim in claims if claim.epsilon > most]
+    if not beyond:
+        return ()
+    return (
+        f"Counts alone, from {counted:,} runs, cannot show an epsilon above {round_up(most, 3)}, so they could not contradict "
+        f"{', '.join(beyond)}: that takes more trials.",
+    )
+
+
+def _plural(count: int, noun: str) -> str:
+    """``1 step``, ``500 steps``."""
+    return f"{count:,} {noun}" + ("s" if count > 1 else "")

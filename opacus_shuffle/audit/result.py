@@ -1,0 +1,272 @@
+"""What an audit found, beside what is claimed, in words that anyone can read.
+
+>>> from opacus_shuffle.audit.lower_bounds import epsilon_lower_bound
+>>> found = Finding("one test", epsilon_lower_bound(0, 500, 1000, delta=1e-5), "sees the released weights")
+>>> claims = (Claim("paper", 0.5, Guarantee.ESTIMATE, "a formula"), Claim("certified", 9.0, Guarantee.PROVED, "every data set"))
+>>> result = AuditResult("an example", delta=1e-5, claims=claims, findings=(found,))
+>>> [claim.name for claim in result.contradicted], round(float(result.largest.lower), 3)
+(['paper'], 4.846)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from opacus_shuffle.accountants.bounds import Guarantee, PrivacyBound
+from opacus_shuffle.audit.lower_bounds import LowerBound
+from opacus_shuffle.rounding import round_down, round_up
+from opacus_shuffle.validation import finite_number, instance_of, open_unit_interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH = 100
+
+METHODS = {
+    "clopper_pearson": "counts of mistakes",
+    "gdp": "counts of mistakes, if the trade-off curve is Gaussian",
+}
+
+
+ABOUT = {
+    Guarantee.PROVED: "every data set",
+    Guarantee.PAIR: "one pair of data sets",
+    Guarantee.ESTIMATE: "(estimate)",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """An ε that is said to be an upper bound, at the audit's δ.
+
+    Attributes:
+        name: For example ``"paper"``.
+        epsilon: ε ≥ 0.
+        guarantee: What it is worth.
+        covers: The data sets it is about, in words.
+    """
+
+    name: str
+    epsilon: float
+    guarantee: Guarantee
+    covers: str
+
+    def __post_init__(self) -> None:
+        _text("name", self.name)
+        if finite_number("epsilon", self.epsilon) < 0:
+            raise ValueError(f"epsilon must not be negative, got {self.epsilon!r}: leave out a claim that has no value")
+        instance_of("guarantee", self.guarantee, (Guarantee,))
+        _text("covers", self.covers)
+
+    @classmethod
+    def of(cls, bound: PrivacyBound) -> Claim:
+        """What :func:`opacus_shuffle.privacy_bound` answers, as a claim."""
+        return cls(bound.bound, bound.epsilon, bound.guarantee, bound.covers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What one adversary showed.
+
+    Attributes:
+        name: For example ``"re-aligned"``.
+        lower: ε is at least this, for an adversary who sees this much.
+        adversary: What it sees, in words.
+        recovered: The fraction of permuted rows that it put back, where that is what it does.
+    """
+
+    name: str
+    lower: LowerBound
+    adversary: str
+    recovered: float | None = None
+
+    def __post_init__(self) -> None:
+        _text("name", self.name)
+        instance_of("lower", self.lower, (LowerBound,))
+        _text("adversary", self.adversary)
+        if self.recovered is not None and not 0 <= finite_number("recovered", self.recovered) <= 1:
+            raise ValueError(f"recovered must lie in [0, 1], a fraction of rows, got {self.recovered!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditResult:
+    """Claims and findings on one mechanism at one δ; print it, or plot it.
+
+    Attributes:
+        title: What was audited.
+        delta: δ in (0, 1), the same for every claim and finding.
+        claims: Upper values of ε, as far as they are known.
+        findings: Lower bounds on ε, at least one.
+        notes: Sentences to be read with it.
+
+    Raises:
+        ValueError: If there is no finding, or one at another δ.
+    """
+
+    title: str
+    delta: float
+    claims: tuple[Claim, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _text("title", self.title)
+        open_unit_interval("delta", self.delta)
+        for name, kind in (("claims", Claim), ("findings", Finding), ("notes", str)):
+            values = getattr(self, name)
+            if not isinstance(values, tuple | list):
+                raise ValueError(f"{name} must be a tuple of {kind.__name__} objects, got {type(values).__name__}")
+            for value in values:
+                instance_of(f"every one of {name}", value, (kind,))
+            object.__setattr__(self, name, tuple(values))
+        if not self.findings:
+            raise ValueError("findings must hold at least one Finding, got none: there is nothing to report")
+        for finding in self.findings:
+            if finding.lower.delta != self.delta:
+                raise ValueError(
+                    f"findings must be at the audit's delta={self.delta!r}, got {finding.name!r} at {finding.lower.delta!r}"
+                )
+
+    @property
+    def largest(self) -> Finding:
+        """The finding with the largest lower bound, the first of several."""
+        return max(self.findings, key=lambda finding: finding.lower)
+
+    @property
+    def confidence(self) -> float:
+        """With which *all* findings are true, and so the largest, whichever it is (union bound); 0 if that says nothing."""
+        return max(0.0, 1 - sum(1 - finding.lower.confidence for finding in self.findings))
+
+    @property
+    def contradicted(self) -> tuple[Claim, ...]:
+        """The claims whose ε is below the largest finding: not upper bounds for the pair of data sets audited."""
+        return tuple(claim for claim in self.claims if claim.epsilon < self.largest.lower)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "title": self.title,
+            "delta": self.delta,
+            "confidence": self.confidence,
+            "claims": [{**dataclasses.asdict(claim), "guarantee": claim.guarantee.name} for claim in self.claims],
+            "findings": [
+                {
+                    "name": finding.name,
+                    "lower": finding.lower.to_dict(),
+                    "adversary": finding.adversary,
+                    "recovered": finding.recovered,
+                }
+                for finding in self.findings
+            ],
+            "contradicted": [claim.name for claim in self.contradicted],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        rows = [("", "epsilon", "about", "status"), *self._cells()]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        table = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}".rstrip() for a, b, c, d in rows]
+        table.insert(1, "  ".join("-" * width for width in widths))
+        lines = [f"{self.title}, delta = {self.delta:.3g}", "", *table, ""]
+        for sentence in self._sentences():
+            lines += textwrap.wrap(sentence, WIDTH, break_long_words=False, break_on_hyphens=False)
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks."""
+        head = "".join(f"<th>{name}</th>" for name in ("", "ε", "about", "status"))
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>" for cells in self._cells())
+        text = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in self._sentences())
+        title = html.escape(f"{self.title}, δ = {self.delta:.3g}")
+        return f"<p>{title}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><ul>{text}</ul>"
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Every claim and every finding on one logarithmic axis of ε.
+
+        Args:
+            ax: Axes to draw on; by default a new figure's. Needs ``opacus_shuffle[plots]``.
+
+        Returns:
+            The axes. ``ax.figure.savefig(...)`` writes them.
+
+        Raises:
+            ImportError: If matplotlib is missing.
+        """
+        from opacus_shuffle.audit.result_figure import draw
+
+        return draw(self, ax)
+
+    def _cells(self) -> list[tuple[str, str, str, str]]:
+        """The table's rows as text: claims rounded up, findings down."""
+        claims = [
+            (f"claimed: {c.name}", f"<= {round_up(c.epsilon)}", ABOUT[c.guarantee], c.guarantee.name) for c in self.claims
+        ]
+        findings = [
+            (
+                f"found: {f.name}",
+                f">= {round_down(f.lower)}",
+                "the pair audited",
+                f"{_percent(f.lower.confidence)} confidence",
+            )
+            for f in self.findings
+        ]
+        return claims + findings
+
+    def _sentences(self) -> list[str]:
+        """What the table says, in words."""
+        best = self.largest
+        sentences = [self._evidence(finding) for finding in self.findings]
+        if best.lower > 0:
+            said = f"The pair of data sets audited has epsilon of at least {round_down(best.lower)} with {self._confidence()}"
+            said += ", if its trade-off curve is Gaussian" if best.lower.method == "gdp" else ""
+            sentences.append(f"{said}.")
+        for claim in self.claims:
+            sentences.append(self._verdict(claim))
+        if len(self.contradicted) < len(self.claims):
+            sentences.append("An audit only bounds epsilon from below: what it does not contradict it does not prove.")
+        return [*sentences, *self.notes]
+
+    def _evidence(self, finding: Finding) -> str:
+        """What was counted."""
+        bound = finding.lower
+        counts = (
+            f"Found ({finding.name}; adversary: {finding.adversary}): {bound.false_positives:,} false positives in "
+            f"{bound.trials[0]:,} runs without the record and {bound.trials[1] - bound.false_negatives:,} true positives in "
+            f"{bound.trials[1]:,} with it"
+        )
+        mu = "" if bound.mu is None else f", mu of at least {round_down(bound.mu)}"
+        recovered = "" if finding.recovered is None else f"; {100 * finding.recovered:.4g} % of the permuted rows put back"
+        nothing = "; this test showed nothing" if not bound else ""
+        return f"{counts} ({METHODS[bound.method]}{mu}){recovered}{nothing}."
+
+    def _verdict(self, claim: Claim) -> str:
+        """One claim against the largest finding."""
+        says = f"Bound {claim.name!r} says at most {round_up(claim.epsilon)} ({claim.covers}: {claim.guarantee.value})."
+        if claim not in self.contradicted:
+            return f"{says} It is not contradicted."
+        if claim.guarantee is not Guarantee.PROVED:
+            return f"{says} The audit is above it: that value is no upper bound here."
+        return (
+            f"{says} The audit is above it: either what was audited is not what the bound was computed for, or this is one of "
+            "the rare audits that err."
+        )
+
+    def _confidence(self) -> str:
+        """The largest finding's, with all others counted in."""
+        if len(self.findings) == 1:
+            return f"{_percent(self.findings[0].lower.confidence)} confidence"
+        return f"at least {_percent(self.confidence)} confidence (the {len(self.findings)} findings together)"
+
+
+def _percent(confidence: float) -> str:
+    """A confidence, rounded down but for the rounding of sums."""
+    return f"{float(round_down(100 * confidence + 1e-9)):g} %"
+
+
+def _text(name: str, value: Any) -> None:
+    """A string that says something."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{name} must be a non-empty string, got {value!r}")

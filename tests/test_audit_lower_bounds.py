@@ -1,0 +1,348 @@
+"""Lower bounds against scipy's and mpmath's limits, against closed forms, and against mechanisms whose ε is known.
+
+A lower bound at confidence c errs in a fraction of at most 1 − c of independent audits. So among N of them the number that errs
+is at most Bin(N, 1 − c), and exceeds ``most_errors(N, c)`` with probability 1e-9 at most (and the seeds are fixed).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from scipy.special import ndtr
+
+from opacus_shuffle.analysis import gaussian
+from opacus_shuffle.audit import LowerBound, audit_scores, epsilon_lower_bound
+from opacus_shuffle.audit.lower_bounds import _CAUTION, RELATIVE_ERROR, _rank, choose_threshold, lower_limit, upper_limit
+
+
+def most_errors(audits, confidence):
+    return int(stats.binom.isf(1e-9, audits, 1 - confidence))
+
+
+# ---- the limits -------------------------------------------------------------------------------------------------------------
+
+COUNTS = [
+    (0, 1),
+    (1, 1),
+    (0, 10),
+    (3, 10),
+    (10, 10),
+    (5, 1000),
+    (999, 1000),
+    (0, 5_000_000),
+    (17, 5_000_000),
+    (4_999_892, 5_000_000),
+]
+
+
+@pytest.mark.parametrize("confidence", [0.5, 0.95, 0.999])
+@pytest.mark.parametrize(("count", "trials"), COUNTS)
+def test_the_limits_are_those_of_scipy_rounded_to_the_safe_side(count, trials, confidence):
+    interval = stats.binomtest(count, trials).proportion_ci(confidence, method="exact")
+    upper, lower = (float(limit(count, trials, tail=(1 - confidence) / 2)) for limit in (upper_limit, lower_limit))
+    root = 2e-12  # scipy's limits are brentq roots with its default xtol, an absolute one
+    assert interval.high - root <= upper <= min(1.0, (interval.high + root) * (1 + 2 * RELATIVE_ERROR))
+    assert (interval.low - root) * (1 - 2 * RELATIVE_ERROR) <= lower <= interval.low + root
+
+
+@pytest.mark.parametrize("tail", [0.025, 1e-6])
+@pytest.mark.parametrize(("count", "trials"), [(0, 10), (3, 10), (5, 1000), (0, 5_000_000), (17, 5_000_000)])
+def test_beyond_the_limits_the_counts_are_as_improbable_as_they_should_be(count, trials, tail):
+    with mpmath.workdps(40):
+        at = mpmath.mpf(float(upper_limit(count, trials, tail=tail)))
+        at_most = mpmath.fsum(mpmath.binomial(trials, k) * at**k * (1 - at) ** (trials - k) for k in range(count + 1))
+        assert tail * (1 - 1e-6) <= at_most <= tail
+        if count:
+            at = mpmath.mpf(float(lower_limit(count, trials, tail=tail)))
+            fewer = mpmath.fsum(mpmath.binomial(trials, k) * at**k * (1 - at) ** (trials - k) for k in range(count))
+            assert tail * (1 - 1e-6) <= 1 - fewer <= tail
+
+
+# ---- Eq. 45 -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trials", [100, 1000, 5_000_000])
+def test_without_false_positives_the_bound_has_a_closed_form(trials):
+    with mpmath.workdps(40):
+        alpha = 1 - mpmath.mpf("0.025") ** (mpmath.mpf(1) / trials)
+        truth = mpmath.log((1 - alpha - mpmath.mpf(1e-5)) / alpha)
+        bound = epsilon_lower_bound(0, 0, trials, delta=1e-5)
+        assert truth * (1 - 1e-8) <= mpmath.mpf(float(bound)) <= truth
+
+
+def test_both_mistakes_count_alike():
+    assert epsilon_lower_bound(3, 700, 1000, 1e-5) == epsilon_lower_bound(700, 3, 1000, 1e-5)
+    assert epsilon_lower_bound(3, 70, (1000, 100), 1e-5) == epsilon_lower_bound(70, 3, (100, 1000), 1e-5)
+    assert epsilon_lower_bound(3, 70, (1000, 100), 1e-5).trials == (1000, 100)
+
+
+@given(
+    counts=st.tuples(st.integers(0, 50), st.integers(0, 50)),
+    delta=st.floats(1e-9, 0.3),
+    confidence=st.floats(0.1, 0.99),
+    method=st.sampled_from(["clopper_pearson", "gdp"]),
+)
+@settings(max_examples=100, deadline=None)
+def test_more_mistakes_a_larger_delta_and_more_confidence_show_less(counts, delta, confidence, method):
+    bound = epsilon_lower_bound(*counts, 60, delta, confidence, method=method)
+    assert 0 <= bound < math.inf
+    slack = 1e-6  # rounding is downwards, by less than this
+    assert epsilon_lower_bound(counts[0] + 1, counts[1], 60, delta, confidence, method=method) <= bound + slack
+    assert epsilon_lower_bound(counts[0], counts[1] + 1, 60, delta, confidence, method=method) <= bound + slack
+    assert epsilon_lower_bound(*counts, 60, delta * 1.5, confidence, method=method) <= bound + slack
+    assert epsilon_lower_bound(*counts, 60, delta, 1 - (1 - confidence) / 2, method=method) <= bound + slack
+
+
+@pytest.mark.parametrize("method", ["clopper_pearson", "gdp"])
+def test_a_test_that_guesses_shows_nothing(method):
+    for counts in ((500, 500), (0, 1000), (1000, 0), (1000, 1000), (900, 90)):
+        assert epsilon_lower_bound(*counts, 1000, 1e-5, method=method) == 0
+
+
+def test_a_power_far_below_one_keeps_its_digits():
+    # β = 1 − 1e-9: what is left after subtracting from 1 must not be rounding noise.
+    trials = 2**53
+    power = round(1e-9 * trials)
+    bound = epsilon_lower_bound(power // 100, trials - power, trials, 1e-15)
+    assert float(bound) == pytest.approx(math.log((1e-9 - 1e-15) / 1e-11), abs=0.02)  # counts of 90,000: 2 sigma are 0.7 %
+
+
+# ---- Gaussian trade-off curves ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-10])
+@pytest.mark.parametrize("mistakes", [(50, 800), (300, 300), (900, 10)])
+def test_gdp_turns_the_limits_into_mu_and_mu_into_epsilon(mistakes, delta):
+    bound = epsilon_lower_bound(*mistakes, 1000, delta, method="gdp")
+    alpha, beta = (stats.binomtest(count, 1000).proportion_ci(0.95, method="exact").high for count in mistakes)
+    mu = stats.norm.isf(alpha) - stats.norm.ppf(beta)
+    assert mu * (1 - 1e-8) <= bound.mu <= mu
+    exact = gaussian.compute_epsilon(mu=mu, delta=delta)
+    assert exact * (1 - 1e-6) <= bound <= exact
+    if bound > 0:  # rounded down: at this ε the curve of the stated μ is still above δ
+        assert gaussian.log_delta(mu=bound.mu, epsilon=bound) >= math.log(delta) - 1e-12
+    assert epsilon_lower_bound(*mistakes, 1000, delta).mu is None
+
+
+def test_gdp_errs_for_a_mechanism_whose_curve_is_not_gaussian():
+    # Randomised response at ε = 1 errs with probability 1/(1 + e): the reason why "gdp" is no default.
+    mistakes = round(1_000_000 / (1 + math.e))
+    assert (
+        epsilon_lower_bound(mistakes, mistakes, 1_000_000, 1e-5)
+        < 1
+        < epsilon_lower_bound(mistakes, mistakes, 1_000_000, 1e-5, method="gdp")
+    )
+
+
+# ---- confidence -------------------------------------------------------------------------------------------------------------
+
+
+def randomised_response_epsilon(epsilon, delta):
+    """ε at δ of randomised response that is (ε, 0)-DP: the test that believes the answer attains it."""
+    return math.log(math.exp(epsilon) - delta * (1 + math.exp(epsilon)))
+
+
+@pytest.mark.parametrize("confidence", [0.95, 0.5])
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 4.0])
+def test_counts_of_randomised_response_err_no_more_often_than_stated(epsilon, confidence):
+    rng = np.random.default_rng(1)
+    audits, runs, delta = 2000, 300, 1e-3
+    truth = randomised_response_epsilon(epsilon, delta)
+    counts = rng.binomial(runs, 1 / (1 + math.exp(epsilon)), (audits, 2))
+    errors = sum(epsilon_lower_bound(*map(int, pair), runs, delta, confidence) > truth for pair in counts)
+    assert errors <= most_errors(audits, confidence)
+    if confidence == 0.5:
+        assert errors > 0  # the test above could fail: the bound is not merely far below the truth
+
+
+@pytest.mark.parametrize("method", ["clopper_pearson", "gdp"])
+@pytest.mark.parametrize("confidence", [0.95, 0.5])
+@pytest.mark.parametrize(("mu", "delta"), [(0.5, 1e-2), (2.0, 1e-2), (2.0, 1e-5)])
+def test_scores_of_a_gaussian_err_no_more_often_than_stated(mu, delta, confidence, method):
+    rng = np.random.default_rng(2)
+    audits, runs = 400, 300
+    truth = gaussian.compute_epsilon(mu=mu, delta=delta)
+    errors = 0
+    for _ in range(audits):
+        null, alternative = rng.standard_normal(runs), rng.standard_normal(runs + 100) + mu
+        errors += audit_scores(null, alternative, delta=delta, confidence=confidence, method=method) > truth
+    assert errors <= most_errors(audits, confidence)
+
+
+@pytest.mark.parametrize("confidence", [0.95, 0.5])
+def test_scores_of_randomised_response_err_no_more_often_than_stated(confidence):
+    rng = np.random.default_rng(3)
+    audits, runs, delta, epsilon = 400, 600, 1e-3, 1.0
+    truth = randomised_response_epsilon(epsilon, delta)
+    errors = 0
+    for _ in range(audits):
+        null, alternative = (rng.random(runs) < 1 / (1 + math.exp(sign * epsilon)) for sign in (1, -1))
+        errors += audit_scores(null, alternative, delta=delta, confidence=confidence) > truth
+    assert errors <= most_errors(audits, confidence)
+
+
+def test_counting_the_scores_that_chose_the_threshold_would_err():
+    # Why the halves are kept apart: without any signal, the best of all thresholds seems to show something too often.
+    rng = np.random.default_rng(4)
+    audits, size, confidence, apart, together = 300, 300, 0.5, 0, 0
+    for _ in range(audits):
+        null, alternative = np.sort(rng.standard_normal((2, size)))
+        wrong = size - 1 - np.arange(size), np.searchsorted(alternative, null, side="right")
+        tail = (1 - confidence) / 2
+        together += _rank(*wrong, (size, size), delta=1e-9, tail=tail, method="clopper_pearson").max() > 0
+        shuffled = rng.permutation(null), rng.permutation(alternative)
+        apart += audit_scores(*shuffled, delta=1e-9, confidence=confidence) > 0
+    assert apart <= most_errors(audits, confidence) < together
+
+
+# ---- the threshold ----------------------------------------------------------------------------------------------------------
+
+
+def counted(null, alternative, threshold):
+    return int((null > threshold).sum()), int((alternative <= threshold).sum())
+
+
+@pytest.mark.parametrize("delta", [1e-2, 1e-5])
+@pytest.mark.parametrize("mu", [0.5, 1.5, 4.0])
+def test_the_threshold_is_nearly_the_best_of_all(mu, delta):
+    rng = np.random.default_rng(5)
+    size = 1000
+    null, alternative = rng.standard_normal(size), rng.standard_normal(size) + mu
+
+    def bound(false_positives, false_negatives):
+        return epsilon_lower_bound(false_positives, false_negatives, size, delta, 1 - 0.05 * _CAUTION)
+
+    found = bound(
+        *counted(null, alternative, choose_threshold(null, alternative, delta=delta, confidence=0.95, method="clopper_pearson"))
+    )
+    wrong = max({counted(null, alternative, t) for t in np.concatenate([null, alternative])}, key=lambda pair: bound(*pair))
+    # Ranks are at most 7 % (or 1) apart in each sample, so the next candidate above the best threshold loses at most that share
+    # of the true positives and gains no false one; the next one below loses as much of the true negatives.
+    true_positives, true_negatives = (math.floor((size - count) / 1.07) - 1 for count in reversed(wrong))
+    assert bound(*wrong) > 0
+    assert found >= min(bound(wrong[0], size - true_positives), bound(size - true_negatives, wrong[1]))
+
+
+def test_the_threshold_may_lie_beyond_all_null_scores():
+    null = np.zeros(2000)
+    alternative = np.where(np.arange(2000) % 10 == 0, 1.0, 0.0)  # found in one run of ten, never by mistake
+    bound = audit_scores(null, alternative, delta=1e-5)
+    assert (bound.false_positives, bound.false_negatives, bound.trials) == (0, 900, (1000, 1000))
+    assert bound == epsilon_lower_bound(0, 900, 1000, 1e-5)
+
+
+def test_no_false_negative_is_as_good_as_no_false_positive():
+    scores = np.where(np.arange(2000) % 10 == 0, -1.0, 0.0)
+    bound = audit_scores(scores, np.zeros(2000), delta=1e-5)
+    assert (bound.false_positives, bound.false_negatives) == (900, 0)
+
+
+def test_only_the_order_of_scores_matters():
+    rng = np.random.default_rng(6)
+    null, alternative = rng.standard_normal(3001), rng.standard_normal(2000) + 2
+    bound = audit_scores(null, alternative, delta=1e-5)
+    assert bound.trials == (1501, 1000)
+    assert audit_scores(np.exp(null), np.exp(alternative), delta=1e-5) == bound
+    assert audit_scores(torch.tensor(null), list(alternative), delta=1e-5) == bound
+
+
+def test_scores_may_be_integers_truth_values_or_infinite():
+    for present, absent in ((1, 0), (True, False), (math.inf, -math.inf), (math.inf, 0.0)):
+        bound = audit_scores([absent] * 200, [present] * 200, delta=1e-5)
+        assert bound == epsilon_lower_bound(0, 0, 100, 1e-5) > 3
+    halves = torch.tensor([0.0, 1.0], dtype=torch.bfloat16, requires_grad=True)
+    assert audit_scores(halves, halves, delta=1e-5) == 0
+
+
+def test_a_gaussian_step_is_audited_within_three_tenths():
+    rng = np.random.default_rng(7)
+    null, alternative = rng.standard_normal(2_000_000), rng.standard_normal(2_000_000) + 0.5
+    truth = gaussian.compute_epsilon(mu=0.5, delta=1e-5)
+    assert 0.7 * truth <= audit_scores(null, alternative, delta=1e-5) <= truth
+    assert 0.97 * truth <= audit_scores(null, alternative, delta=1e-5, method="gdp") <= truth
+    # What no test whatever could exceed: the power where the exact curve has it, at its best threshold.
+    thresholds = np.linspace(-6, 6, 2001)
+    ceiling = np.log(np.maximum(ndtr(0.5 - thresholds) - 1e-5, 1e-300) / ndtr(-thresholds)).max()
+    assert ceiling <= truth
+
+
+# ---- the object, and what is refused ----------------------------------------------------------------------------------------
+
+
+def test_a_bound_is_a_float_that_remembers_its_counts():
+    bound = epsilon_lower_bound(1, 20, (100, 200), 1e-5, 0.9)
+    assert isinstance(bound, float)
+    assert isinstance(bound, LowerBound)
+    assert (bound.false_positives, bound.false_negatives, bound.trials, bound.delta, bound.confidence) == (
+        1,
+        20,
+        (100, 200),
+        1e-5,
+        0.9,
+    )
+    for again in (pickle.loads(pickle.dumps(bound)), copy.deepcopy(bound)):
+        assert again == bound
+        assert vars(again) == vars(bound)
+    assert json.loads(json.dumps(bound.to_dict()))["epsilon"] == bound
+    assert repr(bound).startswith(f"LowerBound({float(bound)!r}, confidence=0.9")
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"false_positives": 101}, "false_positives must not exceed the 100 trials without"),
+        ({"false_negatives": 101}, "false_negatives must not exceed the 100 trials with the"),
+        ({"false_positives": -1}, "false_positives"),
+        ({"false_negatives": 1.5}, "false_negatives"),
+        ({"false_positives": math.nan}, "false_positives"),
+        ({"trials": 0}, "trials"),
+        ({"trials": (100, 100, 100)}, "trials"),
+        ({"trials": (100, 2.5)}, "trials"),
+        ({"trials": "many"}, "trials"),
+        ({"delta": 0.0}, "delta"),
+        ({"delta": 1.0}, "delta"),
+        ({"delta": math.nan}, "delta"),
+        ({"confidence": 1.0}, "confidence"),
+        ({"confidence": 95}, "confidence"),
+        ({"method": "bayes"}, "method"),
+    ],
+)
+def test_counts_that_cannot_be_are_refused_by_name(changed, named):
+    arguments = {"false_positives": 1, "false_negatives": 1, "trials": 100, "delta": 1e-5, **changed}
+    with pytest.raises(ValueError, match=named):
+        epsilon_lower_bound(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("scores", "named"),
+    [
+        ([0.0, math.nan], "no NaN, got 1"),
+        ([0.0], "at least 2 scores"),
+        ([], "at least 2 scores"),
+        ([[0.0, 1.0], [2.0, 3.0]], "1-D"),
+        (["a", "b"], "real numbers"),
+        ([1j, 2j], "real numbers"),
+        (3.0, "1-D"),
+    ],
+)
+def test_scores_that_say_nothing_are_refused_by_name(scores, named):
+    with pytest.raises(ValueError, match=f"^null_scores .*{named}"):
+        audit_scores(scores, [0.0, 1.0], delta=1e-5)
+    with pytest.raises(ValueError, match=f"^alternative_scores .*{named}"):
+        audit_scores([0.0, 1.0], scores, delta=1e-5)
+
+
+@pytest.mark.parametrize(("name", "value"), [("delta", 0.0), ("confidence", 1.5), ("method", "bayes")])
+def test_what_is_asked_of_scores_is_checked(name, value):
+    with pytest.raises(ValueError, match=name):
+        audit_scores([0.0, 1.0], [0.0, 1.0], **{"delta": 1e-5, name: value})
