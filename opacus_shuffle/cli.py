@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -111,6 +112,13 @@ def _plot(options: dict[str, Any]) -> None:
     """The ladder over the number of rounds, as a picture."""
     output = options.pop("output")
     _check_rate(options)
+    _check_output(output)
+    _save(privacy_report(**options).plot().get_figure(root=True), output)
+    print(output)
+
+
+def _check_output(output: str) -> None:
+    """A picture can be drawn, and has somewhere to go; said before any work is done."""
     if not output or os.path.isdir(output):
         raise ValueError(f"--output must name a file, got {output!r}: for instance report.png")
     try:
@@ -118,13 +126,14 @@ def _plot(options: dict[str, Any]) -> None:
     except ImportError as error:
         raise ValueError("plot needs matplotlib: pip install 'opacus_shuffle[plots]'") from error
     matplotlib.use("Agg")
-    figure = privacy_report(**options).plot().get_figure(root=True)
-    assert figure is not None
+
+
+def _save(figure: Any, output: str) -> None:
+    """Write the picture."""
     try:
         figure.savefig(output, dpi=150)
     except (OSError, ValueError) as error:
         raise ValueError(f"--output {output}: {error}") from error
-    print(output)
 
 
 def _check_rate(options: dict[str, Any]) -> None:
@@ -171,6 +180,38 @@ def _train(options: dict[str, Any]) -> None:
         print(f"seed = {settings.seed}: whoever knows it knows the noise; leave it out for real data")
 
 
+def _audit(options: dict[str, Any]) -> None:
+    """Weight shuffling against adversaries."""
+    from opacus_shuffle.audit.small_audits import AuditSettings, audit_published_setting, audit_small_training
+
+    as_json, kind, output = options.pop("json"), options.pop("kind"), options.pop("output")
+    settings = AuditSettings(**options)
+    if output is not None:
+        _check_output(output)
+    results = []
+    audits = {
+        "one_coordinate": audit_published_setting,
+        "all_but_one": functools.partial(audit_published_setting, pair="all_but_one"),
+        "training": audit_small_training,
+    }
+    for name, audit in audits.items():
+        if kind in ("all", "training" if name == "training" else "published"):
+            results.append(audit(settings))
+            if not as_json:
+                print(results[-1], end="\n\n", flush=True)
+    if as_json:
+        print(json.dumps([result.to_dict() for result in results]))
+    if output is not None:
+        import matplotlib.pyplot as plt
+
+        figure, axes = plt.subplots(len(results), squeeze=False, figsize=(8.0, 3.2 * len(results)), layout="constrained")
+        for result, ax in zip(results, axes[:, 0], strict=True):
+            result.plot(ax)
+        _save(figure, output)
+        if not as_json:
+            print(output)
+
+
 def _dimension(text: str) -> float | tuple[float, ...]:
     """``85.8e6``, or several of them for layers."""
     numbers = tuple(float(each) for each in text.split(","))
@@ -181,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     """The commands and their flags."""
     parser = argparse.ArgumentParser(prog="opacus-shuffle", description="Shuffle-model differential privacy for Opacus.")
     parser.add_argument("--version", action="version", version=f"opacus-shuffle {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="{epsilon,noise,report,plot,train}")
+    commands = parser.add_subparsers(required=True, metavar="{epsilon,noise,report,plot,train,audit}")
 
     numbers = argparse.ArgumentParser(add_help=False)
     numbers.add_argument(
@@ -299,7 +340,38 @@ def _parser() -> argparse.ArgumentParser:
     job.add_argument("--device", default=default.device, help="cpu, cuda, ...")
     job.add_argument("--json", action="store_true", help="for machines")
     job.set_defaults(command=_train)
+    _add_audit(commands)
     return parser
+
+
+def _add_audit(commands: Any) -> None:
+    """The flags of ``audit``: those of :class:`opacus_shuffle.audit.small_audits.AuditSettings`."""
+    audit = commands.add_parser(
+        "audit",
+        help="attack weight shuffling: at its paper's own setting, and in a small training run",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    audit.add_argument("--kind", choices=("all", "published", "training"), default="all", help="which audit")
+    audit.add_argument("--target-epsilon", type=float, default=0.5, help="budget by the published formula")
+    audit.add_argument("--delta", type=float, default=5e-6, help="of the budget, and of the epsilon found")
+    audit.add_argument("--dimension", type=float, default=85_800_000, metavar="D", help="published: permuted parameters")
+    audit.add_argument("--steps", type=float, default=500, metavar="T", help="published: training steps")
+    audit.add_argument("--sample-rate", type=float, default=0.02, metavar="Q", help="published: of each step")
+    audit.add_argument("--batch-clip", type=float, default=1.0, help="norm of a batch's sum over that of one record")
+    audit.add_argument("--trials", type=float, default=10_000_000, help="published: runs with, and as many without the record")
+    audit.add_argument("--training-steps", type=float, default=2000, help="training: steps, half of them with the record")
+    audit.add_argument(
+        "--others",
+        choices=("zero", "real"),
+        default="zero",
+        help="training: gradients of all other records; zero is the case that the published theorem must cover",
+    )
+    audit.add_argument("--confidence", type=float, default=0.95, help="of each lower bound")
+    audit.add_argument("--data", choices=DATASETS, default="mnist-5k", help="training: real images")
+    audit.add_argument("--seed", type=int, help="to repeat an audit")
+    audit.add_argument("-o", "--output", metavar="FILE", help="picture to write besides: .png, .pdf or .svg")
+    audit.add_argument("--json", action="store_true", help="for machines")
+    audit.set_defaults(command=_audit)
 
 
 if __name__ == "__main__":

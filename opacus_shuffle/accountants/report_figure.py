@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from opacus_shuffle.accountants.bounds import Rounds
+from opacus_shuffle.accountants.bounds import Guarantee, Rounds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,9 @@ STYLES = {
     "local": ("#000000", (0, (1, 1)), "", "local: no shuffler"),
     "certified": ("#0072B2", "-", "s", "certified: every data set"),
     "certified_sharp": ("#0072B2", "--", "", "certified_sharp: every data set, longer proof"),
+    "composition": ("#000000", (0, (4, 2)), "", "composition: every data set, by advanced composition"),
     "paper": ("#CC79A7", "-.", "^", "paper: one pair, as printed"),
+    "paper_optimised": ("#CC79A7", ":", "", "paper_optimised: an estimate, delta split in the best way"),
     "tight": ("#D55E00", "-", "o", "tight: one pair, exact"),
     "secure_aggregation": ("#666666", (0, (5, 2, 1, 2)), "", "secure aggregation"),
     "central": ("#999999", ":", "", "central: trusted server"),
@@ -67,8 +69,10 @@ def draw(report: PrivacyReport, ax: Axes | None) -> Axes:
             raise ImportError("plot needs matplotlib: pip install 'opacus_shuffle[plots]'") from error
         ax = plt.subplots(figsize=(9.0, 4.6), layout="constrained")[1]
     curves = epsilons_over_rounds(report.rounds, delta=report.delta, adjacency=report.adjacency)
+    estimates = {bound.bound for bound in report.bounds if bound.guarantee is Guarantee.ESTIMATE}
     for name, points in curves.items():
         color, line, marker, label = STYLES.get(name, ("#444444", "-", "", name))
+        label = "paper: an estimate, as printed" if name == "paper" and name in estimates else label
         counts, epsilons = (
             zip(*((c, e) for c, e in points if e > 0), strict=True) if any(e > 0 for _, e in points) else ((), ())
         )

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from opacus_shuffle.accountants.bounds import Guarantee
@@ -23,6 +24,7 @@ CLAIMED = {
 }
 """Colour (Okabe and Ito's palette), marker, legend."""
 
+TITLE_WIDTH = 64
 FOUND = ("#000000", ">", "found by the audit: ε at least")
 
 
@@ -57,7 +59,7 @@ def draw(result: AuditResult, ax: Axes | None) -> Axes:
     ax.set_ylim(len(rows) - 0.5, -0.7)
     ax.set_yticks(range(len(rows)), [row[0] for row in rows])
     ax.set_xlabel(f"ε at δ = {result.delta:.3g}")
-    ax.set_title(result.title, fontsize=11)
+    ax.set_title("\n".join(textwrap.wrap(result.title, TITLE_WIDTH)), fontsize=10)
     ax.grid(axis="x", which="major", alpha=0.3)
     ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False)
     return ax

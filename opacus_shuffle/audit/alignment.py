@@ -1,0 +1,309 @@
+"""The re-aligning adversary: reads the permutation between two releases off them, and undoes it.
+
+Weight shuffling releases W_t and W_{t+1} = P[W_t + a small update]. Whoever sees both finds, for each row of the second, the
+row of the first that is nearest. So shuffled weights hide little from an adversary who follows a run; how little is what
+:func:`align` shows.
+
+>>> import torch
+>>> from opacus_shuffle.permutation import find_permutations
+>>> network = torch.nn.Sequential(torch.nn.Linear(9, 30), torch.nn.ReLU(), torch.nn.Linear(30, 4))
+>>> spec, secret = find_permutations(network), torch.Generator().manual_seed(0)
+>>> before = {name: torch.randn(value.shape, generator=secret) for name, value in network.state_dict().items()}
+>>> after = {name: value + 0.1 * torch.randn(value.shape, generator=secret) for name, value in before.items()}
+>>> plan = spec.sample(secret)
+>>> spec.move({name: [after[name]] for name in spec.blocks}, plan)
+>>> align(spec, before, after).recovered(plan)
+1.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from opacus_shuffle.audit.slices import Cell, cut, pair, twins
+from opacus_shuffle.permutation.spec import WRAPPERS, PermutationPlan, PermutationSpec
+from opacus_shuffle.validation import instance_of, whole_number
+
+StateDict = Mapping[str, torch.Tensor]
+
+_FLOOR = 1e-9
+"""Displacements below this fraction of the mean square count as this much: rounding is no displacement."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Alignment:
+    """What the adversary believes to have happened between two releases.
+
+    Attributes:
+        plan: The permutation, as :meth:`PermutationSpec.sample` draws them.
+        residual: The distance of the two releases once it is undone, over the larger of their lengths (Euclidean, over all
+            entries that move).
+        slots: Coordinates that a permutation of the group moves, over all factors.
+        untellable: How many of them nobody could put back but by luck: their slices of ``before`` have equal twins, such as
+            hidden units whose weights are all zero.
+    """
+
+    plan: PermutationPlan = dataclasses.field(repr=False)
+    residual: float
+    slots: int
+    untellable: int
+    _spec: PermutationSpec = dataclasses.field(repr=False)
+    _twins: Mapping[int, torch.Tensor] = dataclasses.field(repr=False)
+
+    def recovered(self, true_plan: PermutationPlan) -> float:
+        """The fraction of slots that were put right, over all factors, of those that can be told; 0 if none can.
+
+        A slot inside of another (a unit of a head, say) is right only if the other one is, too.
+
+        Args:
+            true_plan: What really happened, from the same specification.
+
+        Raises:
+            ValueError: If it is from another one.
+        """
+        right = total = 0
+        for number, table in self._spec._tables(true_plan):
+            mine = self.plan.tables[number]
+            assert mine is not None
+            truth = [*self._spec._old_coordinates(number, true_plan), table]
+            guess = [*self._spec._old_coordinates(number, self.plan), mine]
+            same = torch.ones_like(table, dtype=torch.bool)
+            for one, other in zip(truth, guess, strict=True):
+                same &= one == other
+            tellable = ~self._twins[number][tuple(truth)]
+            right += int((same & tellable).sum())
+            total += int(tellable.sum())
+        return right / total if total else 0.0
+
+    def undo(self, tensors: StateDict) -> dict[str, torch.Tensor]:
+        """The second release in the order of the first: permuted copies of what moves, the rest as it is.
+
+        Args:
+            tensors: ``after``, or anything of its names and shapes, such as gradients or optimizer state.
+
+        Raises:
+            ValueError: If a tensor has another shape.
+        """
+        found = dict(tensors)
+        moving: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+        for key, name in _names(self._spec, tensors).items():
+            _check_shape(self._spec, "tensors", name, tensors[key])
+            found[key] = tensors[key].detach().clone()
+            moving[name].append(found[key])
+        self._spec.move(moving, self._spec.invert(self.plan))
+        return found
+
+
+class Aligner:
+    """:func:`align` for many pairs of releases of one network: what depends on its structure alone is made once.
+
+    Args:
+        spec: Of the network.
+        assignment_limit: See :func:`align`.
+        sweeps: See there.
+    """
+
+    def __init__(self, spec: PermutationSpec, *, assignment_limit: int = 2048, sweeps: int = 20) -> None:
+        self.spec = instance_of("spec", spec, (PermutationSpec,))
+        self._limit = whole_number("assignment_limit", assignment_limit, minimum=0)
+        self._sweeps = whole_number("sweeps", sweeps)
+        self._cells = cut(spec)
+        self._inner: dict[int, frozenset[int]] = {
+            number: frozenset(i for i, other in enumerate(spec.factors) if number in other.inside)
+            for number, factor in enumerate(spec.factors)
+            if factor.free
+        }
+
+    def __call__(self, before: StateDict, after: StateDict) -> Alignment:
+        """See :func:`align`."""
+        old, new = self._grids("before", before), self._grids("after", after)
+        if old.keys() != new.keys():
+            raise ValueError(f"before and after must hold the same tensors, only one has {sorted(old.keys() ^ new.keys())[0]}")
+        places = self._places(old)
+        tables = self._first_guess(places, old, new)
+        order = sorted(self._inner, key=lambda number: len(self.spec.factors[number].inside))
+        cells = [cell for cell in self._cells if cell.name in old]
+        unexplained, residual = self._fit(cells, old, new, tables)
+        for _ in range(self._sweeps):
+            changed = False
+            for number in order:
+                table = self._match(number, places[number], old, new, tables, self._inner[number], unexplained)
+                changed |= not torch.equal(table, tables[number])
+                tables[number] = table
+            if not changed:
+                break
+            unexplained, residual = self._fit(cells, old, new, tables)
+        equal = {number: self._twins(number, places[number], old) for number in order}
+        for number in order:  # what is inside of something untellable is, too
+            factor = self.spec.factors[number]
+            for place, outer in enumerate(factor.inside):
+                carried = [factor.inside.index(each) for each in self.spec.factors[outer].inside] + [place]
+                if outer in equal:
+                    shape = [factor_size if i in carried else 1 for i, factor_size in enumerate(equal[number].shape)]
+                    dims = sorted(range(len(carried)), key=carried.__getitem__)
+                    equal[number] = equal[number] | equal[outer].permute(dims).reshape(shape)
+        return Alignment(
+            plan=self._plan(tables),
+            residual=residual,
+            slots=sum(table.numel() for table in equal.values()),
+            untellable=sum(int(table.sum()) for table in equal.values()),
+            _spec=self.spec,
+            _twins=equal,
+        )
+
+    # Steps --------------------------------------------------------------------------------------------------------------------
+
+    def _grids(self, argument: str, tensors: StateDict) -> dict[str, torch.Tensor]:
+        """The tensors that move, by their names in the specification, in at least single precision."""
+        found: dict[str, torch.Tensor] = {}
+        for key, name in _names(self.spec, tensors).items():
+            tensor = tensors[key]
+            _check_shape(self.spec, argument, name, tensor)
+            wide = tensor.detach() if tensor.dtype in (torch.float32, torch.float64) else tensor.detach().float()
+            if not bool(torch.isfinite(wide).all()):
+                raise ValueError(f"{argument}[{key!r}] must be finite everywhere: a run that diverged cannot be aligned")
+            found[name] = wide
+        missing = [name for name in self.spec.shapes if name not in found and name not in self.spec.buffers]
+        if missing:
+            raise ValueError(f"{argument} must hold every parameter that moves, {missing[0]} is missing: pass a state_dict")
+        return found
+
+    def _places(self, old: Mapping[str, torch.Tensor]) -> dict[int, list[tuple[Cell, int]]]:
+        """Per free factor the (cell, dimension) pairs where it appears in what was released."""
+        places: dict[int, list[tuple[Cell, int]]] = {number: [] for number in self._inner}
+        for cell in self._cells:
+            for axis, number in enumerate(cell.factors):
+                if number >= 0 and cell.name in old:
+                    places[number].append((cell, axis))
+        return places
+
+    def _first_guess(
+        self, places: Mapping[int, list[tuple[Cell, int]]], old: StateDict, new: StateDict
+    ) -> dict[int, torch.Tensor]:
+        """One factor after the other, those first of whose entries most are told apart by what is known already."""
+        tables: dict[int, torch.Tensor] = {}
+        while len(tables) < len(places):
+            unknown = frozenset(places) - frozenset(tables)
+            ready = [n for n in sorted(unknown) if not unknown.intersection(self.spec.factors[n].inside)]
+            best = max(ready, key=lambda n: sum(c.known_entries(axis, unknown) for c, axis in places[n]))
+            tables[best] = self._match(best, places[best], old, new, tables, unknown, None)
+        return tables
+
+    def _match(
+        self,
+        number: int,
+        places: list[tuple[Cell, int]],
+        old: StateDict,
+        new: StateDict,
+        tables: Mapping[int, torch.Tensor],
+        unknown: frozenset[int],
+        unexplained: Mapping[Cell, float] | None,
+    ) -> torch.Tensor:
+        """A factor's table, given those of others; whatever is unknown is sorted."""
+        factor = self.spec.factors[number]
+        shape = (*(self.spec.factors[outer].size for outer in factor.inside), factor.size)
+        if factor.size == 1 or not places:
+            return torch.arange(factor.size).expand(shape).contiguous()
+        ones, others = [], []
+        for cell, axis in places:
+            one = cell.slices(cell.of(new[cell.name]), axis, unknown)
+            other = cell.slices(cell.moved(cell.of(old[cell.name]), tables, axis, unknown), axis, unknown)
+            middle = other.mean(1, keepdim=True)  # what all slices share says nothing, and would cost digits
+            one, other = one - middle, other - middle
+            # Weighted least squares: divided by the spread of what happened in between; at first that of the slices, too.
+            spread = float(one.square().mean()) if unexplained is None else unexplained[cell]
+            scale = spread**-0.5 if spread > 0 else 0.0
+            ones.append(one * scale)
+            others.append(other * scale)
+        after, before = torch.cat(ones, 2), torch.cat([each.to(ones[0].device) for each in others], 2)
+        found = [pair(a, b, limit=self._limit) for a, b in zip(after, before, strict=True)]
+        return torch.stack(found).reshape(shape)
+
+    def _fit(
+        self, cells: list[Cell], old: StateDict, new: StateDict, tables: Mapping[int, torch.Tensor]
+    ) -> tuple[dict[Cell, float], float]:
+        """Per cell the mean square that the permutation does not explain, and the relative distance over all of them."""
+        unexplained = {}
+        distance = first = second = 0.0
+        for cell in cells:
+            moved, seen = cell.moved(cell.of(old[cell.name]), tables), cell.of(new[cell.name])
+            off, one, two = (float(x.square().sum(dtype=torch.float64)) for x in (seen - moved, moved, seen))
+            distance, first, second = distance + off, first + one, second + two
+            unexplained[cell] = max(off, _FLOOR * two) / max(moved.numel(), 1)
+        length = max(first, second)
+        return unexplained, math.sqrt(distance / length) if length > 0 else 0.0
+
+    def _twins(self, number: int, places: list[tuple[Cell, int]], old: StateDict) -> torch.Tensor:
+        """Which old coordinates of a factor have an equal slice beside them."""
+        factor = self.spec.factors[number]
+        shape = (*(self.spec.factors[outer].size for outer in factor.inside), factor.size)
+        unknown = self._inner[number] | {number}
+        slices = [cell.slices(cell.of(old[cell.name]), axis, unknown) for cell, axis in places]
+        if not slices:
+            return torch.full(shape, factor.size > 1)
+        return twins(torch.cat([each.to(slices[0].device) for each in slices], 2)).reshape(shape)
+
+    def _plan(self, tables: Mapping[int, torch.Tensor]) -> PermutationPlan:
+        """The tables, as the specification orders them."""
+        return PermutationPlan(tuple(tables.get(number) for number in range(len(self.spec.factors))))
+
+
+def align(
+    spec: PermutationSpec,
+    before: StateDict,
+    after: StateDict,
+    *,
+    assignment_limit: int = 2048,
+    sweeps: int = 20,
+) -> Alignment:
+    """The permutation between two releases of a network's weights, from the weights alone.
+
+    Slices are paired along one factor at a time, by the assignment of the smallest total squared distance, tensors weighted by
+    how much they changed. Where a tensor is permuted along other axes, too, those not known yet are sorted (the multiset of a
+    row's entries is the same whatever the permutation); when every factor has a guess, each is matched again with the others
+    undone, until nothing changes (as in the weight matching of Ainsworth et al. 2023). Factors inside of others (the units of a
+    head, channels of a group) follow those.
+
+    Args:
+        spec: The group, which is public: it follows from the architecture.
+        before: W_t, by parameter name; names may carry the prefixes of Opacus's and PyTorch's wrappers. Buffers may be missing.
+        after: W_{t+1}, with the same tensors.
+        assignment_limit: Up to this many slices per factor the assignment is exact, at a cost that grows as their cube at
+            worst; beyond, each takes its nearest neighbour.
+        sweeps: Rounds of matching again, at most.
+
+    Returns:
+        The permutation P with ``after`` ≈ P[``before``], how well it fits, and how to undo it. It is a guess: no part of it is
+        guaranteed, and :meth:`Alignment.recovered` measures it where the truth is known.
+
+    Raises:
+        ValueError: If a tensor is missing, has another shape, or is not finite.
+    """
+    return Aligner(spec, assignment_limit=assignment_limit, sweeps=sweeps)(before, after)
+
+
+def _names(spec: PermutationSpec, tensors: StateDict) -> dict[str, str]:
+    """Per key of a state dict that moves the name of its tensor in the specification."""
+    canonical = {alias: name for name, aliases in spec.aliases.items() for alias in aliases}
+    found = {}
+    for key in tensors:
+        name = key if key in spec.shapes or key in canonical else WRAPPERS.sub("", key)
+        name = canonical.get(name, name)
+        if name in spec.shapes:
+            found[key] = name
+    return found
+
+
+def _check_shape(spec: PermutationSpec, argument: str, name: str, tensor: Any) -> None:
+    """Refuses a tensor of another network."""
+    shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+    if shape != spec.shapes[name]:
+        raise ValueError(
+            f"{argument} does not fit the PermutationSpec: {name} should have shape {spec.shapes[name]}, got {shape}"
+        )

@@ -1,0 +1,104 @@
+"""What adversaries read off a run whose weights are shuffled: of each step its permuted gradient, or the weights around it.
+
+>>> import torch
+>>> from opacus_shuffle.permutation import find_permutations
+>>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+>>> int(orbit(find_permutations(network), "0.weight", network[0].weight, (5, 1)).sum())
+6
+"""
+
+from __future__ import annotations
+
+import torch
+from opacus.optimizers import DPOptimizer
+from torch import nn
+
+from opacus_shuffle.audit.alignment import Aligner
+from opacus_shuffle.permutation.shuffler import WeightShuffler, innermost
+from opacus_shuffle.permutation.spec import PermutationPlan, PermutationSpec
+
+_CERTAIN = 64
+"""Permutations after which an orbit is complete but for a chance of 2^-64."""
+
+
+class ReleasedWeights:
+    """What an adversary reads off shuffled weights, step after step, and how much of it is right."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        optimizer: DPOptimizer,
+        shuffler: WeightShuffler,
+        name: str,
+        parameter: torch.Tensor,
+        place: tuple[int, ...],
+    ) -> None:
+        self._network, self._optimizer, self._shuffler = network, optimizer, shuffler
+        self._name, self._parameter, self._place = name, parameter, place
+        self._align = Aligner(shuffler.spec)
+        self._orbit = orbit(shuffler.spec, name, parameter, place)
+        self._group = next(g for g in innermost(optimizer).param_groups if any(p is parameter for p in g["params"]))
+        self._before = self._weights()
+        self._drawn: PermutationPlan | None = None
+        self.orbit_size = int(self._orbit.sum())
+        self.largest: list[float] = []
+        self.differences: list[float] = []
+        self.recovered: list[float] = []
+
+    @property
+    def shuffles(self) -> int:
+        """Steps looked at."""
+        return len(self.differences)
+
+    def watch(self) -> None:
+        """Notes the permutations from now on: the auditor needs the truth, the adversary does not get it."""
+        draw = self._shuffler._draw
+
+        def noted() -> PermutationPlan:
+            self._drawn = draw()
+            return self._drawn
+
+        self._shuffler._draw = noted  # type: ignore[method-assign]
+
+    def unwatch(self) -> None:
+        """Leaves the shuffler as it was."""
+        self._shuffler.__dict__.pop("_draw", None)
+
+    def look(self, background: float) -> None:
+        """One step's scores."""
+        assert self._drawn is not None
+        assert self._parameter.grad is not None
+        scale = 1.0
+        if self._optimizer.loss_reduction == "mean":
+            scale = float(self._optimizer.expected_batch_size * self._optimizer.accumulated_iterations)
+        # The shuffler has permuted the gradient with the weights; among all places it may have got to the largest stays.
+        self.largest.append(float(self._parameter.grad[self._orbit].max()) * scale)
+        after = self._weights()
+        alignment = self._align(self._before, after)
+        undone = alignment.undo({self._name: after[self._name]})[self._name]
+        step = float(self._before[self._name][self._place] - undone[self._place])
+        self.differences.append(step / self._group["lr"] * scale - background)
+        self.recovered.append(alignment.recovered(self._drawn))
+        self._before = after
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """What is released: a copy."""
+        tensors = dict(self._shuffler.spec.tensors(self._network))
+        tensors.setdefault(self._name, self._parameter)
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def orbit(spec: PermutationSpec, name: str, tensor: torch.Tensor, place: tuple[int, ...]) -> torch.Tensor:
+    """Where a tensor's entry can get to under the group, as a mask."""
+    reached = torch.zeros(tensor.shape)
+    reached[place] = 1
+    if name not in spec.blocks:
+        return reached.bool().to(tensor.device)
+    generator = torch.Generator().manual_seed(0)  # any permutations will do
+    for _ in range(_CERTAIN):
+        if int(reached.sum()) == spec.largest_orbit(name):
+            break
+        moved = reached.clone()
+        spec.move({name: [moved]}, spec.sample(generator))
+        reached = torch.maximum(reached, moved)
+    return reached.bool().to(tensor.device)

@@ -1,0 +1,194 @@
+"""Slices of tensors along the factors of a ``PermutationSpec``, and how to pair those of two releases.
+
+A tensor is cut into *cells*: grids with one dimension per factor (or per axis that stays), so that the slices of a factor are
+read off by moving one dimension to the front. Dimensions whose order is not known are sorted: what remains is the same
+whatever the permutation of them was.
+
+>>> import torch
+>>> from opacus_shuffle.permutation import find_permutations
+>>> spec = find_permutations(torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2)))
+>>> [cell.sizes for cell in cut(spec)]
+[(6, 4), (6,), (2, 6)]
+>>> rows = torch.tensor([[0.0, 1.0], [5.0, 5.0], [9.0, 2.0]])
+>>> pair(rows[[2, 0, 1]] + 0.1, rows, limit=2048).tolist()
+[2, 0, 1]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence, Set
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+
+from opacus_shuffle.permutation.layout import Block
+from opacus_shuffle.permutation.layout import _nearest as nearest_outer
+from opacus_shuffle.permutation.spec import PermutationSpec
+
+Tables = Mapping[int, torch.Tensor]
+"""Per factor whose permutation is known (by number) its table: new coordinates to old ones."""
+
+_CHUNK = 2**24
+"""Distances computed at a time where there are too many slices for an exact assignment."""
+_SLOW = 0.01
+"""A round of nearest neighbours that pairs a smaller fraction than this of what is left has nothing to go by."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A grid inside of one tensor.
+
+    Attributes:
+        name: Of the tensor.
+        sizes: Of the grid.
+        strides: In the (contiguous) tensor.
+        offset: Of the first entry.
+        factors: Per dimension the number of the free factor that it belongs to, -1 if it stays.
+        outer: Per dimension the dimensions of the factors that this one's factor is inside of.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    factors: tuple[int, ...]
+    outer: tuple[tuple[int, ...], ...]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The grid, a view where the tensor is contiguous."""
+        tensor = tensor.contiguous()
+        return tensor.as_strided(self.sizes, self.strides, tensor.storage_offset() + self.offset)
+
+    def moved(self, grid: torch.Tensor, tables: Tables, stay: int = -1, unknown: Set[int] = frozenset()) -> torch.Tensor:
+        """The grid with every dimension of a known factor permuted, but for dimension ``stay``; outer ones first."""
+        for axis in sorted(range(len(self.sizes)), key=lambda each: len(self.outer[each])):
+            number = self.factors[axis]
+            if axis == stay or number in unknown or number not in tables:
+                continue
+            if not self.outer[axis]:
+                grid = grid.index_select(axis, tables[number].to(grid.device))
+                continue
+            carried = [*self.outer[axis], axis]
+            order = sorted(range(len(carried)), key=carried.__getitem__)
+            shape = [self.sizes[i] if i in carried else 1 for i in range(len(self.sizes))]
+            grid = torch.take_along_dim(grid, tables[number].permute(order).reshape(shape).to(grid.device), axis)
+        return grid
+
+    def slices(self, grid: torch.Tensor, axis: int, unknown: Set[int]) -> torch.Tensor:
+        """What to compare along a dimension: (coordinates of outer factors, its own, entries), unknown dimensions sorted."""
+        known, sort = self._others(axis, unknown)
+        grid = grid.permute(*self.outer[axis], axis, *known, *sort)
+        grid = grid.reshape(self._count(self.outer[axis]), self.sizes[axis], self._count(known), self._count(sort))
+        return (grid.sort(dim=3).values if sort else grid).flatten(2)
+
+    def known_entries(self, axis: int, unknown: Set[int]) -> int:
+        """How many entries of a slice are told apart by where they are."""
+        return self._count(self._others(axis, unknown)[0])
+
+    def _others(self, axis: int, unknown: Set[int]) -> tuple[list[int], list[int]]:
+        """The dimensions of a slice: those in known order, and the others."""
+        rest = [each for each in range(len(self.sizes)) if each != axis and each not in self.outer[axis]]
+        return [i for i in rest if self.factors[i] not in unknown], [i for i in rest if self.factors[i] in unknown]
+
+    def _count(self, axes: Sequence[int]) -> int:
+        return math.prod(self.sizes[axis] for axis in axes)
+
+
+def cut(spec: PermutationSpec) -> list[Cell]:
+    """The cells of all tensors, those without a free factor left out."""
+    cells = []
+    for name, blocks in spec.blocks.items():
+        shape = spec.shapes[name]
+        pieces: list[Block | int] = []
+        place = 0
+        for block in blocks:
+            pieces += [*range(place, block.start), block]
+            place = block.stop
+        pieces += range(place, len(shape))
+        for terms in itertools.product(*(block.terms for block in blocks)):
+            waiting = iter(terms)
+            sizes: list[int] = []
+            strides: list[int] = []
+            factors: list[int] = []
+            outer: list[tuple[int, ...]] = []
+            offset = 0
+            for piece in pieces:
+                if isinstance(piece, int):
+                    sizes.append(shape[piece])
+                    strides.append(math.prod(shape[piece + 1 :]))
+                    factors.append(-1)
+                    outer.append(())
+                    continue
+                term, first, unit = next(waiting), len(sizes), math.prod(shape[piece.stop :])
+                numbers = [number for number, _ in term.grid]
+                offset += term.offset * unit
+                for axis, (number, stride) in enumerate(term.grid):
+                    factor = spec.factors[number]
+                    sizes.append(factor.size)
+                    strides.append(stride * unit)
+                    factors.append(number if factor.free else -1)
+                    outer.append(
+                        tuple(first + nearest_outer(numbers, each, axis) for each in factor.inside) if factor.free else ()
+                    )
+            if any(number >= 0 for number in factors):
+                cells.append(Cell(name, tuple(sizes), tuple(strides), offset, tuple(factors), tuple(outer)))
+    return cells
+
+
+def pair(after: torch.Tensor, before: torch.Tensor, *, limit: int) -> torch.Tensor:
+    """For each row of ``after`` the row of ``before`` that it is, a permutation.
+
+    Args:
+        after: ``(count, entries)``.
+        before: As ``after``.
+        limit: Up to this many rows the assignment of the smallest total squared distance is found (Jonker & Volgenant); beyond,
+            each row takes the nearest one, the closest first where several want the same.
+    """
+    rows, columns = np.arange(len(after)), np.arange(len(before))
+    table = np.empty(len(after), dtype=np.int64)
+    while len(rows) > limit:
+        best, distance = _nearest(after[torch.from_numpy(rows)], before[torch.from_numpy(columns)])
+        closest = np.argsort(distance, kind="stable")
+        taken, first = np.unique(best[closest], return_index=True)
+        winners = closest[first]
+        table[rows[winners]] = columns[taken]
+        rows, columns = np.delete(rows, winners), np.delete(columns, taken)
+        if len(taken) < _SLOW * len(rows):
+            table[rows] = columns
+            return torch.from_numpy(table)
+    if len(rows):
+        whole = len(rows) == len(after)
+        left = after if whole else after[torch.from_numpy(rows)]
+        right = before if whole else before[torch.from_numpy(columns)]
+        # Squared norms are the same for every assignment, so products decide.
+        table[rows] = columns[linear_sum_assignment((left @ right.T).numpy(force=True), maximize=True)[1]]
+    return torch.from_numpy(table)
+
+
+def _nearest(after: torch.Tensor, before: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Per row of ``after`` the nearest row of ``before`` and its squared distance."""
+    norms = before.square().sum(1)
+    best, distance = [], []
+    for part in torch.split(after, max(1, _CHUNK // len(before))):
+        found = torch.addmm(norms, part, before.T, alpha=-2).min(dim=1)
+        best.append(found.indices)
+        distance.append(found.values + part.square().sum(1))
+    return torch.cat(best).numpy(force=True), torch.cat(distance).numpy(force=True)
+
+
+def twins(rows: torch.Tensor) -> torch.Tensor:
+    """Which rows of ``(groups, count, entries)`` are equal to another of their group in every bit (0 and -0 are the same)."""
+    bits = (rows.double() + 0.0).view(torch.int64)
+    # A sum of integers is exact in whatever order it is taken, so equal rows have equal keys; others do not, but for a chance
+    # of 2^-64.
+    factors = torch.empty(bits.shape[2], dtype=torch.int64).random_(generator=torch.Generator().manual_seed(0)).to(bits.device)
+    keys = ((bits ^ (bits >> 29)) * (2 * factors + 1)).sum(2)
+    ordered, places = keys.sort(dim=1)
+    same = ordered[:, 1:] == ordered[:, :-1]
+    none = torch.zeros_like(ordered[:, :1], dtype=torch.bool)
+    equal = torch.cat([same, none], 1) | torch.cat([none, same], 1)
+    return torch.zeros_like(equal).scatter(1, places, equal).cpu()
