@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from opacus_shuffle._version import __version__
@@ -182,6 +182,7 @@ def _train(options: dict[str, Any]) -> None:
 
 def _audit(options: dict[str, Any]) -> None:
     """Weight shuffling against adversaries."""
+    from opacus_shuffle.audit.result import AuditResult
     from opacus_shuffle.audit.small_audits import AuditSettings, audit_published_setting, audit_small_training
 
     as_json, kind, output = options.pop("json"), options.pop("kind"), options.pop("output")
@@ -189,7 +190,7 @@ def _audit(options: dict[str, Any]) -> None:
     if output is not None:
         _check_output(output)
     results = []
-    audits = {
+    audits: dict[str, Callable[[AuditSettings], AuditResult]] = {
         "one_coordinate": audit_published_setting,
         "all_but_one": functools.partial(audit_published_setting, pair="all_but_one"),
         "training": audit_small_training,

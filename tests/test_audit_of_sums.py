@@ -46,7 +46,7 @@ def test_both_laws_are_each_other_s_likelihood_ratio(steps, rate):
 
 
 def test_the_sum_tells_almost_all_that_unshuffled_dp_sgd_tells():
-    # The pair's exact epsilon is DP-SGD's at a sigma larger by 1/2d; the audit must not exceed that, and the claim is far below.
+    # The pair's exact epsilon is DP-SGD's at a sigma larger by 1/2d; the audit must not exceed that; the claim is far below.
     result = audit_shuffled_gaussian(**VIT, pair="all_but_one", trials=20_000, generator=seeded(1))
     assert [claim.name for claim in result.claims] == ["paper", "certified"]
     assert [claim.name for claim in result.contradicted] == ["paper"]

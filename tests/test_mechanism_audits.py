@@ -26,7 +26,7 @@ from opacus_shuffle.audit import (
 )
 from opacus_shuffle.audit.mechanism_audits import likelihood_ratios, log_sum_ratio
 from opacus_shuffle.audit.sampling import chunks, largest_normal, numpy_generator
-from opacus_shuffle.audit.shuffled_gaussian_audit import largest_coordinates, summed_coordinates
+from opacus_shuffle.audit.shuffled_gaussian_audit import largest_coordinates
 
 VIT = {"noise_multiplier": 0.27372, "dimension": 85_800_000, "steps": 500, "sample_rate": 0.02, "delta": 5e-6}
 
