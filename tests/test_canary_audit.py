@@ -171,7 +171,7 @@ def test_batch_clipping_shrinks_the_canary_as_the_projection_does(batch_clip):
 
     def noted():
         stepped()
-        moving = [each for each in optimizer.params if id(each) in optimizer._shuffled]
+        moving = [each for each in optimizer.params if id(each) in optimizer.shuffled]
         seen.append([each.summed_grad.clone() for each in moving])
 
     optimizer.clip_and_accumulate = noted

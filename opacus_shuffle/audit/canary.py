@@ -175,7 +175,7 @@ class GradientCanary:
         norm = getattr(self._optimizer, "batch_clip", None)
         if not isinstance(self._optimizer, BatchClipping) or norm is None or norm == math.inf:
             return 1.0
-        clipped = self._optimizer._shuffled
+        clipped = self._optimizer.shuffled
         if id(self._parameter) not in clipped:
             return 1.0
         squares = [

@@ -26,7 +26,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 
 from opacus_shuffle.permutation.layout import Block
-from opacus_shuffle.permutation.layout import _nearest as nearest_outer
+from opacus_shuffle.permutation.layout import nearest as nearest_outer
 from opacus_shuffle.permutation.spec import PermutationSpec
 
 Tables = Mapping[int, torch.Tensor]

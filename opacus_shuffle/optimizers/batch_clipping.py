@@ -36,15 +36,16 @@ class BatchClipping(_Base):
     Attributes:
         batch_clip: c′, absolute; None for no clipping of sums.
         unshuffled_noise_ratio: σ₀/σ of the parameters that are not clipped.
+        shuffled: Identities of the parameters whose sum is clipped.
     """
 
     batch_clip: float | None = None
     unshuffled_noise_ratio: float = 1.0
-    _shuffled: frozenset[int] = frozenset()
+    shuffled: frozenset[int] = frozenset()
 
     def clip_batch(self, parameters: Iterable[torch.Tensor], *, batch_clip: float, unshuffled_noise_ratio: float = 1.0) -> None:
         """From now on clip the sum over ``parameters`` together to ``batch_clip``, and add more noise to the others."""
-        self._shuffled = frozenset(map(id, parameters))
+        self.shuffled = frozenset(map(id, parameters))
         self.batch_clip, self.unshuffled_noise_ratio = batch_clip, unshuffled_noise_ratio
 
     def add_noise(self) -> None:
@@ -52,7 +53,7 @@ class BatchClipping(_Base):
         if self.batch_clip is None:
             super().add_noise()
             return
-        sums = [parameter.summed_grad for parameter in self.params if id(parameter) in self._shuffled]
+        sums = [parameter.summed_grad for parameter in self.params if id(parameter) in self.shuffled]
         if sums and self.batch_clip != math.inf:
             norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in sums]))
             factor = self.batch_clip / torch.clamp(norm, min=self.batch_clip)
@@ -62,7 +63,7 @@ class BatchClipping(_Base):
         if self.unshuffled_noise_ratio > 1:
             more = math.sqrt(self.unshuffled_noise_ratio**2 - 1) * self.noise_multiplier * self.max_grad_norm
             for parameter in self.params:
-                if id(parameter) not in self._shuffled:
+                if id(parameter) not in self.shuffled:
                     parameter.grad += _generate_noise(
                         std=more, reference=parameter.grad, generator=self.generator, secure_mode=self.secure_mode
                     )

@@ -116,7 +116,7 @@ def index_vector(block: Block, factors: Sequence[Factor], tables: Sequence[torch
             if table is None:
                 table, carried = torch.arange(sizes[axis]), [axis]
             else:
-                carried = [_nearest(numbers, outer, axis) for outer in factors[number].inside] + [axis]
+                carried = [nearest(numbers, outer, axis) for outer in factors[number].inside] + [axis]
             order = sorted(range(len(carried)), key=carried.__getitem__)
             shape = [sizes[i] if i in carried else 1 for i in range(len(sizes))]
             old = old + stride * table.permute(order).reshape(shape)
@@ -160,7 +160,7 @@ class IndexVectors:
         return self._made[key]
 
 
-def _nearest(numbers: Sequence[int], outer: int, axis: int) -> int:
+def nearest(numbers: Sequence[int], outer: int, axis: int) -> int:
     """Where the outer factor is that belongs to the factor at this place of a grid: the one of the same rank."""
     rank = numbers[:axis].count(numbers[axis])
     places = [place for place, number in enumerate(numbers) if number == outer]
