@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from opacus_shuffle import accountants, analysis, permutation
+from opacus_shuffle import accountants, analysis, audit, permutation
 from opacus_shuffle._version import __version__
 from opacus_shuffle.accountants import Guarantee, PrivacyAssumptionWarning, PrivacyBound
 from opacus_shuffle.accountants.report import PrivacyReport
@@ -31,6 +31,7 @@ __all__ = [
     "__version__",
     "accountants",
     "analysis",
+    "audit",
     "compute_epsilon",
     "compute_noise_multiplier",
     "permutation",
