@@ -121,6 +121,9 @@ def _check_output(output: str) -> None:
     """A picture can be drawn, and has somewhere to go; said before any work is done."""
     if not output or os.path.isdir(output):
         raise ValueError(f"--output must name a file, got {output!r}: for instance report.png")
+    folder = os.path.dirname(output) or "."
+    if not os.path.isdir(folder):
+        raise ValueError(f"--output {output}: there is no folder {folder}")
     try:
         import matplotlib
     except ImportError as error:
@@ -215,7 +218,12 @@ def _audit(options: dict[str, Any]) -> None:
 
 def _dimension(text: str) -> float | tuple[float, ...]:
     """``85.8e6``, or several of them for layers."""
-    numbers = tuple(float(each) for each in text.split(","))
+    try:
+        numbers = tuple(float(each) for each in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number, nor numbers with commas between: for instance 85.8e6"
+        ) from None
     return numbers[0] if len(numbers) == 1 else numbers
 
 

@@ -104,6 +104,8 @@ class ShuffledWeights(Mechanism):
         clip: c, the norm that each record's gradient is clipped to.
         batch_clip: c′, the norm that the sum is clipped to before the noise, in the same units; by default c.
         unshuffled_noise_multiplier: σ₀ of the parameters that stay where they are; None if there are none.
+        orbit: The fewest places that a permuted entry can get to; None for d, as WS takes it (no network's permutations mix
+            all its parameters).
     """
 
     name: ClassVar[str] = "shuffled_fw"
@@ -114,10 +116,13 @@ class ShuffledWeights(Mechanism):
     clip: float = 1.0
     batch_clip: float | None = None
     unshuffled_noise_multiplier: float | None = None
+    orbit: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dimension == 0:
+        if self.orbit is not None:
+            object.__setattr__(self, "orbit", whole_number("orbit", self.orbit))
+        if isinstance(self.dimension, int) and self.dimension == 0:
             raise ValueError(
                 "shuffled_fw needs dimension, the number of coordinates that are permuted (1: none): pass dimension=, or train "
                 "with opacus_shuffle.PrivacyEngine and shuffle_weights=True, which counts them"

@@ -167,6 +167,7 @@ class ShuffleMixin(PreparationMixin, WeightShufflingMixin):
             self.accountant,
             spec,
             module,
+            optimizer=optimizer,
             max_grad_norm=max_grad_norm,
             noise_multiplier=noise_multiplier,
             batch_clip=batch_clip,
@@ -184,7 +185,7 @@ class ShuffleMixin(PreparationMixin, WeightShufflingMixin):
                 self.accountant.batch_size = run.sampling.batch_size
                 self.accountant.local_noise = local_noise
             if isinstance(self.accountant, ShuffledWeightsAccountant) and shuffled_sum is not None:
-                self.accountant.describe_weights(**shuffled_sum.weights())
+                self.accountant.describe_weights(**shuffled_sum.weights(), once=True)
             result = super().make_private(
                 module=module,
                 optimizer=optimizer,

@@ -44,6 +44,7 @@ class ShuffledSum:
         clip: c, the norm of one record's gradient.
         batch_clip: c′, the norm of their sum; infinite for no clipping.
         unshuffled_noise_ratio: σ₀/σ of trainable parameters that stay; None if there are none.
+        orbit: The fewest places that an entry of a shuffled parameter can get to; None without any.
     """
 
     parameters: tuple[torch.Tensor, ...]
@@ -51,6 +52,7 @@ class ShuffledSum:
     clip: float
     batch_clip: float
     unshuffled_noise_ratio: float | None
+    orbit: int | None = None
 
     def weights(self) -> dict[str, Any]:
         """What the accountant needs to know."""
@@ -59,6 +61,7 @@ class ShuffledSum:
             "clip": self.clip,
             "batch_clip": self.batch_clip,
             "unshuffled_noise_ratio": self.unshuffled_noise_ratio,
+            "orbit": self.orbit,
         }
 
 
@@ -71,8 +74,8 @@ class Noise:
 
     @property
     def falls_back(self) -> bool:
-        """Whether shuffling asks for no less noise, so that the algorithm is plain DP-SGD (line 11)."""
-        return self.shuffled >= self.plain
+        """Whether shuffling asks for no less noise (to a millionth), so that the algorithm is plain DP-SGD (line 11)."""
+        return self.shuffled >= self.plain * (1 - 1e-6)
 
 
 def plan_sum(
@@ -85,6 +88,7 @@ def plan_sum(
     batch_clip: float | None = None,
     dimension: str | int = "model",
     unshuffled_noise_multiplier: float | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> ShuffledSum | None:
     """What ``make_private`` does to the sum, None if nothing but adding noise.
 
@@ -97,6 +101,7 @@ def plan_sum(
         batch_clip: c′, absolute like ``max_grad_norm``; ``math.inf`` for none.
         dimension: ``"model"``, ``"layers"``, or d itself.
         unshuffled_noise_multiplier: σ₀; by default σ.
+        optimizer: What it does not hold is not trained; None if it holds every parameter that requires a gradient.
 
     Raises:
         ValueError: If something is out of range or does not go together.
@@ -120,19 +125,26 @@ def plan_sum(
         raise ValueError(f"batch_clip needs the whole sum in one process, got {type(module).__name__}: train on one process")
     network = unwrap(module)
     tensors = spec.tensors(network)
-    moving = {key: t for key, t in tensors.items() if key not in spec.buffers and t.requires_grad}
+    held = network.parameters() if optimizer is None else (p for group in optimizer.param_groups for p in group["params"])
+    trained = {id(parameter) for parameter in held if parameter.requires_grad}
+    moving = {key: tensor for key, tensor in tensors.items() if id(tensor) in trained}
     layers = [round(spec.moved_fraction(key) * tensor.numel()) for key, tensor in moving.items()]
     if not layers:
         raise ValueError("shuffle_weights permutes no trainable parameter: thaw some, or use another accountant")
     clip = _norm(max_grad_norm)
-    chosen = frozenset(map(id, moving.values()))
-    stays = any(p.requires_grad and id(p) not in chosen for p in network.parameters())
+    stays = not trained <= set(map(id, moving.values()))
+    if unshuffled_noise_multiplier is not None and not stays:
+        raise ValueError(
+            f"unshuffled_noise_multiplier={unshuffled_noise_multiplier!r} is for parameters that stay, and all are shuffled: "
+            "leave it out"
+        )
     return ShuffledSum(
         parameters=tuple(moving.values()),
         dimension=_dimension(dimension, layers),
         clip=clip,
         batch_clip=clip if batch_clip is None else batch_clip if batch_clip == math.inf else positive("batch_clip", batch_clip),
         unshuffled_noise_ratio=_ratio(noise_multiplier, unshuffled_noise_multiplier) if stays else None,
+        orbit=min(spec.smallest_orbit(key) for key in moving),
     )
 
 
@@ -161,12 +173,13 @@ def calibrate(
         ValueError: If no noise meets the budget.
     """
 
-    def smallest(dimension: int | tuple[int, ...] | None) -> float:
+    def smallest(dimension: int | tuple[int, ...] | None, batch_clip: float | None, orbit: int | None = None) -> float:
         probe = ShuffledWeightsAccountant(
             num_users=accountant.num_users or 1,
             dimension=dimension,
             clip=accountant.clip,
-            batch_clip=accountant.batch_clip,
+            batch_clip=batch_clip,
+            orbit=orbit,
         )
 
         def epsilon(noise_multiplier: float) -> float:
@@ -175,8 +188,9 @@ def calibrate(
 
         return smallest_noise_multiplier(epsilon, target_epsilon=target_epsilon)
 
-    shuffled = smallest(accountant.dimension)
-    return Noise(shuffled, smallest(1) if bound != "certified" else shuffled)
+    shuffled = smallest(accountant.dimension, accountant.batch_clip, accountant.orbit)
+    # What is not shuffled is not clipped as a batch either: one record may move it by c, even if c′ is less.
+    return Noise(shuffled, smallest(1, math.inf) if bound != "certified" else shuffled)
 
 
 def calibrate_run(
@@ -212,7 +226,7 @@ def calibrate_run(
         **{"shuffle_weights": False, **{key: keywords[key] for key in _PLANNING & keywords.keys()}},
     )
     treated = {key: keywords[key] for key in ("batch_clip", "dimension") if key in keywords}
-    summed = plan_sum(accountant, spec, module, max_grad_norm=max_grad_norm, **treated)
+    summed = plan_sum(accountant, spec, module, max_grad_norm=max_grad_norm, optimizer=optimizer, **treated)
     assert summed is not None
     probe = ShuffledWeightsAccountant(num_users=sampling.num_users, **summed.weights())
     noise = calibrate(
@@ -236,8 +250,17 @@ def calibrate_run(
             left = {key: value for key, value in keywords.items() if key not in _ABOUT_SHUFFLING}
             return {**left, "noise_multiplier": noise.plain}
         if bound != "certified" and summed.unshuffled_noise_ratio is not None:
-            keywords["unshuffled_noise_multiplier"] = noise.plain
-            probe.unshuffled_noise_ratio = _ratio(sigma, noise.plain)
+            ratio = max(1.0, noise.plain / sigma)
+
+            def together(sigma: float) -> float:
+                probe.unshuffled_noise_ratio = _ratio(sigma, sigma * ratio)
+                probe.history = [(sigma, sampling.sample_rate, steps)]
+                return probe.bound(target_delta, bound=bound, adjacency=adjacency).epsilon
+
+            if together(sigma) > target_epsilon:  # "paper_optimised" splits δ once, not in the best way for each; or rounding
+                sigma = smallest_noise_multiplier(together, target_epsilon=target_epsilon)
+            keywords["unshuffled_noise_multiplier"] = sigma * ratio
+            together(sigma)
     probe.history = [(sigma, sampling.sample_rate, steps)]
     probe.warn_of_assumption(target_delta, bound=bound, adjacency=adjacency)
     return {**keywords, "noise_multiplier": sigma}
@@ -265,7 +288,9 @@ def _ratio(noise_multiplier: float | None, unshuffled: float | None) -> float:
 
 def _norm(max_grad_norm: float | Sequence[float]) -> float:
     """The norm of one record's whole gradient."""
-    return math.hypot(*max_grad_norm) if isinstance(max_grad_norm, Sequence) else float(max_grad_norm)
+    if not isinstance(max_grad_norm, Sequence) or isinstance(max_grad_norm, str) or not max_grad_norm:
+        return positive("max_grad_norm", max_grad_norm)
+    return math.hypot(*(positive("max_grad_norm", norm) for norm in max_grad_norm))
 
 
 def _listed(given: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import opacus
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from opacus_shuffle.accountants import ShuffleAccountant
 from opacus_shuffle.opacus_defects import refuse_broken_attention, refuse_tied_ghost, refuse_unclipped_engine
 from opacus_shuffle.permutation import PermutationSpec, find_permutations
 from opacus_shuffle.permutation.module import make_shuffled
@@ -150,14 +152,17 @@ class WeightShufflingMixin(opacus.PrivacyEngine):
         Args:
             **keywords: As Opacus's.
         """
-        if self.shuffler is not None:  # looked at before anything is loaded
+        accounted = isinstance(self.accountant, ShuffleAccountant)
+        if self.shuffler is not None or accounted:  # looked at before anything is loaded
             path = keywords["path"]
             begin = path.tell() if hasattr(path, "seek") else None
-            state = torch.load(path, map_location="cpu", weights_only=False).get("opacus_shuffle")
+            saved = torch.load(path, map_location="cpu", weights_only=False)
             if begin is not None:
                 path.seek(begin)
-            if state is not None:
-                self.shuffler.check_state_dict(state)
+            if accounted and "privacy_accountant_state_dict" in saved:
+                copy.deepcopy(self.accountant).load_state_dict(saved["privacy_accountant_state_dict"])
+            if self.shuffler is not None and saved.get("opacus_shuffle") is not None:
+                self.shuffler.check_state_dict(saved["opacus_shuffle"])
         checkpoint: dict[str, Any] = super().load_checkpoint(**keywords)
         if self.shuffler is not None and "opacus_shuffle" in checkpoint:
             self.shuffler.load_state_dict(checkpoint["opacus_shuffle"])

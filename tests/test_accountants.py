@@ -18,7 +18,7 @@ from opacus.accountants.utils import get_noise_multiplier
 
 import opacus_shuffle
 from opacus_shuffle import Guarantee, PrivacyAssumptionWarning
-from opacus_shuffle.accountants import ACCOUNTANTS, ShuffleGaussAccountant, bounds_of
+from opacus_shuffle.accountants import ACCOUNTANTS, ShuffledWeightsAccountant, ShuffleGaussAccountant, bounds_of
 from opacus_shuffle.accountants.bounds import ADJACENCIES
 from opacus_shuffle.accountants.report import LADDER
 from opacus_shuffle.analysis import composition, mean_ratio
@@ -27,17 +27,43 @@ from opacus_shuffle.rounding import round_up
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
 
 DELTA = 1e-5
+WEIGHTS = {"dimension": 1000, "batch_clip": 50.0}
+"""What is permuted, and a clipping of sums with which WS's estimate is positive up to σ = 2: it says 0 where σ² exceeds c′."""
+
+# The reports of this family are shuffled, so n and a report's own noise matter; shuffled_fw shuffles weights, and the server
+# adds the noise. What is about reports is asked of the family alone.
+FAMILY = [accountant for accountant in ACCOUNTANTS if accountant is not ShuffledWeightsAccountant]
 every_accountant = pytest.mark.parametrize("accountant_class", ACCOUNTANTS, ids=lambda c: c.mechanism())
-every_bound = pytest.mark.parametrize(
-    ("accountant_class", "bound"),
-    [(c, b) for c in ACCOUNTANTS for b in bounds_of(c.mechanism_class)],
-    ids=lambda value: value if isinstance(value, str) else value.mechanism(),
-)
+every_shuffler_of_reports = pytest.mark.parametrize("accountant_class", FAMILY, ids=lambda c: c.mechanism())
 
 
-def spent(accountant_class, history, *, delta=DELTA, bound="paper", num_users=1000, local_noise=True, **options):
-    accountant = accountant_class(num_users=num_users, local_noise=local_noise)
+def every_bound_named(beginning):
+    return pytest.mark.parametrize(
+        ("accountant_class", "bound"),
+        [(c, b) for c in ACCOUNTANTS for b in bounds_of(c.mechanism_class) if b.startswith(beginning)],
+        ids=lambda value: value if isinstance(value, str) else value.mechanism(),
+    )
+
+
+every_bound = every_bound_named("")
+
+
+def weights_of(accountant_class):
+    """What only shuffled_fw needs to know."""
+    return WEIGHTS if accountant_class is ShuffledWeightsAccountant else {}
+
+
+def accountant_of(accountant_class, history=(), *, num_users=1000, local_noise=None, **options):
+    """An accountant that knows what it needs, with local noise if it has any."""
+    local_noise = accountant_class in FAMILY if local_noise is None else local_noise
+    options = weights_of(accountant_class) | options
+    accountant = accountant_class(num_users=num_users, local_noise=local_noise, **options)
     accountant.history = list(history)
+    return accountant
+
+
+def spent(accountant_class, history, *, delta=DELTA, bound="paper", num_users=1000, local_noise=None, **options):
+    accountant = accountant_of(accountant_class, history, num_users=num_users, local_noise=local_noise)
     return accountant.get_epsilon(delta, bound=bound, **options)
 
 
@@ -51,11 +77,11 @@ def test_opacus_creates_it_by_name(accountant_class):
 
 @every_accountant
 def test_it_has_the_three_bounds_and_the_certified_ones_are_proved(accountant_class):
-    accountant = accountant_class(num_users=1000, local_noise=True)
-    accountant.history = [(2.0, 0.1, 5)]
+    accountant = accountant_of(accountant_class, [(2.0, 0.1, 5)])
     guarantees = {answer.bound: answer.guarantee for answer in accountant.all_bounds(DELTA)}
     assert {"paper", "tight", "certified"} <= set(guarantees)
-    assert [name for name, worth in guarantees.items() if worth is Guarantee.PROVED] == ["certified", "certified_sharp"]
+    proved = {name for name, worth in guarantees.items() if worth is Guarantee.PROVED}
+    assert proved == {name for name in guarantees if name.startswith("certified")}
 
 
 @every_bound
@@ -75,7 +101,9 @@ def test_epsilon_is_finite_and_positive(accountant_class, bound, sigma, rate, st
         warnings.simplefilter("ignore", composition.OrderCapWarning)
         epsilon = spent(accountant_class, [(sigma, rate, steps)], bound=bound, num_users=users)
     assert math.isfinite(epsilon)
-    assert epsilon > 0
+    assert epsilon >= 0
+    # At σ = 2 and with 10⁴ users δ(0) is at least about 0.4·γ·√(Var X / n) = 2e-5, and less noise or fewer users leave more.
+    assert epsilon > 0 or sigma > 2 or users > 10**4
 
 
 @every_bound
@@ -86,7 +114,7 @@ def test_more_noise_fewer_rounds_and_a_larger_delta_cost_less(accountant_class, 
     assert spent(accountant_class, [(2.0, 0.1, 50)], bound=bound, delta=1e-4) < base
 
 
-@every_accountant
+@every_shuffler_of_reports  # the papers' bounds are above their pair; WS's estimate is not
 @settings(deadline=None, max_examples=25)
 @given(sigma=st.floats(0.01, 20), rate=st.floats(1e-4, 1.0), steps=st.integers(1, 1000), users=st.integers(2, 10**5))
 def test_tight_never_exceeds_paper(accountant_class, sigma, rate, steps, users):
@@ -102,14 +130,14 @@ def test_tight_never_exceeds_paper(accountant_class, sigma, rate, steps, users):
 @settings(deadline=None, max_examples=10)
 @given(sigma=st.floats(0.3, 20), rate=st.floats(0.01, 1.0), steps=st.integers(1, 10**4), users=st.integers(100, 10**5))
 def test_what_holds_for_every_data_set_is_never_below_one_pair(accountant_class, sigma, rate, steps, users):
-    tight, certified, sharp = (
+    tight, *proved = (
         spent(accountant_class, [(sigma, rate, steps)], bound=bound, num_users=users)
-        for bound in ("tight", "certified", "certified_sharp")
+        for bound in ("tight", *(name for name in bounds_of(accountant_class.mechanism_class) if name.startswith("certified")))
     )
-    assert tight <= min(certified, sharp)
+    assert tight <= min(proved)
 
 
-@every_accountant
+@every_shuffler_of_reports  # what is proved of shuffled weights is DP-SGD's own
 def test_shuffling_helps_in_every_bound(accountant_class):
     for bound in ("tight", "certified", "certified_sharp"):
         crowd = spent(accountant_class, [(4.0, 0.5, 20)], bound=bound, num_users=100_000)
@@ -130,14 +158,14 @@ def test_histories_that_change_compose(accountant_class, bound):
 
 @every_accountant
 def test_step_writes_opacus_triples_and_merges_neighbours(accountant_class):
-    accountant = accountant_class(num_users=1000)
+    accountant = accountant_of(accountant_class)
     for sigma in (2.0, 2.0, 3.0, 2.0):
         accountant.step(noise_multiplier=sigma, sample_rate=0.1)
     assert accountant.history == [(2.0, 0.1, 2), (3.0, 0.1, 1), (2.0, 0.1, 1)]
     assert len(accountant) == 4
 
 
-@every_accountant
+@every_shuffler_of_reports  # shuffled weights have no reports with noise of their own
 def test_the_noise_of_the_sum_is_root_b_times_the_local_one(accountant_class):
     local = spent(accountant_class, [(2.0, 0.1, 5)], local_noise=True)
     assert spent(accountant_class, [(2.0 * math.sqrt(100), 0.1, 5)], local_noise=False) == pytest.approx(local, rel=1e-9)
@@ -145,13 +173,13 @@ def test_the_noise_of_the_sum_is_root_b_times_the_local_one(accountant_class):
 
 @every_accountant
 def test_state_survives_and_shares_nothing(accountant_class):
-    accountant = accountant_class(num_users=1000, batch_size=100, local_noise=True)
-    accountant.history = [(2.0, 0.1, 5)]
+    accountant = accountant_of(accountant_class, [(2.0, 0.1, 5)], batch_size=100)
     state = accountant.state_dict()
     restored = accountant_class()
     restored.load_state_dict(state)
     assert restored.get_epsilon(DELTA) == accountant.get_epsilon(DELTA)
-    assert (restored.num_users, restored.batch_size, restored.local_noise) == (1000, 100, True)
+    assert restored.state_dict() == state
+    assert (restored.num_users, restored.batch_size, restored.local_noise) == (1000, 100, accountant_class in FAMILY)
     restored.step(noise_multiplier=2.0, sample_rate=0.1)
     assert state["history"] == accountant.history == [(2.0, 0.1, 5)]
     copied = copy.deepcopy(accountant)
@@ -172,13 +200,12 @@ def test_state_survives_and_shares_nothing(accountant_class):
         lambda state: {**state, "num_users": 999},
         lambda state: {**state, "num_users": "x"},
         lambda state: {**state, "batch_size": -1},
-        lambda state: {**state, "local_noise": False},
+        lambda state: {**state, "local_noise": not state["local_noise"]},
         lambda state: {**state, "local_noise": "no"},
     ],
 )
 def test_a_spoilt_state_is_refused_and_changes_nothing(accountant_class, spoil):
-    accountant = accountant_class(num_users=1000, local_noise=True)
-    accountant.history = [(2.0, 0.1, 5)]
+    accountant = accountant_of(accountant_class, [(2.0, 0.1, 5)])
     before = copy.deepcopy(accountant.__dict__)
     with pytest.raises(ValueError):  # noqa: PT011 - Opacus words half of these
         accountant.load_state_dict(spoil(accountant.state_dict()))
@@ -187,12 +214,12 @@ def test_a_spoilt_state_is_refused_and_changes_nothing(accountant_class, spoil):
 
 @every_accountant
 def test_the_first_epsilon_that_is_not_proved_warns_once_and_names_the_proved_one(accountant_class):
-    accountant = accountant_class(num_users=1000, local_noise=True)
-    accountant.history = [(2.0, 0.1, 5)]
+    accountant = accountant_of(accountant_class, [(2.0, 0.1, 5)])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         certified = accountant.get_epsilon(DELTA, bound="certified")
-    with pytest.warns(PrivacyAssumptionWarning, match=f"one pair of data sets.*epsilon={round_up(certified)}"):
+    covered = "one pair of data sets" if accountant_class in FAMILY else "no data set for certain"
+    with pytest.warns(PrivacyAssumptionWarning, match=f"{covered}.*epsilon={round_up(certified)}"):
         accountant.get_epsilon(DELTA)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -218,8 +245,7 @@ def test_the_first_epsilon_that_is_not_proved_warns_once_and_names_the_proved_on
     ],
 )
 def test_bad_arguments_are_named(accountant_class, options, named):
-    accountant = accountant_class(num_users=1000, local_noise=True)
-    accountant.history = [(2.0, 0.1, 5)]
+    accountant = accountant_of(accountant_class, [(2.0, 0.1, 5)])
     with pytest.raises(ValueError, match=named):
         accountant.get_epsilon(**{"delta": DELTA, **options})
 
@@ -227,7 +253,7 @@ def test_bad_arguments_are_named(accountant_class, options, named):
 @every_accountant
 @pytest.mark.parametrize("sigma", [0.0, -1.0, math.nan, math.inf, 1e-170, 1e200, "2", True, None, np.bool_(True)])
 def test_noise_must_be_positive_and_finite(accountant_class, sigma):
-    accountant = accountant_class(num_users=1000)
+    accountant = accountant_of(accountant_class)
     with pytest.raises(ValueError, match="noise_multiplier"):
         accountant.step(noise_multiplier=sigma, sample_rate=0.1)
     accountant.history = [(sigma, 0.1, 5)]  # as Opacus writes it
@@ -235,7 +261,7 @@ def test_noise_must_be_positive_and_finite(accountant_class, sigma):
         accountant.get_epsilon(DELTA)
 
 
-@every_accountant
+@every_shuffler_of_reports  # shuffled weights hide in the same way among any number of records
 def test_an_unknown_population_is_refused_with_the_remedy(accountant_class):
     accountant = accountant_class()
     accountant.history = [(20.0, 0.1, 5)]
@@ -258,12 +284,12 @@ def test_opacus_own_calibration_works(accountant_class, bound):
         accountant=accountant_class.mechanism(),
         num_users=2000,
         bound=bound,
+        **weights_of(accountant_class),
     )
     assert spent(accountant_class, [(sigma, 0.1, 20)], bound=bound, num_users=2000, local_noise=False) <= 20.0
 
 
-@every_accountant
-@pytest.mark.parametrize("bound", ["certified", "certified_sharp"])
+@every_bound_named("certified")
 def test_the_certified_value_never_exceeds_the_unshuffled_gaussian_and_is_it_for_one_user(accountant_class, bound):
     from opacus.accountants.analysis.gdp import eps_from_mu
 
@@ -372,6 +398,7 @@ def test_the_calibrated_noise_meets_the_budget_and_a_little_less_does_not(accoun
     name = accountant_class.mechanism()
     target = 12.0 if bound == "paper" else 1.0  # Theorems 2 and 3 keep terms that no noise removes
     run = {"num_users": 3000, "steps": 20, "sample_rate": 1.0 if name == "shuffle_gauss" else 0.2, "bound": bound}
+    run |= weights_of(accountant_class)
     sigma = opacus_shuffle.compute_noise_multiplier(name, target_epsilon=target, target_delta=DELTA, **run)
     assert opacus_shuffle.compute_epsilon(name, noise_multiplier=sigma, delta=DELTA, **run) <= target
     # Grids and groups of pool sizes move ε by some tenths of a percent; σ moves it at least as much as itself.

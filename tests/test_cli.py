@@ -17,6 +17,18 @@ from opacus_shuffle.training import TrainingSettings, train
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
 CHECKIN = ["--mechanism", "shuffled_checkin", "--num-users", "60000", "--steps", "100", "--sample-rate", "0.1"]
 NUMBERS = {"num_users": 60_000, "steps": 100, "sample_rate": 0.1}
+WEIGHTS = [
+    "--mechanism",
+    "shuffled_fw",
+    "--num-users",
+    "50000",
+    "--steps",
+    "500",
+    "--sample-rate",
+    "0.02",
+    "--dimension",
+    "85.8e6",
+]
 QUICK = {"epochs": 1, "batch_size": 40, "seed": 0}
 
 
@@ -30,6 +42,62 @@ def test_epsilon_prints_one_number_and_its_meaning(capsys, bound):
     for word in (bound, "zero_out", "1e-05", "100 rounds", "every data set", "adversary"):
         assert word in told
     assert ("PROVED" if bound.startswith("certified") else "PAIR") in told
+
+
+@pytest.mark.parametrize("bound", ["paper", "paper_optimised", "tight", "certified"])
+def test_epsilon_of_shuffled_weights_says_what_it_is_worth(capsys, bound):
+    job = ["epsilon", *WEIGHTS, "--noise-multiplier", "0.27372", "--delta", "5e-6", "--bound", bound]
+    assert main(job) == 0
+    number, *meaning = capsys.readouterr().out.splitlines()
+    exact = compute_epsilon(
+        "shuffled_fw",
+        noise_multiplier=0.27372,
+        num_users=50_000,
+        steps=500,
+        sample_rate=0.02,
+        dimension=85_800_000,
+        delta=5e-6,
+        bound=bound,
+    )
+    assert exact <= float(number) <= exact * 1.001  # four digits, rounded up
+    told = "\n".join(meaning)
+    worth, words = {
+        "certified": ("PROVED", ["every data set", "sees all weights and noised gradients of every step"]),
+        "tight": ("PAIR", ["one pair of data sets", "by itself", "certified for every data set: epsilon = 108"]),
+    }.get(bound, ("ESTIMATE", ["no data set for certain", "by itself", "certified for every data set: epsilon = 108"]))
+    for word in (worth, *words):
+        assert word in told
+
+
+def test_layers_and_norms_of_shuffled_weights_reach_the_formula(capsys):
+    numbers = [*WEIGHTS[:-1], "100,2e4,300", "--clip", "0.1", "--batch-clip", "0.4", "--delta", "1e-5"]
+    assert main(["epsilon", *numbers, "--noise-multiplier", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    run = {
+        "num_users": 50_000,
+        "steps": 500,
+        "sample_rate": 0.02,
+        "dimension": (100, 20_000, 300),
+        "clip": 0.1,
+        "batch_clip": 0.4,
+    }
+    assert found["epsilon"] == compute_epsilon("shuffled_fw", noise_multiplier=1.0, delta=1e-5, **run)
+    assert found["guarantee"] == "ESTIMATE"
+
+
+def test_the_noise_of_shuffled_weights_is_that_of_the_sum(capsys):
+    assert main(["noise", *WEIGHTS, "--target-epsilon", "0.5", "--target-delta", "5e-6"]) == 0
+    number, *meaning = capsys.readouterr().out.splitlines()
+    assert float(number) == pytest.approx(0.27372, abs=5e-6)
+    assert "noise multiplier of the sum" in meaning[0]
+    assert "ESTIMATE" in meaning[1]
+
+
+def test_the_report_of_shuffled_weights_contradicts_its_estimate(capsys):
+    assert main(["report", *WEIGHTS, "--noise-multiplier", "0.27372", "--delta", "5e-6"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "is no upper bound here: the pair of data sets of 'tight' has epsilon of at least 1.8" in shown
+    assert "To quote: epsilon = 108" in shown
 
 
 def test_noise_prints_one_number_that_meets_the_budget(capsys):
@@ -127,6 +195,20 @@ def test_json_is_for_machines(capsys):
         (["train", "--delta", "0"], "delta"),
         (["train", "--device", "abacus"], "device"),
         (["train", "--data-root", "/tmp"], "mnist-5k"),
+        (["epsilon", *WEIGHTS[:-2], "--noise-multiplier", "1", "--delta", "1e-5"], "dimension"),
+        (["epsilon", *WEIGHTS[:-1], "2.5", "--noise-multiplier", "1", "--delta", "1e-5"], "dimension"),
+        (["epsilon", *WEIGHTS[:-1], "10,0", "--noise-multiplier", "1", "--delta", "1e-5"], "dimension"),
+        (["epsilon", *WEIGHTS, "--clip", "0", "--noise-multiplier", "1", "--delta", "1e-5"], "clip"),
+        (["epsilon", *WEIGHTS, "--batch-clip", "nan", "--noise-multiplier", "1", "--delta", "1e-5"], "batch_clip"),
+        (["epsilon", *WEIGHTS, "--bound", "certified_sharp", "--noise-multiplier", "1", "--delta", "1e-5"], "bound"),
+        (
+            ["epsilon", *CHECKIN, "--dimension", "10", "--noise-multiplier", "1", "--delta", "1e-5"],
+            "shuffled_checkin has no dimension",
+        ),
+        (["noise", *CHECKIN, "--batch-clip", "1", "--target-epsilon", "1", "--target-delta", "1e-5"], "batch_clip"),
+        (["train", "--accountant", "shuffled_fw", "--local-noise"], "local_noise"),
+        (["train", "--accountant", "shuffled_fw", "--no-shuffle-weights", "--batch-clip", "1"], "shuffle_weights=True"),
+        (["train", "--batch-clip", "1"], "batch_clip"),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_exit_status_2(capsys, arguments, named):
@@ -137,10 +219,15 @@ def test_a_wrong_argument_is_one_line_and_exit_status_2(capsys, arguments, named
     assert len(printed.err.splitlines()) == 1
 
 
-def test_unknown_flags_are_refused():
+@pytest.mark.parametrize(
+    "arguments",
+    [["epsilon", "--sigma", "1"], ["epsilon", *WEIGHTS[:-1], "many", "--noise-multiplier", "1", "--delta", "1e-5"]],
+)
+def test_unknown_flags_and_words_for_numbers_are_refused(capsys, arguments):
     with pytest.raises(SystemExit) as stop:
-        main(["epsilon", "--sigma", "1"])
+        main(arguments)
     assert stop.value.code == 2
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("accountant", ["shuffle_gauss", "subsampled_shuffle", "shuffled_checkin"])
@@ -153,6 +240,32 @@ def test_the_main_job_trains_and_ends_with_accuracy_and_the_table(capsys, accoun
     for word in ("test accuracy", "held-out", "certified", "PROVED", accountant, "10 rounds"):
         assert word in printed
     assert ("added once to the sum" in printed) is not local_noise
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], ["permuted 10 times", "ESTIMATE", "(the sum's)"]),
+        (["--noise-multiplier", "1", "--batch-clip", "0.5"], ["permuted 10 times"]),
+        (["--no-shuffle-weights"], ["composition", "nothing is permuted"]),
+    ],
+)
+def test_the_main_job_with_shuffled_weights(capsys, options, words):
+    assert main(["train", "--accountant", "shuffled_fw", "--epochs", "1", "--batch-size", "400", *options]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for word in ("test accuracy", "certified", "PROVED", "shuffled_fw", "10 rounds", *words):
+        assert word in printed
+    assert "added once to the sum" not in printed
+    assert ("permuted" in printed.replace("nothing is permuted", "")) is ("--no-shuffle-weights" not in options)
+
+
+def test_a_budget_for_shuffled_weights_is_met_by_its_estimate_and_said_to_be_no_more(capsys):
+    job = ["train", "--accountant", "shuffled_fw", "--epochs", "1", "--batch-size", "400", "--target-epsilon", "2", "--json"]
+    assert main(job) == 0
+    found = json.loads(capsys.readouterr().out)
+    spent = {row["bound"]: row["epsilon"] for row in found["bounds"]}
+    assert 1.99 < spent["paper"] <= 2.0 < spent["certified"]
+    assert found["quote"] == "certified"
 
 
 def test_a_seed_repeats_a_run_and_no_seed_does_not():

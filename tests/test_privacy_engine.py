@@ -22,21 +22,42 @@ from opacus_shuffle.data import FixedSizeSampler
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
 NAMES = [accountant.mechanism() for accountant in ACCOUNTANTS]
 every_accountant = pytest.mark.parametrize("name", NAMES)
+# Who shuffles reports may have noise in each of them; shuffled_fw shuffles weights and has the server's noise alone.
+every_shuffler_of_reports = pytest.mark.parametrize("name", [name for name in NAMES if name != "shuffled_fw"])
+MOVING = 5 * 40 + 40 + 40 * 3
+"""What shuffling moves of the toy network; the last bias stays."""
+
+
+def way_of(name):
+    """How a run of this accountant is asked for: what there is of shuffling is used."""
+    return {"shuffle_weights": True} if name == "shuffled_fw" else {"local_noise": True}
+
+
+def numbers_of(name, *, records=24, batch=6):
+    """The toy run, for an accountant without a model."""
+    if name == "shuffle_gauss":
+        return {"num_users": batch}
+    return {"num_users": records, "sample_rate": batch / records} | ({"dimension": MOVING} if name == "shuffled_fw" else {})
 
 
 @every_accountant
 @pytest.mark.parametrize("bound", ["paper", "tight", "certified"])
 def test_epsilon_after_training_is_that_of_the_plain_numbers(name, bound):
     engine = PrivacyEngine(accountant=name)
-    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, local_noise=True)
+    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, **way_of(name))
     for _ in range(3):
         run_epoch(model, optimizer, loader)
-    numbers = {"num_users": 6} if name == "shuffle_gauss" else {"num_users": 24, "sample_rate": 0.25}
-    expected = compute_epsilon(name, noise_multiplier=2.0, steps=12, delta=1e-5, bound=bound, **numbers)
-    assert engine.get_epsilon(1e-5, bound=bound) == expected
+    expected = compute_epsilon(name, noise_multiplier=2.0, steps=12, delta=1e-5, bound=bound, **numbers_of(name))
+    if (name, bound) == ("shuffled_fw", "paper"):  # the bias that stays has the same noise and asks for more
+        stays = compute_epsilon(name, noise_multiplier=2.0, steps=12, delta=1e-5, **numbers_of(name) | {"dimension": 1})
+        expected = max(expected, stays)
+        # which is the Gaussian mechanism exactly, whose ε is enlarged by 1e-8
+        assert engine.get_epsilon(1e-5, bound=bound) == pytest.approx(expected, rel=1e-7)
+    else:
+        assert engine.get_epsilon(1e-5, bound=bound) == expected > 0
 
 
-@every_accountant
+@every_shuffler_of_reports
 def test_without_local_noise_the_multiplier_is_that_of_the_sum(name):
     engines = [PrivacyEngine(accountant=name) for _ in range(2)]
     for engine, sigma, local in zip(engines, (2.0, 2.0 * math.sqrt(6)), (True, False), strict=True):
@@ -47,8 +68,8 @@ def test_without_local_noise_the_multiplier_is_that_of_the_sum(name):
 
 def test_each_accountant_gets_its_sampler():
     for name in NAMES:
-        _, _, loader = PrivacyEngine(accountant=name).make_private(**make_toy(), noise_multiplier=2.0, local_noise=True)
-        kind = UniformWithReplacementSampler if name == "shuffled_checkin" else FixedSizeSampler
+        _, _, loader = PrivacyEngine(accountant=name).make_private(**make_toy(), noise_multiplier=2.0, **way_of(name))
+        kind = UniformWithReplacementSampler if name in ("shuffled_checkin", "shuffled_fw") else FixedSizeSampler
         assert isinstance(loader.batch_sampler, kind)
         assert loader.batch_sampler.generator is not None
 
@@ -73,12 +94,12 @@ def test_float_arithmetic_never_loses_a_step_or_a_record(name, records, batch):
     toy = make_toy(records=records, batch_size=batch)
     length = len(toy["data_loader"])
     engine = PrivacyEngine(accountant=name)
-    model, optimizer, loader = engine.make_private(**toy, noise_multiplier=2.0, local_noise=True)
+    model, optimizer, loader = engine.make_private(**toy, noise_multiplier=2.0, **way_of(name))
     assert len(loader) == length
     assert optimizer.expected_batch_size >= 1
     run_epoch(model, optimizer, loader)
     assert engine.accountant.num_users == records
-    if name == "shuffled_checkin":
+    if name in ("shuffled_checkin", "shuffled_fw"):
         assert engine.accountant.history == [(2.0, 1 / length, length)]
         assert optimizer.expected_batch_size == max(1, round(records / length))
     else:
@@ -88,16 +109,20 @@ def test_float_arithmetic_never_loses_a_step_or_a_record(name, records, batch):
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
-@every_accountant
 @pytest.mark.parametrize("bound", ["paper", "tight", "certified"])
-@pytest.mark.parametrize("local_noise", [True, False])
-def test_calibration_never_overshoots_and_is_close(name, bound, local_noise):
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [(name, {"local_noise": local_noise}) for name in NAMES if name != "shuffled_fw" for local_noise in (True, False)]
+    + [("shuffled_fw", {"shuffle_weights": True}), ("shuffled_fw", {})],
+    ids=str,
+)
+def test_calibration_never_overshoots_and_is_close(name, bound, way):
     target = {"paper": 30.0, "tight": 8.0, "certified": 8.0}[bound]  # Theorems 2 and 3 have a floor
     toy = make_toy(records=93)
     toy["data_loader"] = DataLoader(toy["data_loader"].dataset, batch_size=1)
     engine = PrivacyEngine(accountant=name)
     model, optimizer, loader = engine.make_private_with_epsilon(
-        **toy, target_epsilon=target, target_delta=1e-5, epochs=3, bound=bound, local_noise=local_noise
+        **toy, target_epsilon=target, target_delta=1e-5, epochs=3, bound=bound, **way
     )
     for _ in range(3):
         run_epoch(model, optimizer, loader)
@@ -105,7 +130,7 @@ def test_calibration_never_overshoots_and_is_close(name, bound, local_noise):
     spent = engine.get_epsilon(1e-5, bound=bound)
     assert spent <= target
     assert spent > target * (1 - 1e-4)
-    assert engine.accountant.local_noise is local_noise
+    assert engine.accountant.local_noise is way.get("local_noise", False)
 
 
 def test_opacus_own_accountants_work_as_before():
@@ -190,6 +215,9 @@ def test_calibrating_for_a_bound_that_is_not_proved_warns():
         ("shuffled_checkin", {"grad_sample_mode": "ghost", "criterion": nn.MSELoss(reduction="sum")}, "reduction"),
         ("shuffled_checkin", {"noise_generator": "cpu"}, "noise_generator"),
         ("rdp", {"clipping": "adaptive", "local_noise": False, "target": 3}, "target=3"),
+        ("shuffled_fw", {}, "leave out local_noise=True"),
+        ("shuffled_fw", {"local_noise": False, "poisson_sampling": False}, "poisson_sampling"),
+        ("shuffled_fw", {"local_noise": False, "clipping": "adaptive"}, "clipping"),
     ],
 )
 def test_bad_arguments_are_named_and_nothing_is_half_changed(name, change, named):
@@ -236,7 +264,7 @@ def test_samplers_that_nobody_accounts_for_are_refused(name, sampler):
     data = toy["data_loader"].dataset
     toy["data_loader"] = DataLoader(data, **sampler(data))
     with pytest.raises(ValueError, match=r"cannot account|Sampler"):
-        PrivacyEngine(accountant=name).make_private(**toy, noise_multiplier=1.0, local_noise=True)
+        PrivacyEngine(accountant=name).make_private(**toy, noise_multiplier=1.0, **way_of(name))
 
 
 def test_shuffle_gauss_keeps_a_loader_of_its_own_if_all_batches_have_one_size():
@@ -281,7 +309,7 @@ def test_distributed_training_is_refused_by_name():
 @every_accountant
 def test_accumulating_gradients_is_refused(name):
     toy = make_toy()
-    model, _, _ = PrivacyEngine(accountant=name).make_private(**toy, noise_multiplier=1.0, local_noise=True)
+    model, _, _ = PrivacyEngine(accountant=name).make_private(**toy, noise_multiplier=1.0, **way_of(name))
     x, y = toy["data_loader"].dataset[:6]
     nn.functional.cross_entropy(model(x), y).backward()
     again = nn.functional.cross_entropy(model(x), y)
@@ -292,7 +320,7 @@ def test_accumulating_gradients_is_refused(name):
 @every_accountant
 def test_checkpoints_carry_what_was_spent(name):
     engine = PrivacyEngine(accountant=name)
-    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, local_noise=True)
+    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, **way_of(name))
     run_epoch(model, optimizer, loader)
     file = io.BytesIO()
     engine.save_checkpoint(path=file, module=model, optimizer=optimizer)
@@ -301,7 +329,7 @@ def test_checkpoints_carry_what_was_spent(name):
         again = PrivacyEngine(accountant=name)
         toy = make_toy()
         module, inner, _ = (
-            again.make_private(**toy, noise_multiplier=2.0, local_noise=True)
+            again.make_private(**toy, noise_multiplier=2.0, **way_of(name))
             if prepared
             else (opacus.GradSampleModule(toy["module"]), None, None)
         )
@@ -311,7 +339,7 @@ def test_checkpoints_carry_what_was_spent(name):
         assert again.get_epsilon(1e-5) == engine.get_epsilon(1e-5)
         assert again.accountant.state_dict() == engine.accountant.state_dict()
     other = PrivacyEngine(accountant=name)
-    model, _, _ = other.make_private(**make_toy(records=48), noise_multiplier=2.0, local_noise=True)
+    model, _, _ = other.make_private(**make_toy(records=48), noise_multiplier=2.0, **way_of(name))
     file.seek(0)
     with pytest.raises(ValueError, match="num_users=24"):
         other.load_checkpoint(path=file, module=model)

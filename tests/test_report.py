@@ -15,6 +15,9 @@ from opacus_shuffle.accountants.report_figure import epsilons_over_rounds, first
 from opacus_shuffle.mechanisms import MECHANISMS, ShuffledCheckIn, ShuffleGauss
 
 every_mechanism = pytest.mark.parametrize("mechanism", MECHANISMS)
+# Reports are shuffled here, by a shuffler that is trusted; shuffled_fw shuffles weights at a server that is.
+every_shuffler_of_reports = pytest.mark.parametrize("mechanism", [name for name in MECHANISMS if name != "shuffled_fw"])
+RUNGS_OF_WEIGHTS = ("composition", "certified", "paper", "paper_optimised", "tight")
 CHECK_IN = [(ShuffledCheckIn(noise_multiplier=3.0, num_users=5000, sample_rate=0.1), 200)]
 
 
@@ -22,10 +25,12 @@ def report_of(mechanism, **changes):
     numbers = {"noise_multiplier": 3.0, "num_users": 5000, "steps": 200, "delta": 1e-5}
     if mechanism != "shuffle_gauss":
         numbers["sample_rate"] = 0.1
+    if mechanism == "shuffled_fw":
+        numbers |= {"dimension": 1000, "batch_clip": 500.0}
     return opacus_shuffle.privacy_report(mechanism, **{**numbers, **changes})
 
 
-@every_mechanism
+@every_shuffler_of_reports
 def test_the_ladder_falls_from_no_trust_to_full_trust(mechanism):
     spent = {bound.bound: bound.epsilon for bound in report_of(mechanism).bounds}
     assert tuple(spent) == LADDER
@@ -33,6 +38,27 @@ def test_the_ladder_falls_from_no_trust_to_full_trust(mechanism):
     assert min(spent["certified"], spent["certified_sharp"]) >= spent["tight"]
     assert spent["paper"] >= spent["tight"]
     assert spent["secure_aggregation"] >= spent["central"] > 0
+
+
+def test_the_ladder_of_shuffled_weights_falls_from_what_is_proved_to_what_is_not():
+    report = report_of("shuffled_fw")
+    spent = {bound.bound: bound.epsilon for bound in report.bounds}
+    assert tuple(spent) == RUNGS_OF_WEIGHTS
+    assert spent["composition"] >= spent["certified"] >= spent["tight"] > 0
+    assert spent["composition"] >= spent["paper"] >= spent["paper_optimised"] > 0
+    assert report.best.bound == "certified"
+    worth = [bound.guarantee for bound in report.bounds]
+    proved, estimate, pair = Guarantee.PROVED, Guarantee.ESTIMATE, Guarantee.PAIR
+    assert worth == [proved, proved, estimate, estimate, pair]
+    assert {bound.trusted for bound in report.bounds} == {"the server"}
+    everything, one = {report.bounds[0].adversary}, {report.bounds[2].adversary}
+    assert {bound.adversary for bound in report.bounds[:2]} == everything
+    assert {bound.adversary for bound in report.bounds[2:]} == one != everything
+    printed = " ".join(str(report).split())
+    assert "for an adversary who sees each step's permuted gradient by itself" in printed
+    assert "for the same adversary as paper" in printed
+    assert all(bound.meaning in printed for bound in report.bounds)
+    assert "simulated" not in printed
 
 
 @every_mechanism
@@ -45,12 +71,18 @@ def test_every_row_says_whom_it_trusts_and_what_it_is_worth(mechanism):
         assert bound.rounds == 200
         assert math.isfinite(bound.epsilon)
     worth = {bound.bound: bound.guarantee for bound in report.bounds}
-    assert worth["certified"] is worth["certified_sharp"] is worth["local"] is Guarantee.PROVED
-    assert worth["paper"] is worth["tight"] is Guarantee.PAIR
+    assert {worth[name] for name in worth if name in ("certified", "certified_sharp", "local")} == {Guarantee.PROVED}
+    assert worth["tight"] is Guarantee.PAIR
+    assert worth["paper"] is not Guarantee.PROVED
+
+
+@every_shuffler_of_reports
+def test_the_rungs_trust_more_and_more(mechanism):
+    report = report_of(mechanism)
     assert {bound.trusted for bound in report.bounds} == {"nobody", "the shuffler", "the aggregation", "the server"}
 
 
-@every_mechanism
+@every_shuffler_of_reports  # the bounds of shuffled weights say themselves what they mean
 def test_every_name_has_a_meaning_in_words(mechanism):
     kind = MECHANISMS[mechanism]
     assert set(bounds_of(kind)) | set(baselines_of(kind)) == set(MEANINGS) == set(LADDER)
@@ -86,6 +118,7 @@ def test_replacement_leaves_out_what_it_has_no_value_for():
     assert "is replaced by any other" in " ".join(str(report).split())
     zero_out = {bound.bound: bound.epsilon for bound in report_of("shuffled_checkin").bounds}
     assert all(bound.epsilon > zero_out[bound.bound] for bound in report.bounds)
+    assert [bound.bound for bound in report_of("shuffled_fw", adjacency="replace").bounds] == ["certified"]
     names = [bound.bound for bound in report_of("shuffle_gauss", adjacency="replace").bounds]
     assert names == ["local", "certified", "certified_sharp", "secure_aggregation", "central"]
 
@@ -166,6 +199,15 @@ def test_the_picture_has_log_axes_a_line_per_bound_and_the_shaded_region(monkeyp
     again = ax.figure.add_subplot()
     assert PrivacyReport(CHECK_IN, delta=1e-5).plot(again) is again
     matplotlib.pyplot.close("all")
+
+
+def test_shuffled_weights_are_drawn_too(monkeypatch):
+    pytest.importorskip("matplotlib").use("Agg")
+    monkeypatch.setattr("opacus_shuffle.accountants.report_figure.POINTS", 3)
+    ax = report_of("shuffled_fw").plot()
+    assert [line.get_label().partition(":")[0] for line in ax.lines] == list(RUNGS_OF_WEIGHTS)
+    styles = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in ax.lines}
+    assert len(styles) == len(RUNGS_OF_WEIGHTS)
 
 
 def test_one_round_can_be_drawn():

@@ -211,10 +211,20 @@ class ShuffleAccountant(IAccountant):
         return self.mechanism_class(noise_multiplier=sigma, num_users=num_users, sample_rate=sample_rate)
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[DPOptimizer], None]:
-        """The step hook of Opacus, which also learns n and B from an engine that does not know this accountant."""
-        users = _size_of_the_caller_s_data_set()
+        """The step hook of Opacus, which also learns n and B from an engine that does not know this accountant.
+
+        Raises:
+            ValueError: If the caller, as a stock engine's ``make_private``, draws no Poisson batches where they are accounted.
+        """
+        users, poisson_sampling = _what_the_caller_knows()
+        if poisson_sampling is False and self.mechanism_class.sampling == "check_in":
+            raise ValueError(
+                f"{self.mechanism()} accounts for Poisson batches, got poisson_sampling=False: leave it out, or use "
+                "accountant='subsampled_shuffle' or 'shuffle_gauss' for batches of one size"
+            )
 
         def record(optimizer: DPOptimizer) -> None:
+            self._check_step(optimizer)
             if self.num_users is None:
                 self._learn(optimizer, sample_rate, users)
             self.step(
@@ -223,6 +233,9 @@ class ShuffleAccountant(IAccountant):
             )
 
         return record
+
+    def _check_step(self, optimizer: DPOptimizer) -> None:
+        """Refuse a step that is not what is accounted."""
 
     def _learn(self, optimizer: DPOptimizer, sample_rate: float, users: int | None) -> None:
         """Take n and B from a stock engine's optimizer, whose batch size is rounded down: n down too, but B up."""
@@ -253,7 +266,10 @@ class ShuffleAccountant(IAccountant):
         before = self.history
         super().load_state_dict(state_dict)
         history, self.history = self.history, before
-        if not all(isinstance(entry, (tuple, list)) and len(entry) == 3 for entry in history):
+        triples = isinstance(history, (tuple, list)) and all(
+            isinstance(entry, (tuple, list)) and len(entry) == 3 for entry in history
+        )
+        if not triples:
             raise ValueError(f"history must hold (noise_multiplier, sample_rate, steps) triples, got {history!r}")
         entries = [
             (noise_level("noise_multiplier", sigma), sampling_rate("sample_rate", rate), whole_number("steps", steps))
@@ -276,16 +292,19 @@ def _optional_count(name: str, value: Any) -> int | None:
     return None if value is None else whole_number(name, value)
 
 
-def _size_of_the_caller_s_data_set() -> int | None:
-    """The records behind ``data_loader`` in the function that asked for a hook, as in a stock engine's ``make_private``.
+def _what_the_caller_knows() -> tuple[int | None, Any]:
+    """Records behind ``data_loader``, and ``poisson_sampling``, in the function that asked for a hook.
 
-    Opacus tells accountants nothing of the data but a batch size that float arithmetic has rounded down (98 records in batches
-    of 2 become 49 of 1). If Opacus ever names it otherwise, the rounded figures are used, on the safe side.
+    A stock engine's ``make_private`` tells accountants nothing of the data but a batch size that float arithmetic has rounded
+    down (98 records in batches of 2 become 49 of 1), and of its sampler nothing at all. If Opacus ever names them otherwise,
+    the rounded figures are used, on the safe side.
     """
     frame = inspect.currentframe()
     caller = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
-    loader = caller.f_locals.get("data_loader") if caller is not None else None
-    return len(loader.dataset) if isinstance(loader, DataLoader) else None  # type: ignore[arg-type]
+    known = caller.f_locals if caller is not None else {}
+    loader = known.get("data_loader")
+    users = len(loader.dataset) if isinstance(loader, DataLoader) else None  # type: ignore[arg-type]
+    return users, known.get("poisson_sampling")
 
 
 def assumption(answer: PrivacyBound, certified: PrivacyBound, *, emulated: bool = False) -> str:

@@ -108,7 +108,7 @@ class PrivacyReport:
             "delta": first.delta,
             "adjacency": first.adjacency,
             "rounds": first.rounds,
-            "settings": [{**dataclasses.asdict(mechanism), "rounds": count} for mechanism, count in self.rounds],
+            "settings": [{**_finite(dataclasses.asdict(mechanism)), "rounds": count} for mechanism, count in self.rounds],
             "simulated": self.simulated,
             "emulated": self.emulated,
             "quote": self.best.bound,
@@ -235,6 +235,11 @@ class PrivacyReport:
                 ("emulated", "the noise was added once to the sum, not to each report, in batches of the expected size")
             )
         return terms
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """None for infinity, which is no JSON (a clipping norm that clips nothing)."""
+    return {name: None if value == math.inf else value for name, value in values.items()}
 
 
 def _wrapped(text: str, first: str, rest: str) -> list[str]:

@@ -8,13 +8,14 @@ the same noise, the only one that holds for every data set and for whoever sees 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.accountants.base import ShuffleAccountant
 from opacus_shuffle.mechanisms import Mechanism, ShuffledWeights
+from opacus_shuffle.optimizers.batch_clipping import BatchClipping
 from opacus_shuffle.validation import finite_number, positive
 
 
@@ -30,6 +31,7 @@ class ShuffledWeightsAccountant(ShuffleAccountant):
         clip: c, the norm that each record's gradient is clipped to (``max_grad_norm``).
         batch_clip: c′, the norm that the sum of the permuted parameters' gradients is clipped to; by default c.
         unshuffled_noise_ratio: σ₀/σ ≥ 1 of the parameters that are not permuted; None if there are none.
+        orbit: The fewest places that a permuted entry can get to, for ``tight``; by default d, as WS has it.
 
     On a stock engine nothing is permuted and no sum is clipped: there ``paper`` and ``tight`` speak of a run that would do so.
 
@@ -52,14 +54,20 @@ class ShuffledWeightsAccountant(ShuffleAccountant):
         clip: float = 1.0,
         batch_clip: float | None = None,
         unshuffled_noise_ratio: float | None = None,
+        orbit: int | None = None,
     ) -> None:
         super().__init__(num_users=num_users, batch_size=batch_size, local_noise=local_noise)
         self.dimension: int | tuple[int, ...] | None
         self.clip: float
         self.batch_clip: float | None
         self.unshuffled_noise_ratio: float | None
+        self.orbit: int | None
         self.describe_weights(
-            dimension=dimension, clip=clip, batch_clip=batch_clip, unshuffled_noise_ratio=unshuffled_noise_ratio
+            dimension=dimension,
+            clip=clip,
+            batch_clip=batch_clip,
+            unshuffled_noise_ratio=unshuffled_noise_ratio,
+            orbit=orbit,
         )
 
     def describe_weights(
@@ -69,12 +77,21 @@ class ShuffledWeightsAccountant(ShuffleAccountant):
         clip: float = 1.0,
         batch_clip: float | None = None,
         unshuffled_noise_ratio: float | None = None,
+        orbit: int | None = None,
+        once: bool = False,
     ) -> None:
-        """Say what is permuted and clipped (arguments as the constructor's).
+        """Say what is permuted and clipped (other arguments as the constructor's).
+
+        Args:
+            dimension: See there.
+            clip: See there.
+            batch_clip: See there.
+            unshuffled_noise_ratio: See there.
+            orbit: See there.
+            once: Refuse another description even before the first step: an earlier one may be of a run that is still going on.
 
         Raises:
-            ValueError: If an argument is out of range, or steps with other weights are accounted already; then nothing is
-                changed.
+            ValueError: If an argument is out of range, or steps are already described otherwise; then nothing is changed.
         """
         norm = positive("clip", clip)
         ratio = unshuffled_noise_ratio
@@ -87,13 +104,20 @@ class ShuffledWeightsAccountant(ShuffleAccountant):
                 dimension=tuple(dimension) if isinstance(dimension, Sequence) else dimension,
                 clip=norm,
                 batch_clip=batch_clip,
+                orbit=orbit,
             )
             dimension, batch_clip = probe.dimension, probe.batch_clip
         elif batch_clip not in (None, math.inf):
             positive("batch_clip", batch_clip)
-        weights = {"dimension": dimension, "clip": norm, "batch_clip": batch_clip, "unshuffled_noise_ratio": ratio}
-        if self.history and weights != self._weights():
-            raise ValueError(f"{len(self)} steps are accounted with {self._weights()}, got {weights}: use a new PrivacyEngine")
+        weights = {
+            "dimension": dimension,
+            "clip": norm,
+            "batch_clip": batch_clip,
+            "unshuffled_noise_ratio": ratio,
+            "orbit": orbit,
+        }
+        if (self.history or once) and self.dimension is not None and weights != self._weights():
+            raise ValueError(f"shuffled_fw accounts for a run with {self._weights()}, got {weights}: use a new PrivacyEngine")
         self.__dict__.update(weights)
 
     def get_epsilon(
@@ -109,7 +133,7 @@ class ShuffledWeightsAccountant(ShuffleAccountant):
 
         Args:
             delta: δ in (0, 1).
-            dimension: If the accountant does not know it (Opacus's own calibration passes such keywords here), like the next two.
+            dimension: If the accountant does not know it, like the next two (Opacus's own calibration passes such keywords).
             clip: See the constructor.
             batch_clip: See the constructor.
             **options: ``bound`` (``"paper"``, ``"paper_optimised"``, ``"tight"`` or ``"certified"``), ``adjacency``,
@@ -145,8 +169,9 @@ class ShuffledWeightsAccountant(ShuffleAccountant):
         if self.dimension is None:
             raise ValueError(
                 "shuffled_fw does not know dimension, the number of parameters that are permuted: set it with "
-                "engine.accountant.describe_weights(dimension=..., clip=..., batch_clip=...), or train with "
-                "opacus_shuffle.PrivacyEngine and shuffle_weights=True, which counts them"
+                "engine.accountant.describe_weights(dimension=..., clip=..., batch_clip=...), pass dimension=... to "
+                "make_private_with_epsilon or get_epsilon, or train with opacus_shuffle.PrivacyEngine and "
+                "shuffle_weights=True, which counts them"
             )
         ratio = self.unshuffled_noise_ratio
         return ShuffledWeights(
@@ -156,23 +181,27 @@ class ShuffledWeightsAccountant(ShuffleAccountant):
             dimension=self.dimension,
             clip=self.clip,
             batch_clip=self.batch_clip,
+            orbit=self.orbit,
             unshuffled_noise_multiplier=None if ratio is None else max(sigma, sigma * ratio),
         )
 
-    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[DPOptimizer], None]:
-        """The step hook, which also refuses a clipping norm that is not the accounted one."""
-        record = super().get_optimizer_hook_fn(sample_rate)
-
-        def checked(optimizer: DPOptimizer) -> None:
-            norm = optimizer.max_grad_norm
-            if self.dimension is not None and not math.isclose(norm, self.clip, rel_tol=1e-6):
+    def _check_step(self, optimizer: DPOptimizer) -> None:
+        if self.dimension is None:
+            return
+        if not math.isclose(optimizer.max_grad_norm, self.clip, rel_tol=1e-6):
+            raise ValueError(
+                f"max_grad_norm is {optimizer.max_grad_norm}, but shuffled_fw accounts for clip={self.clip}: keep the norm, or "
+                "describe the weights with it (engine.accountant.describe_weights)"
+            )
+        if isinstance(optimizer, BatchClipping) and optimizer.shuffled:
+            trained = frozenset(map(id, optimizer.params))
+            stays = bool(trained - optimizer.shuffled)
+            told = (optimizer.batch_clip, optimizer.unshuffled_noise_ratio if stays else None)
+            if not optimizer.shuffled <= trained or told != (self.batch_clip, self.unshuffled_noise_ratio):
                 raise ValueError(
-                    f"max_grad_norm is {norm}, but shuffled_fw accounts for clip={self.clip}: keep the norm, or describe the "
-                    "weights with it (engine.accountant.describe_weights)"
+                    "parameters were frozen or thawed, or the optimizer's batch_clip or unshuffled_noise_ratio set, after "
+                    "make_private: shuffled_fw accounts for what make_private found; call it on a new engine"
                 )
-            record(optimizer)
-
-        return checked
 
     def state_dict(self, destination: Any = None) -> Any:
         """History, n, and what is permuted and clipped."""
@@ -187,8 +216,9 @@ class ShuffledWeightsAccountant(ShuffleAccountant):
             ValueError: See :meth:`ShuffleAccountant.load_state_dict`.
         """
         keys = tuple(self._weights())
-        if isinstance(state_dict, dict) and not set(keys) <= set(state_dict):
-            raise ValueError(f"state_dict of shuffled_fw must hold {', '.join(keys)}, got {sorted(state_dict)}")
+        if not isinstance(state_dict, dict) or not set(keys) <= set(state_dict):
+            got = sorted(state_dict) if isinstance(state_dict, dict) else repr(state_dict)
+            raise ValueError(f"state_dict of shuffled_fw must hold {', '.join(keys)}, got {got}")
         saved = type(self)(**{key: state_dict[key] for key in keys})._weights()
         if self.dimension is not None and saved != self._weights():
             raise ValueError(f"state_dict speaks of {saved}, this accountant of {self._weights()}: make the same run private")
@@ -202,4 +232,5 @@ class ShuffledWeightsAccountant(ShuffleAccountant):
             "clip": self.clip,
             "batch_clip": self.batch_clip,
             "unshuffled_noise_ratio": self.unshuffled_noise_ratio,
+            "orbit": self.orbit,
         }

@@ -53,6 +53,8 @@ def weights(mechanism: Mechanism) -> ShuffledWeights:
 
 def step_epsilon(mechanism: ShuffledWeights, delta: float) -> float:
     """ε of one step before sampling by WS Theorem 6; parameters that stay count as the Gaussian mechanism they are."""
+    if mechanism.layers == (1,):
+        return gaussian.compute_epsilon(mu=1 / mechanism.noise_multiplier, delta=delta)
     shuffled = fenton_wilkinson.compute_epsilon(
         noise_std=mechanism.noise_multiplier * mechanism.clip,
         delta=delta,
@@ -89,8 +91,8 @@ def _tight(rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[flo
     steps = [
         (
             PermutedStep(
-                noise_multiplier=each.noise_multiplier / weights(each).record_norm,
-                dimension=min(weights(each).layers),
+                noise_multiplier=min(each.noise_multiplier / weights(each).record_norm, 1e12),  # the most that has a law
+                dimension=weights(each).orbit or min(weights(each).layers),
                 sample_rate=each.sample_rate,
             ),
             count,
@@ -98,8 +100,13 @@ def _tight(rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[flo
         for each, count in rounds
     ]
     lower, upper = pair_epsilon(steps, delta=delta)
-    covers = "one pair of data sets: the other gradients sum to zero, one record's gradient is a single coordinate of norm c"
-    meaning = f"the exact value, from above, for {covers}, which becomes zero; all d coordinates change places uniformly"
+    covers = (
+        "one pair of data sets: the other gradients sum to zero, one record's gradient is a single coordinate as large as both "
+        "clippings let it"
+    )
+    places = min(step.dimension for step, _ in steps)
+    mixed = f"it may be in any of {places:,} places" if places > 1 else "that stays where it is"
+    meaning = f"the exact value, from above, for {covers}, which becomes zero; {mixed}; for the same adversary as paper"
     return BoundValue(upper, Guarantee.PAIR, covers, lower, trusted=SERVER, adversary=ALONE, meaning=meaning)
 
 
@@ -151,11 +158,11 @@ def _chained(sampled: list[tuple[ShuffledRound, int]], delta: float) -> float:
         share = delta * math.exp(log_share)
         return log_share + float(_log_one_plus_exp(sampled_gaussian_epsilon(sampled, delta=share)))
 
-    low = -1.0
-    while excess(low) > 0:
-        if low < -600:
+    low, lowest = -1.0, math.log(1e-300 / delta)
+    while low < lowest or excess(low) > 0:
+        if low <= lowest:
             return math.inf
-        low *= 2
+        low = max(2 * low, lowest)
     root = brentq(excess, low, -math.log(2) / 2, xtol=1e-3) if excess(-math.log(2) / 2) > 0 else -math.log(2) / 2
     while excess(root) > 0:
         root -= 1e-3

@@ -37,8 +37,11 @@ def subsample(epsilon: float, *, sample_rate: float) -> float:
 def compose(epsilons: Sequence[tuple[float, int]], *, slack: float) -> float:
     """ε of steps with these (ε_j, number of repetitions), WS Theorem 1 with δ′ = ``slack``, rounded up."""
     total = math.fsum(epsilon * count for epsilon, count in epsilons)
-    squares = math.fsum(epsilon * epsilon * count for epsilon, count in epsilons)
-    return min(total, squares / 2 + math.sqrt(-2 * math.log(slack) * squares)) * (1 + RELATIVE_ERROR)
+    peak = max((epsilon for epsilon, _ in epsilons), default=0.0)
+    if peak == 0:
+        return 0.0
+    squares = math.fsum((epsilon / peak) ** 2 * count for epsilon, count in epsilons)  # over peak², lest it underflows
+    return min(total, peak * (peak * squares / 2 + math.sqrt(-2 * math.log(slack) * squares))) * (1 + RELATIVE_ERROR)
 
 
 def compute_epsilon(

@@ -121,7 +121,7 @@ def compute_noise_std(
 def dimensions(dimension: Dimension) -> tuple[int, ...]:
     """One d, or one per layer, checked."""
     layers = tuple(dimension) if isinstance(dimension, Sequence | np.ndarray) else (dimension,)
-    if not layers or isinstance(dimension, str):
+    if not layers or isinstance(dimension, str | bytes):
         raise ValueError(f"dimension must be a whole number or a non-empty sequence of them, one per layer, got {dimension!r}")
     return tuple(whole_number("dimension", each) for each in layers)
 

@@ -17,16 +17,27 @@ from __future__ import annotations
 import math
 
 from scipy.optimize import brentq
-from scipy.special import log_ndtr
+from scipy.special import erfcx, log_ndtr
 
 from opacus_shuffle.validation import finite_number, open_unit_interval
 
+_SMALL = 1e-4
 RELATIVE_ERROR = 1e-8
 """Every ε is enlarged by this fraction: above what the difference of two normal tails loses, at δ down to 1e-300."""
 
 
 def log_delta(*, mu: float, epsilon: float) -> float:
-    """Log δ(ε) of the Gaussian mechanism with mean shift μ > 0 in units of its standard deviation."""
+    """Log δ(ε) of the Gaussian mechanism with mean shift μ > 0 in units of its standard deviation.
+
+    For small μ the two terms cancel. There δ = e^{ε/2}·(G(μ/2) − G(−μ/2)) with G(s) = e^{xs}Φ(x + s), x = −ε/μ, is
+    e^{ε/2}·μ·(xΦ(x) + φ(x)) up to a relative error of μ²/24 times |G‴/G′| = |x² − φ/(xΦ + φ)| < 3.
+    """
+    if mu < _SMALL and epsilon >= 0:
+        x = epsilon / mu
+        # xΦ + φ at −x, over φ(x): 1 less x times Mills' ratio.
+        rest = 1 - x * math.sqrt(math.pi / 2) * float(erfcx(x / math.sqrt(2)))
+        if x < 1e4 and rest > 0:
+            return epsilon / 2 + math.log(mu) - x * x / 2 - math.log(2 * math.pi) / 2 + math.log(rest)
     first = float(log_ndtr(mu / 2 - epsilon / mu))
     second = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
     if second < first:

@@ -298,6 +298,9 @@ def _compose(losses: Sequence[_Loss], counts: Sequence[int], width: float, log_d
 
     deviation = math.sqrt(sum(count * float(v**2 @ p) for v, p, count in zip(values, masses, counts, strict=True)))
 
+    if not 0 < deviation < math.inf:  # laws whose masses underflow, at δ below about 1e-30
+        return None
+
     def chernoff(theta: float) -> float:
         # E(1 − e^{ε−L})₊ ≤ E e^{θ(L−ε)} · θ^θ/(1+θ)^{1+θ}
         return (total_log_moment(theta) - log_delta - math.log1p(theta) - theta * math.log1p(1 / theta)) / theta

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.special import betaincinv, ndtri
+from scipy.special import betainccinv, betaincinv, ndtri
 
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.validation import one_of, open_unit_interval, whole_number
@@ -225,7 +225,7 @@ def upper_limit(count: npt.ArrayLike, trials: int, *, tail: float) -> Vector:
     """
     events = np.asarray(count, dtype=np.float64)
     # With b = 0 the beta law is a point at 1; scipy calls it NaN.
-    inside = betaincinv(events + 1, np.maximum(trials - events, 0.5), 1 - tail)
+    inside = betainccinv(events + 1, np.maximum(trials - events, 0.5), tail)
     return np.where(events >= trials, 1.0, np.minimum(inside * (1 + RELATIVE_ERROR), 1.0))
 
 

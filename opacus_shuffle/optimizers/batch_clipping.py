@@ -55,8 +55,9 @@ class BatchClipping(_Base):
             return
         sums = [parameter.summed_grad for parameter in self.params if id(parameter) in self.shuffled]
         if sums and self.batch_clip != math.inf:
-            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in sums]))
-            factor = self.batch_clip / torch.clamp(norm, min=self.batch_clip)
+            # In double precision: where a norm over- or underflows, this would be no projection, and certify nothing.
+            norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in sums]
+            factor = torch.clamp(self.batch_clip / torch.linalg.vector_norm(torch.stack(norms)), max=1.0)
             for each in sums:
                 each.mul_(factor)
         super().add_noise()

@@ -286,6 +286,18 @@ class PermutationSpec:
             stay *= 1 - moved / block.size
         return 1 - stay
 
+    def smallest_orbit(self, name: str) -> int:
+        """To how many places an entry of the tensor can get, at least; 1 if some entry stays."""
+        orbit = 1
+        for block in self.blocks.get(name, ()):
+            covered = sum(math.prod(self.factors[number].size for number, _ in term.grid) for term in block.terms)
+            if covered == block.size:
+                orbit *= min(
+                    math.prod(self.factors[number].size for number, _ in term.grid if self.factors[number].free)
+                    for term in block.terms
+                )
+        return orbit
+
     def largest_orbit(self, name: str) -> int:
         """To how many places an entry of the tensor can get, at most."""
         orbit = 1

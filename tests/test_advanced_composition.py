@@ -1,0 +1,101 @@
+"""WS Theorems 1 and 2 against many digits, and the budget of a step against what it spends."""
+
+from __future__ import annotations
+
+import math
+
+import mpmath
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from opacus_shuffle.analysis import advanced_composition
+from opacus_shuffle.analysis.advanced_composition import compose, step_budget, subsample
+
+
+def log_floats(low, high):
+    return st.floats(math.log(low), math.log(high)).map(math.exp)
+
+
+@settings(deadline=None, max_examples=200)
+@given(log_floats(1e-6, 1e6), log_floats(1e-6, 1.0))
+@example(699.9999999, 0.3)
+@example(700.0000001, 0.3)
+@example(1e6, 1e-6)
+@example(1e6, 1.0)
+def test_sampling_is_theorem_2_without_overflow(epsilon, rate):
+    with mpmath.workdps(40):
+        exact = mpmath.log1p(mpmath.mpf(rate) * mpmath.expm1(mpmath.mpf(epsilon)))
+        assert subsample(epsilon, sample_rate=rate) == pytest.approx(float(exact), rel=1e-12)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(st.one_of(st.just(0.0), log_floats(1e-300, 1e6)), st.integers(1, 10**6)), min_size=1, max_size=4),
+    log_floats(1e-300, 0.9),
+)
+def test_composition_is_theorem_1_rounded_up(epsilons, slack):
+    with mpmath.workdps(40):
+        total = sum(mpmath.mpf(e) * n for e, n in epsilons)
+        squares = sum(mpmath.mpf(e) ** 2 * n for e, n in epsilons)
+        exact = min(total, squares / 2 + mpmath.sqrt(2 * mpmath.log(1 / mpmath.mpf(slack)) * squares))
+        found = compose(epsilons, slack=slack)
+        assert exact <= found <= exact * (1 + mpmath.mpf(2e-12))
+
+
+@settings(deadline=None, max_examples=200)
+@given(log_floats(1e-6, 1e6), log_floats(1e-12, 0.1), st.integers(1, 10**5), log_floats(1e-4, 1.0), st.floats(0.05, 0.95))
+@example(1e6, 1e-9, 1, 1e-3, 0.5)
+@example(0.5, 5e-6, 500, 0.02, 0.5)
+def test_the_budget_of_a_step_spends_the_whole_budget_and_no_more(epsilon, delta, steps, rate, split):
+    each, its_delta = step_budget(epsilon=epsilon, delta=delta, steps=steps, sample_rate=rate, delta_split=split)
+    assert 0 < each < math.inf
+    assert 0 < its_delta < 1
+    assert its_delta == pytest.approx(min(split * delta / (rate * steps), 1.0), rel=1e-12)
+    spent_then = compose([(subsample(each, sample_rate=rate), steps)], slack=(1 - split) * delta)
+    # Rounded down by 1e-12 here, up by as much there; e^ε − 1 over q passes a relative error on at most ε/(1 − e^{−ε})-fold.
+    assert spent_then == pytest.approx(epsilon, rel=1e-10)
+
+
+def test_the_step_s_delta_is_used_up_by_the_steps():
+    asked = []
+
+    def step(delta):
+        asked.append(delta)
+        return 0.3
+
+    found = advanced_composition.compute_epsilon([(step, 0.1, 20), (step, 0.5, 4)], delta=1e-5)
+    assert asked == [0.5 * 1e-5 / (0.1 * 20 + 0.5 * 4)] * 2
+    each = [(subsample(0.3, sample_rate=0.1), 20), (subsample(0.3, sample_rate=0.5), 4)]
+    assert found == compose(each, slack=0.5e-5)
+
+
+def test_a_record_that_is_hardly_ever_seen_costs_nothing():
+    steps = [(lambda delta: 1000.0, 1e-7, 10)]  # seen at all with probability 1e-6
+    assert advanced_composition.compute_epsilon(steps, delta=1e-5) == 0.0
+    assert advanced_composition.compute_epsilon(steps, delta=1e-6) > 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"epsilon": 0.0}, "epsilon"),
+        ({"epsilon": math.nan}, "epsilon"),
+        ({"delta": 0.0}, "delta"),
+        ({"delta": 1.0}, "delta"),
+        ({"steps": 0}, "steps"),
+        ({"steps": 1.5}, "steps"),
+        ({"sample_rate": 0.0}, "sample_rate"),
+        ({"sample_rate": 1.1}, "sample_rate"),
+        ({"delta_split": 0.0}, "delta_split"),
+        ({"delta_split": 1.0}, "delta_split"),
+    ],
+)
+def test_bad_budgets_are_named(change, named):
+    arguments = {"epsilon": 1.0, "delta": 1e-5, "steps": 10, "sample_rate": 0.1, "delta_split": 0.5, **change}
+    with pytest.raises(ValueError, match=f"^{named}"):
+        step_budget(**arguments)
+    if named != "epsilon":
+        steps = [(lambda delta: 1.0, arguments["sample_rate"], arguments["steps"])]
+        with pytest.raises(ValueError, match=f"^{named}"):
+            advanced_composition.compute_epsilon(steps, delta=arguments["delta"], delta_split=arguments["delta_split"])

@@ -1,0 +1,156 @@
+"""What reviews of shuffled DP-SGD found wrong, each kept from coming back."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import mpmath
+import opacus
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import opacus_shuffle
+from opacus_shuffle import PrivacyEngine
+from opacus_shuffle.accounting import privacy_bound, privacy_report
+from opacus_shuffle.analysis import gaussian
+from opacus_shuffle.permutation import find_permutations
+
+pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
+STEP = {"num_users": 10, "steps": 1, "sample_rate": 1.0, "dimension": 5}
+
+
+def parts(hidden=4):
+    network = nn.Sequential(nn.Linear(8, hidden), nn.ReLU(), nn.Linear(hidden, 3))
+    data = TensorDataset(torch.randn(60, 8), torch.randint(3, (60,)))
+    return network, torch.optim.SGD(network.parameters(), lr=0.1), DataLoader(data, batch_size=6)
+
+
+def made(engine, **options):
+    network, sgd, loader = parts()
+    return engine.make_private(
+        module=network, optimizer=sgd, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0, **options
+    )
+
+
+def one_step(model, optimizer, loader):
+    for x, y in loader:
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return
+
+
+@pytest.mark.parametrize("name", ["shuffled_fw", "shuffled_checkin"])
+def test_a_stock_engine_that_draws_no_poisson_batches_is_refused(name):
+    engine = opacus.PrivacyEngine(accountant=name)
+    with pytest.raises(ValueError, match=f"{name} accounts for Poisson batches, got poisson_sampling=False"):
+        made(engine, poisson_sampling=False)
+
+
+def test_the_exact_pair_is_about_the_places_that_the_network_s_permutations_reach():
+    engine = PrivacyEngine(accountant="shuffled_fw")
+    model, optimizer, loader = made(engine, shuffle_weights=True)
+    one_step(model, optimizer, loader)
+    # An entry of either layer can get to as many places as there are hidden units, 4, and not to all 48 that move.
+    (settings,) = engine.privacy_report(1e-5).to_dict()["settings"]
+    assert (settings["dimension"], settings["orbit"]) == (48, 4)
+    run = {"noise_multiplier": 1.0, "num_users": 60, "steps": 1, "sample_rate": 0.1, "delta": 1e-5, "bound": "tight"}
+    narrow, wide = (privacy_bound("shuffled_fw", dimension=d, **run).epsilon for d in (4, 48))
+    assert engine.get_epsilon(1e-5, bound="tight") == narrow > wide
+
+
+def test_the_smallest_orbit_is_one_where_some_entry_stays():
+    spec = find_permutations(parts(hidden=6)[0], torch.zeros(2, 8))
+    assert {name: spec.smallest_orbit(name) for name in spec.shapes} == dict.fromkeys(spec.shapes, 6)
+    assert spec.smallest_orbit("no such tensor") == 1
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda optimizer, model: setattr(optimizer, "batch_clip", math.inf),
+        lambda optimizer, model: setattr(optimizer, "unshuffled_noise_ratio", 1.0),
+        lambda optimizer, model: model.get_parameter("_module.2.weight").requires_grad_(False),
+    ],
+)
+def test_what_changes_the_sum_after_make_private_is_refused_at_the_step(spoil):
+    engine = PrivacyEngine(accountant="shuffled_fw")
+    model, optimizer, loader = made(engine, shuffle_weights=True, unshuffled_noise_multiplier=5.0)
+    one_step(model, optimizer, loader)
+    spoil(optimizer, model)
+    with pytest.raises(ValueError, match=r"after make_private: shuffled_fw accounts for what make_private found"):
+        for _ in range(3):  # the first batches may be empty
+            one_step(model, optimizer, loader)
+    assert len(engine.accountant) == 1
+
+
+def test_noise_for_parameters_that_stay_is_refused_where_none_stay():
+    network = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3, bias=False))
+    loader = parts()[2]
+    with pytest.raises(ValueError, match="unshuffled_noise_multiplier=5.0 is for parameters that stay"):
+        PrivacyEngine(accountant="shuffled_fw").make_private(
+            module=network,
+            optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            shuffle_weights=True,
+            unshuffled_noise_multiplier=5.0,
+        )
+
+
+@pytest.mark.parametrize(("mu", "delta"), [(1e-12, 1e-30), (1e-12, 1e-14), (1e-10, 1e-30), (1e-8, 1e-13), (1e-4, 1e-9)])
+def test_epsilon_of_a_very_noisy_step_is_no_less_than_the_exact_one(mu, delta):
+    epsilon = gaussian.compute_epsilon(mu=mu, delta=delta)
+    with mpmath.workdps(80):
+        m, e = mpmath.mpf(mu), mpmath.mpf(epsilon)
+
+        def exact(e):
+            return mpmath.ncdf(m / 2 - e / m) - mpmath.exp(e) * mpmath.ncdf(-m / 2 - e / m)
+
+        assert exact(e) <= delta
+        assert exact(e * (1 - mpmath.mpf("1e-7"))) > delta  # and no more than its stated error above it
+
+
+@pytest.mark.parametrize(("rate", "steps"), [(1e-6, 900), (1e-12, 10**9)])
+def test_tiny_rates_and_deltas_have_an_epsilon_under_replacement_too(rate, steps):
+    found = [
+        opacus_shuffle.compute_epsilon(
+            "shuffled_fw",
+            noise_multiplier=1.0,
+            num_users=10,
+            steps=steps,
+            sample_rate=rate,
+            delta=1e-30,
+            bound="certified",
+            adjacency=adjacency,
+            dimension=5,
+        )
+        for adjacency in ("zero_out", "replace")
+    ]
+    assert 0 < found[0] <= found[1] < math.inf
+
+
+def test_a_tiny_batch_clip_has_every_bound_and_an_infinite_one_is_json():
+    report = privacy_report("shuffled_fw", noise_multiplier=1.0, delta=1e-5, batch_clip=1e-20, **STEP)
+    assert {row.bound for row in report.bounds} >= {"paper", "tight", "certified"}
+    unclipped = privacy_report("shuffled_fw", noise_multiplier=1.0, delta=1e-5, batch_clip=math.inf, **STEP)
+    written = json.dumps(unclipped.to_dict(), allow_nan=False)
+    assert json.loads(written)["settings"][0]["batch_clip"] is None
+
+
+def test_a_checkpoint_of_other_weights_loads_nothing(tmp_path):
+    saved = PrivacyEngine(accountant="shuffled_fw")
+    model, optimizer, loader = made(saved, shuffle_weights=True, batch_clip=0.5)
+    one_step(model, optimizer, loader)
+    saved.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    other = PrivacyEngine(accountant="shuffled_fw")
+    network, optimizer, _ = made(other, shuffle_weights=True, batch_clip=0.25)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    with pytest.raises(ValueError, match="state_dict speaks of"):
+        other.load_checkpoint(path=tmp_path / "run.pt", module=network, optimizer=optimizer)
+    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
