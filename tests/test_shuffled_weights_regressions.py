@@ -83,15 +83,14 @@ def test_what_changes_the_sum_after_make_private_is_refused_at_the_step(spoil):
     one_step(model, optimizer, loader)
     spoil(optimizer, model)
     with pytest.raises(ValueError, match=r"after make_private: shuffled_fw accounts for what make_private found"):
-        for _ in range(3):  # the first batches may be empty
-            one_step(model, optimizer, loader)
+        one_step(model, optimizer, loader)
     assert len(engine.accountant) == 1
 
 
 def test_noise_for_parameters_that_stay_is_refused_where_none_stay():
     network = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3, bias=False))
     loader = parts()[2]
-    with pytest.raises(ValueError, match="unshuffled_noise_multiplier=5.0 is for parameters that stay"):
+    with pytest.raises(ValueError, match=r"unshuffled_noise_multiplier=5\.0 is for parameters that stay"):
         PrivacyEngine(accountant="shuffled_fw").make_private(
             module=network,
             optimizer=torch.optim.SGD(network.parameters(), lr=0.1),

@@ -295,7 +295,8 @@ def _settle(masses: Vector, moments: Vector, cuts: Vector, *, centre: float, sca
     if side == "lower":
         some = masses > 0
         return RatioLaw(moments[some] / masses[some], masses[some], centre, 0.0, scale)
-    upward = np.clip((moments[:-1] - masses[:-1] * cuts[:-1]) / np.diff(cuts), 0.0, masses[:-1])
+    with np.errstate(divide="ignore", invalid="ignore"):  # cells that underflow: who composes such a law finds no deviation
+        upward = np.clip((moments[:-1] - masses[:-1] * cuts[:-1]) / np.diff(cuts), 0.0, masses[:-1])
     atoms = np.append(masses[:-1] - upward, masses[-1])
     atoms[1:] += upward
     return RatioLaw(cuts, atoms, centre, max(float(moments[-1] - masses[-1] * cuts[-1]), 0.0), scale)

@@ -115,9 +115,10 @@ def audit_training(
         independent and identically distributed under each hypothesis, since what varies is subtracted; so counts are binomial,
         and the finding has its confidence. Otherwise the rates vary with the step: for independent trials with unequal rates,
         limits made for equal ones are conservative (Hoeffding 1956, once a trial away from the mean), and trials that depend
-        on earlier ones by their rates alone are treated as such, an approximation. Only the canary's entry is audited, not
-        other records, other entries or the rest of the pipeline. Nor is sampling: a step that the record enters in secret has a
-        smaller ε. What many such steps would have together is a note, under its assumption.
+        on earlier ones by their rates alone are treated as such, an approximation (not needed for *gradient* with batch
+        clipping: its null scores are pure noise still, and a canary that is shrunk is only missed more often). Only the
+        canary's entry is audited, not other records, other entries or the rest of the pipeline. Nor is sampling: a step that
+        the record enters in secret has a smaller ε. What many such steps would have together is a note, under its assumption.
 
     Note:
         With batch clipping to c′ (WS Algorithm 1) the canary shrinks with the sum that it is in, by c′/‖f + canary‖: where the
@@ -195,6 +196,10 @@ def audit_training(
                 recovered,
             ),
         ]
+        notes.append(
+            "Where a step's chances depend on earlier steps, the confidence of the shuffled and of the re-aligned finding "
+            "takes steps for independent trials all the same; that of the gradient's finding does not need to."
+        )
         if not exact and method == "gdp":
             notes.append("Re-aligned: counted without the Gaussian curve, because some permutations were not found.")
     notes += _whole_run(bound(scores, "gdp"), engine, steps, delta)
