@@ -195,7 +195,7 @@ def _audit(options: dict[str, Any]) -> None:
     results = []
     audits: dict[str, Callable[[AuditSettings], AuditResult]] = {
         "one_coordinate": audit_published_setting,
-        "all_but_one": functools.partial(audit_published_setting, pair="all_but_one"),
+        "oblique": functools.partial(audit_published_setting, pair="oblique"),
         "training": audit_small_training,
     }
     for name, audit in audits.items():

@@ -1,4 +1,4 @@
-"""The pair that WS Theorem 6 does not set aside and that permuting hides nothing of: all coordinates equal but one."""
+"""Pairs of which the sum of the coordinates tells, which no permutation changes: equal but for one, or at 46 degrees."""
 
 from __future__ import annotations
 
@@ -55,6 +55,13 @@ def test_the_sum_tells_almost_all_that_unshuffled_dp_sgd_tells():
     assert "0 in one coordinate and the same in all others" in " ".join(str(result).split())
 
 
+def test_a_gradient_beyond_what_the_paper_s_proof_sets_aside_is_above_its_formula_too():
+    result = audit_shuffled_gaussian(**VIT, pair="oblique", trials=20_000, generator=seeded(1))
+    assert [claim.name for claim in result.contradicted] == ["paper"]
+    assert result.largest.lower > 4.0
+    assert "46 degrees" in str(result)
+
+
 def test_audits_exceed_the_exact_epsilon_no_more_often_than_stated():
     dimension, sigma, steps, rate, delta = 4, 2.0, 3, 0.5, 0.02
     noise = sigma * math.sqrt(dimension / (dimension - 1))
@@ -71,7 +78,7 @@ def test_audits_exceed_the_exact_epsilon_no_more_often_than_stated():
 
 
 def test_an_unknown_pair_and_a_single_coordinate_are_refused():
-    with pytest.raises(ValueError, match="pair must be one of 'one_coordinate', 'all_but_one', got 'both'"):
+    with pytest.raises(ValueError, match="pair must be one of 'one_coordinate', 'all_but_one', 'oblique', got 'both'"):
         audit_shuffled_gaussian(noise_multiplier=1.0, dimension=3, delta=1e-5, pair="both")
     with pytest.raises(ValueError, match="needs a dimension of at least 2"):
         audit_shuffled_gaussian(noise_multiplier=1.0, dimension=1, delta=1e-5, pair="all_but_one")

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_shuffle
 from opacus_shuffle import PrivacyEngine
+from opacus_shuffle.accountants import ShuffledCheckInAccountant
 from opacus_shuffle.accounting import privacy_bound, privacy_report
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.permutation import find_permutations
@@ -42,13 +43,6 @@ def one_step(model, optimizer, loader):
         optimizer.step()
         optimizer.zero_grad()
         return
-
-
-@pytest.mark.parametrize("name", ["shuffled_fw", "shuffled_checkin"])
-def test_a_stock_engine_that_draws_no_poisson_batches_is_refused(name):
-    engine = opacus.PrivacyEngine(accountant=name)
-    with pytest.raises(ValueError, match=f"{name} accounts for Poisson batches, got poisson_sampling=False"):
-        made(engine, poisson_sampling=False)
 
 
 def test_the_exact_pair_is_about_the_places_that_the_network_s_permutations_reach():
@@ -153,3 +147,69 @@ def test_a_checkpoint_of_other_weights_loads_nothing(tmp_path):
     with pytest.raises(ValueError, match="state_dict speaks of"):
         other.load_checkpoint(path=tmp_path / "run.pt", module=network, optimizer=optimizer)
     assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["shuffled_fw", "shuffled_checkin", "subsampled_shuffle"])
+@pytest.mark.parametrize("poisson_sampling", [False, None, 0])
+def test_a_stock_engine_s_batches_must_be_random_samples(name, poisson_sampling):
+    with pytest.raises(ValueError, match=f"{name} accounts for batches that are random samples"):
+        made(opacus.PrivacyEngine(accountant=name), poisson_sampling=poisson_sampling)
+
+
+def test_an_accountant_made_from_ours_looks_at_the_sampler_too():
+    class Mine(ShuffledCheckInAccountant):
+        def get_optimizer_hook_fn(self, sample_rate):
+            return super().get_optimizer_hook_fn(sample_rate)
+
+    engine = opacus.PrivacyEngine()
+    engine.accountant = Mine()
+    with pytest.raises(ValueError, match="random samples"):
+        made(engine, poisson_sampling=False)
+
+
+class Residual(nn.Module):
+    """One weight that the same permutation moves by rows and by columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.w, self.b = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.b(x + torch.relu(self.w(x)))
+
+
+def test_orbits_are_those_of_sampled_permutations_where_one_factor_moves_both_axes():
+    network = Residual()
+    spec = find_permutations(network, torch.zeros(2, 4))
+    generator = torch.Generator().manual_seed(0)
+    reached = {name: [{place} for place in range(math.prod(shape))] for name, shape in spec.shapes.items()}
+    for _ in range(200):
+        copy = Residual()
+        with torch.no_grad():
+            for tensor in spec.tensors(copy).values():
+                tensor.copy_(torch.arange(tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape))
+        spec.apply_(copy, spec.sample(generator))
+        for name, tensor in spec.tensors(copy).items():
+            for place, origin in enumerate(tensor.flatten().int().tolist()):
+                reached[name][origin].add(place)
+    for name, places in reached.items():
+        sizes = [len(each) for each in places]
+        assert (spec.smallest_orbit(name), spec.largest_orbit(name)) == (min(sizes), max(sizes))
+    assert (spec.smallest_orbit("w.weight"), spec.largest_orbit("w.weight")) == (6, 30)
+
+
+def test_clipping_of_sums_that_is_switched_off_is_noticed():
+    engine = PrivacyEngine(accountant="shuffled_fw")
+    model, optimizer, loader = made(engine, shuffle_weights=True)
+    optimizer.shuffled = frozenset()
+    with pytest.raises(ValueError, match="shuffled_fw accounts for what make_private found"):
+        one_step(model, optimizer, loader)
+
+
+def test_without_shuffling_the_clipping_norm_may_change():
+    engine = PrivacyEngine(accountant="shuffled_fw")
+    model, optimizer, loader = made(engine)
+    optimizer.max_grad_norm = 0.5
+    one_step(model, optimizer, loader)
+    assert len(engine.accountant) == 1

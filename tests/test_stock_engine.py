@@ -74,7 +74,7 @@ def test_the_stock_engine_calibrates_when_told_n_and_refuses_when_not():
 def test_the_stock_engine_calibrates_shuffled_weights_when_told_how_many_and_refuses_when_not():
     engine = opacus.PrivacyEngine(accountant="shuffled_fw")
     budget = {"target_epsilon": 4.0, "target_delta": 1e-5, "epochs": 2}
-    with pytest.raises(ValueError, match=r"dimension=\.\.\. to make_private_with_epsilon"):
+    with pytest.raises(ValueError, match=r"make_private_with_epsilon\(\.\.\., num_users=\.\.\., dimension=\.\.\.\)"):
         engine.make_private_with_epsilon(**make_toy(), **budget)
     model, optimizer, loader = engine.make_private_with_epsilon(**make_toy(), **budget, num_users=24, **WEIGHTS)
     for _ in range(2):

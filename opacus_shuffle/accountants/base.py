@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from opacus.accountants import IAccountant
 from opacus.optimizers import DPOptimizer
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants.bounds import (
@@ -33,6 +34,7 @@ from opacus_shuffle.accountants.bounds import (
 )
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER
+from opacus_shuffle.data.fixed_size_sampler import FixedSizeSampler
 from opacus_shuffle.mechanisms import Mechanism
 from opacus_shuffle.rounding import round_up
 from opacus_shuffle.validation import (
@@ -46,6 +48,8 @@ from opacus_shuffle.validation import (
     sampling_rate,
     whole_number,
 )
+
+POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 
 
 class ShuffleAccountant(IAccountant):
@@ -214,14 +218,18 @@ class ShuffleAccountant(IAccountant):
         """The step hook of Opacus, which also learns n and B from an engine that does not know this accountant.
 
         Raises:
-            ValueError: If the caller, as a stock engine's ``make_private``, draws no Poisson batches where they are accounted.
+            ValueError: If a stock engine's ``make_private`` asks, and its batches are no random samples as accounted.
         """
-        users, poisson_sampling = _what_the_caller_knows()
-        if poisson_sampling is False and self.mechanism_class.sampling == "check_in":
-            raise ValueError(
-                f"{self.mechanism()} accounts for Poisson batches, got poisson_sampling=False: leave it out, or use "
-                "accountant='subsampled_shuffle' or 'shuffle_gauss' for batches of one size"
-            )
+        loader = _the_caller_s_loader()
+        users = None if loader is None else len(loader.dataset)  # type: ignore[arg-type]
+        if loader is not None and self.mechanism_class.sampling is not None:
+            sampled = (*POISSON, FixedSizeSampler) if self.mechanism_class.sampling == "without_replacement" else POISSON
+            if not isinstance(loader.batch_sampler, sampled):
+                raise ValueError(
+                    f"{self.mechanism()} accounts for batches that are random samples, got a loader with a "
+                    f"{type(loader.batch_sampler).__name__} (poisson_sampling=False?): leave poisson_sampling out, use "
+                    "opacus_shuffle.PrivacyEngine, or account with 'shuffle_gauss'; make the model and optimizer anew"
+                )
 
         def record(optimizer: DPOptimizer) -> None:
             self._check_step(optimizer)
@@ -292,19 +300,24 @@ def _optional_count(name: str, value: Any) -> int | None:
     return None if value is None else whole_number(name, value)
 
 
-def _what_the_caller_knows() -> tuple[int | None, Any]:
-    """Records behind ``data_loader``, and ``poisson_sampling``, in the function that asked for a hook.
+def _the_caller_s_loader() -> DataLoader | None:
+    """The loader in a stock engine's ``make_private`` that asked for a hook; None where this package's asks, or nobody known.
 
-    A stock engine's ``make_private`` tells accountants nothing of the data but a batch size that float arithmetic has rounded
-    down (98 records in batches of 2 become 49 of 1), and of its sampler nothing at all. If Opacus ever names them otherwise,
-    the rounded figures are used, on the safe side.
+    Opacus tells accountants nothing of the data but a batch size that float arithmetic has rounded down (98 records in batches
+    of 2 become 49 of 1), and of its sampler nothing at all. If it ever names its loader otherwise, the rounded figures are
+    used, on the safe side.
     """
     frame = inspect.currentframe()
-    caller = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
-    known = caller.f_locals if caller is not None else {}
-    loader = known.get("data_loader")
-    users = len(loader.dataset) if isinstance(loader, DataLoader) else None  # type: ignore[arg-type]
-    return users, known.get("poisson_sampling")
+    for _ in range(5):  # this function, the accountant's methods, the engine's
+        if frame is None:
+            break
+        if frame.f_globals.get("__name__") == "opacus_shuffle.privacy_engine":  # which chooses the sampler itself
+            return None
+        loader = frame.f_locals.get("data_loader")
+        if isinstance(loader, DataLoader):
+            return loader
+        frame = frame.f_back
+    return None
 
 
 def assumption(answer: PrivacyBound, certified: PrivacyBound, *, emulated: bool = False) -> str:

@@ -16,7 +16,7 @@ from opacus.optimizers import DPOptimizer
 from opacus_shuffle.accountants.base import ShuffleAccountant
 from opacus_shuffle.mechanisms import Mechanism, ShuffledWeights
 from opacus_shuffle.optimizers.batch_clipping import BatchClipping
-from opacus_shuffle.validation import finite_number, positive
+from opacus_shuffle.validation import finite_number, positive, whole_number
 
 
 class ShuffledWeightsAccountant(ShuffleAccountant):
@@ -95,6 +95,7 @@ class ShuffledWeightsAccountant(ShuffleAccountant):
         """
         norm = positive("clip", clip)
         ratio = unshuffled_noise_ratio
+        orbit = None if orbit is None else whole_number("orbit", orbit)
         if ratio is not None and finite_number("unshuffled_noise_ratio", ratio) < 1:
             raise ValueError(f"unshuffled_noise_ratio must be at least 1, got {ratio!r}")
         if dimension is not None:
@@ -169,9 +170,9 @@ class ShuffledWeightsAccountant(ShuffleAccountant):
         if self.dimension is None:
             raise ValueError(
                 "shuffled_fw does not know dimension, the number of parameters that are permuted: set it with "
-                "engine.accountant.describe_weights(dimension=..., clip=..., batch_clip=...), pass dimension=... to "
-                "make_private_with_epsilon or get_epsilon, or train with opacus_shuffle.PrivacyEngine and "
-                "shuffle_weights=True, which counts them"
+                "engine.accountant.describe_weights(dimension=..., clip=..., batch_clip=...) (a stock engine takes "
+                "make_private_with_epsilon(..., num_users=..., dimension=...) for the noise, but forgets it), or train with "
+                "opacus_shuffle.PrivacyEngine and shuffle_weights=True, which counts them"
             )
         ratio = self.unshuffled_noise_ratio
         return ShuffledWeights(
@@ -186,18 +187,22 @@ class ShuffledWeightsAccountant(ShuffleAccountant):
         )
 
     def _check_step(self, optimizer: DPOptimizer) -> None:
-        if self.dimension is None:
+        if self.dimension in (None, 1):  # nothing is shuffled: no bound depends on a norm
             return
         if not math.isclose(optimizer.max_grad_norm, self.clip, rel_tol=1e-6):
             raise ValueError(
                 f"max_grad_norm is {optimizer.max_grad_norm}, but shuffled_fw accounts for clip={self.clip}: keep the norm, or "
                 "describe the weights with it (engine.accountant.describe_weights)"
             )
-        if isinstance(optimizer, BatchClipping) and optimizer.shuffled:
+        if isinstance(optimizer, BatchClipping) and (optimizer.shuffled or self.orbit is not None):
             trained = frozenset(map(id, optimizer.params))
             stays = bool(trained - optimizer.shuffled)
             told = (optimizer.batch_clip, optimizer.unshuffled_noise_ratio if stays else None)
-            if not optimizer.shuffled <= trained or told != (self.batch_clip, self.unshuffled_noise_ratio):
+            if (
+                not optimizer.shuffled
+                or not optimizer.shuffled <= trained
+                or told != (self.batch_clip, self.unshuffled_noise_ratio)
+            ):
                 raise ValueError(
                     "parameters were frozen or thawed, or the optimizer's batch_clip or unshuffled_noise_ratio set, after "
                     "make_private: shuffled_fw accounts for what make_private found; call it on a new engine"

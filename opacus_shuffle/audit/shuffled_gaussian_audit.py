@@ -1,11 +1,14 @@
 r"""Audits of the shuffled Gaussian (WS Definition 6) for pairs of gradients that meet every condition of WS Theorem 6.
 
-Both pairs have f = 0, all other gradients adding up to nothing; the record's gradient has norm c, and is
+All pairs have f = 0, all other gradients adding up to nothing; the record's gradient has norm c, and is
 
 * ``"one_coordinate"``: f′ = c·e₁, of which the largest of the permuted coordinates tells;
 * ``"all_but_one"``: f′ = c·(0, 1, …, 1)/√(d − 1), of which the *sum* of the coordinates tells, as it does not change by
-  permuting: N(μ, 1) in units of its noise, μ = √((d−1)/d)·c/σ. That is DP-SGD itself with σ larger by 1/2d. WS sets aside
-  gradients whose entries are **all** equal, and this one is not.
+  permuting: N(μ, 1) in units of its noise, μ = √((d−1)/d)·c/σ. That is DP-SGD itself with σ larger by 1/2d;
+* ``"oblique"``: any f′ at 46° to (1, …, 1), of which the sum still tells μ = cos 46°·c/σ.
+
+The proof of WS Theorem 6 sets aside gradients whose entries are all equal, and its Appendix D those within 45° of that, as
+almost impossible. The first pair and the last are neither.
 
 >>> result = audit_shuffled_gaussian(noise_multiplier=0.27372, dimension=85_800_000, steps=500, sample_rate=0.02, delta=5e-6,
 ...                                  pair="all_but_one", trials=20_000, generator=torch.Generator().manual_seed(0))
@@ -35,8 +38,9 @@ Vector = npt.NDArray[np.float64]
 PAIRS = {
     "one_coordinate": "the record's lies in one coordinate, at the clipping norm",
     "all_but_one": "the record's is 0 in one coordinate and the same in all others, at the clipping norm",
+    "oblique": "the record's is at 46 degrees to one with equal coordinates, at the clipping norm",
 }
-_TESTS = {"one_coordinate": "largest coordinate", "all_but_one": "sum of coordinates"}
+_TESTS = {"one_coordinate": "largest coordinate", "all_but_one": "sum of coordinates", "oblique": "sum of coordinates"}
 _RUNS = 10_000_000
 _DRAWS = 200_000_000
 """Random numbers that the sums take by default, both hypotheses together: some ten seconds of one core."""
@@ -60,7 +64,7 @@ def audit_shuffled_gaussian(
     Per step the adversary sees d noised coordinates in uniformly random order. ``"one_coordinate"``: the test goes by the
     largest coordinate of all steps, whose law is closed, so a run takes a few random numbers whatever d is: with K ~ Bin(T, q)
     steps that the record takes part in, the largest of T·d − K coordinates of noise, and the largest of K around c.
-    ``"all_but_one"``: it goes by the likelihood ratio of the T sums of coordinates. Any test is post-processing: a better one
+    Else it goes by the likelihood ratio of the T sums of coordinates. Any test is post-processing: a better one
     can only show a larger ε.
 
     Args:
@@ -70,9 +74,9 @@ def audit_shuffled_gaussian(
         steps: T.
         sample_rate: q, with which the record takes part in a step (Poisson sampling; the adversary is not told).
         batch_clip: c′/c, the norm that the sum is clipped to before the noise: below 1 it shrinks the record's gradient.
-        pair: ``"one_coordinate"`` or ``"all_but_one"``.
+        pair: ``"one_coordinate"``, ``"all_but_one"`` or ``"oblique"``.
         trials: Runs under each hypothesis, at least 1000. Half of them choose the test. By default 10⁷, or for
-            ``"all_but_one"`` as many as take 2·10⁸ random numbers, one per step.
+            the other two as many as take 2·10⁸ random numbers, one per step.
         confidence: In (0, 1).
         generator: A CPU generator, for repeatable audits; by default a secret one.
 
@@ -93,7 +97,7 @@ def audit_shuffled_gaussian(
     one_of("pair", pair, PAIRS)
     single = pair == "one_coordinate"
     if not single and dimension < 2:
-        raise ValueError(f"pair='all_but_one' needs a dimension of at least 2, got {dimension}: use 'one_coordinate'")
+        raise ValueError(f"pair={pair!r} needs a dimension of at least 2, got {dimension}: use 'one_coordinate'")
     if trials is None:
         trials = _RUNS if single else min(_RUNS, max(1000, _DRAWS // (2 * steps)))
     delta, trials, confidence = common(delta, trials, confidence)
@@ -102,7 +106,7 @@ def audit_shuffled_gaussian(
     if single:
         scores = largest_coordinates(shift=shift, dimension=dimension, steps=steps, sample_rate=rate, trials=trials, rng=rng)
     else:
-        mean = shift * math.sqrt((dimension - 1) / dimension)
+        mean = shift * (math.sqrt((dimension - 1) / dimension) if pair == "all_but_one" else math.cos(math.radians(46)))
         scores = summed_coordinates(mean=mean, steps=steps, sample_rate=rate, trials=trials, rng=rng)
     claims = tuple(
         Claim.of(

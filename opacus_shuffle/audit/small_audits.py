@@ -75,7 +75,7 @@ class AuditSettings:
 def audit_published_setting(settings: AuditSettings, *, pair: str = "one_coordinate") -> AuditResult:
     """The noise that WS Theorem 6 asks for, and what the permuted coordinates tell of ``pair``.
 
-    With ``"all_but_one"``, which takes a random number per step and tells much from few runs, ``trials`` is cut to 10⁸/steps.
+    But for ``"one_coordinate"`` a run takes a random number per step, and few runs tell much: ``trials`` is cut to 10⁸/steps.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyAssumptionWarning)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
@@ -288,25 +288,28 @@ class PermutationSpec:
 
     def smallest_orbit(self, name: str) -> int:
         """To how many places an entry of the tensor can get, at least; 1 if some entry stays."""
-        orbit = 1
-        for block in self.blocks.get(name, ()):
-            covered = sum(math.prod(self.factors[number].size for number, _ in term.grid) for term in block.terms)
-            if covered == block.size:
-                orbit *= min(
-                    math.prod(self.factors[number].size for number, _ in term.grid if self.factors[number].free)
-                    for term in block.terms
-                )
-        return orbit
+        return min(math.prod(self.factors[number].size for number in moved) for moved in self._movers(name))
 
     def largest_orbit(self, name: str) -> int:
         """To how many places an entry of the tensor can get, at most."""
-        orbit = 1
+        return max(
+            math.prod(self.factors[number].size - again for number, times in moved.items() for again in range(times))
+            for moved in self._movers(name)
+        )
+
+    def _movers(self, name: str) -> list[Counter[int]]:
+        """For each kind of entry the free factors that move it, with the number of axes in which they do.
+
+        Entries on the diagonal of a factor that moves two axes stay there; others never get to it.
+        """
+        kinds = [Counter[int]()]
         for block in self.blocks.get(name, ()):
-            orbit *= max(
-                math.prod(self.factors[number].size for number, _ in term.grid if self.factors[number].free)
-                for term in block.terms
-            )
-        return orbit
+            terms = [Counter(number for number, _ in term.grid if self.factors[number].free) for term in block.terms]
+            covered = sum(math.prod(self.factors[number].size for number, _ in term.grid) for term in block.terms)
+            if covered < block.size:
+                terms.append(Counter())
+            kinds = [kind + term for kind in kinds for term in terms]
+        return kinds
 
     def describe(self) -> str:
         """The groups and the parameters, as two tables in plain words."""
