@@ -322,15 +322,15 @@ def _parser() -> argparse.ArgumentParser:
         "--local-noise",
         action=argparse.BooleanOptionalAction,
         default=argparse.SUPPRESS,
-        help="every record's report carries its own noise sigma; else sigma is the noise of the sum (default: yes, but with "
-        "shuffled_fw)",
+        help="every record's report carries its own noise sigma; else sigma is the noise of the sum (default: yes; no "
+        "with shuffled_fw)",
     )
     job.add_argument(
         "--shuffle-weights",
         action=argparse.BooleanOptionalAction,
         default=argparse.SUPPRESS,
-        help="permute hidden units after every update; the network's function and epsilon stay as they are (default: with "
-        "shuffled_fw)",
+        help="permute hidden units after every update; the network's function and proved epsilon stay as they are "
+        "(default: no; yes with shuffled_fw)",
     )
     job.add_argument(
         "--batch-clip",
@@ -366,8 +366,20 @@ def _add_audit(commands: Any) -> None:
     audit.add_argument("--dimension", type=float, default=85_800_000, metavar="D", help="published: permuted parameters")
     audit.add_argument("--steps", type=float, default=500, metavar="T", help="published: training steps")
     audit.add_argument("--sample-rate", type=float, default=0.02, metavar="Q", help="published: of each step")
-    audit.add_argument("--batch-clip", type=float, default=1.0, help="norm of a batch's sum over that of one record")
-    audit.add_argument("--trials", type=float, default=10_000_000, help="published: runs with, and as many without the record")
+    audit.add_argument(
+        "--batch-clip",
+        type=float,
+        default=argparse.SUPPRESS,
+        metavar="RATIO",
+        help="norm that a batch's sum is clipped to over that of one record (default: 1; with --others real 80, a batch)",
+    )
+    audit.add_argument(
+        "--trials",
+        type=float,
+        default=10_000_000,
+        help="published: runs with the record, and as many without, half of each to choose the test; at most 1e8/steps for the "
+        "second pair",
+    )
     audit.add_argument("--training-steps", type=float, default=2000, help="training: steps, half of them with the record")
     audit.add_argument(
         "--others",
@@ -377,6 +389,7 @@ def _add_audit(commands: Any) -> None:
     )
     audit.add_argument("--confidence", type=float, default=0.95, help="of each lower bound")
     audit.add_argument("--data", choices=DATASETS, default="mnist-5k", help="training: real images")
+    audit.add_argument("--data-root", default=argparse.SUPPRESS, help="training: folder of the data's standard files")
     audit.add_argument("--seed", type=int, help="to repeat an audit")
     audit.add_argument("-o", "--output", metavar="FILE", help="picture to write besides: .png, .pdf or .svg")
     audit.add_argument("--json", action="store_true", help="for machines")

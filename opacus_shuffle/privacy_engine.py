@@ -62,6 +62,7 @@ class ShuffleMixin(PreparationMixin, WeightShufflingMixin):
     """
 
     dataset: Any  # Opacus's, untyped
+    _falls_back: bool = False
 
     def make_private(  # type: ignore[override]
         self,
@@ -163,6 +164,12 @@ class ShuffleMixin(PreparationMixin, WeightShufflingMixin):
             batch_first=batch_first,
             engine=self,
         )
+        if spec is None and isinstance(self.accountant, ShuffledWeightsAccountant) and not self._falls_back:
+            warnings.warn(
+                "shuffled_fw without shuffle_weights is plain DP-SGD by the looser composition of WS Theorems 1 and 2: pass "
+                "shuffle_weights=True, or quote bound='certified'",
+                stacklevel=2,
+            )
         shuffled_sum = plan_sum(
             self.accountant,
             spec,
@@ -306,6 +313,7 @@ class ShuffleMixin(PreparationMixin, WeightShufflingMixin):
                 adjacency=adjacency or "zero_out",
                 keywords=keywords,
             )
+            self._falls_back = bool(keywords.get("shuffle_weights")) and "shuffle_weights" not in found
             noise_multiplier, keywords = found.pop("noise_multiplier"), found
         elif isinstance(self.accountant, ShuffleAccountant):
             probe = type(self.accountant)(num_users=plan.num_users, batch_size=plan.batch_size, local_noise=local_noise)
@@ -330,16 +338,19 @@ class ShuffleMixin(PreparationMixin, WeightShufflingMixin):
                 steps=steps,
                 accountant=self.accountant.mechanism(),
             )
-        return self.make_private(
-            module=module,
-            optimizer=optimizer,
-            data_loader=data_loader,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            poisson_sampling=poisson_sampling,
-            local_noise=local_noise,
-            **keywords,
-        )
+        try:
+            return self.make_private(
+                module=module,
+                optimizer=optimizer,
+                data_loader=data_loader,
+                noise_multiplier=noise_multiplier,
+                max_grad_norm=max_grad_norm,
+                poisson_sampling=poisson_sampling,
+                local_noise=local_noise,
+                **keywords,
+            )
+        finally:
+            self._falls_back = False
 
     def get_epsilon(self, delta: float, **options: Any) -> float:
         """ε spent so far at δ.

@@ -100,11 +100,26 @@ def test_a_privacy_bound_is_a_claim():
     assert Claim.of(bound) == Claim("certified", bound.epsilon, Guarantee.PROVED, bound.covers)
 
 
+def test_a_claim_is_held_against_the_adversaries_it_speaks_of_alone():
+    narrow = Claim("paper", 0.5, Guarantee.ESTIMATE, "a formula", against=(WEAK.name,))
+    answer = result(claims=(narrow,), findings=(WEAK, STRONG))
+    assert WEAK.lower <= narrow.epsilon < STRONG.lower
+    assert answer.contradicted == ()
+    text = " ".join(str(answer).split())
+    assert f"Found above it, by adversaries who see more than it speaks of: {STRONG.name}" in text
+
+
 def test_plain_values_survive_json():
     answer = result(notes=("A last word.",))
     values = json.loads(json.dumps(answer.to_dict(), allow_nan=False))
     assert values["contradicted"] == ["paper", "tight"]
-    assert values["claims"][2] == {"name": "certified", "epsilon": 107.94, "guarantee": "PROVED", "covers": "every data set"}
+    assert values["claims"][2] == {
+        "name": "certified",
+        "epsilon": 107.94,
+        "guarantee": "PROVED",
+        "covers": "every data set",
+        "against": [],
+    }
     assert values["findings"][1]["lower"]["epsilon"] == float(STRONG.lower)
     assert values["findings"][1]["recovered"] == 0.9987
     assert values["notes"] == ["A last word."]

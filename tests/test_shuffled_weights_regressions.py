@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 
@@ -18,6 +19,8 @@ from opacus_shuffle import PrivacyEngine
 from opacus_shuffle.accountants import ShuffledCheckInAccountant
 from opacus_shuffle.accounting import privacy_bound, privacy_report
 from opacus_shuffle.analysis import gaussian
+from opacus_shuffle.analysis.permuted_gaussian import PermutedStep, pair_epsilon
+from opacus_shuffle.audit import audit_training
 from opacus_shuffle.permutation import find_permutations
 
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
@@ -185,12 +188,12 @@ def test_orbits_are_those_of_sampled_permutations_where_one_factor_moves_both_ax
     generator = torch.Generator().manual_seed(0)
     reached = {name: [{place} for place in range(math.prod(shape))] for name, shape in spec.shapes.items()}
     for _ in range(200):
-        copy = Residual()
+        other = Residual()
         with torch.no_grad():
-            for tensor in spec.tensors(copy).values():
+            for tensor in spec.tensors(other).values():
                 tensor.copy_(torch.arange(tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape))
-        spec.apply_(copy, spec.sample(generator))
-        for name, tensor in spec.tensors(copy).items():
+        spec.apply_(other, spec.sample(generator))
+        for name, tensor in spec.tensors(other).items():
             for place, origin in enumerate(tensor.flatten().int().tolist()):
                 reached[name][origin].add(place)
     for name, places in reached.items():
@@ -213,3 +216,32 @@ def test_without_shuffling_the_clipping_norm_may_change():
     optimizer.max_grad_norm = 0.5
     one_step(model, optimizer, loader)
     assert len(engine.accountant) == 1
+
+
+@pytest.mark.parametrize("sigma", [0.285, 0.29, 0.3, 0.35])
+def test_the_exact_pair_is_resolved_where_its_losses_are_rare_and_large(sigma):
+    steps = [(PermutedStep(noise_multiplier=sigma, dimension=85_800_000, sample_rate=0.02), 500)]
+    lower, upper = pair_epsilon(steps, delta=5e-6)
+    assert 0 < lower <= upper <= 1.1 * lower
+
+
+def test_whoever_forgets_to_shuffle_is_told():
+    with pytest.warns(UserWarning, match="shuffled_fw without shuffle_weights is plain DP-SGD"):
+        made(PrivacyEngine(accountant="shuffled_fw"))
+
+
+def test_a_copy_of_a_private_model_is_not_audited_with_the_optimizer_of_another():
+    model, optimizer, loader = made(PrivacyEngine(accountant="rdp"))
+    with pytest.raises(ValueError, match="optimizer does not hold this model's parameters"):
+        audit_training(
+            model=copy.deepcopy(model),
+            optimizer=optimizer,
+            data_loader=loader,
+            loss=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
+            steps=100,
+            delta=1e-5,
+        )
+    with pytest.raises(ValueError, match="must return the loss, a scalar tensor, got NoneType"):
+        audit_training(
+            model=model, optimizer=optimizer, data_loader=loader, loss=lambda model, batch: None, steps=100, delta=1e-5
+        )

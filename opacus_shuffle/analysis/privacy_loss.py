@@ -44,6 +44,7 @@ _LARGEST_GRID = 2**20
 _LARGEST_WINDOW = 2**21
 _WINDOW = 30.0
 """Standard deviations of the composed loss that a grid has room for."""
+_COARSER = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 _CLIPPED = 1e-4
 """Share of δ that may be spent on tails clipped off single rounds."""
 _OUTSIDE = 1e-16
@@ -126,19 +127,24 @@ def _direction_epsilon(
     width = max(step * deviation / math.sqrt(total), _WINDOW * deviation / _LARGEST_GRID, _span(rounds) / _LARGEST_GRID)
     if width == 0:
         return 0.0
-    on_grid = [_on_grid(mixture, width, side) for mixture, _ in rounds]
-    losses = [_reversed(q) if reverse else _forward(q, width) for q in on_grid]
-    left = sum(count * loss.infinite for loss, count in zip(losses, counts, strict=True))
-    # Where the lost part counts in full beside the rest, a round's masses add up to 1 + infinite at most: over all rounds to
-    # e^left, for what else is lost and for the slack of a round among the others.
-    if side == "upper":
-        growth = math.exp(min(left, 1.0))
-        left, slack = left * growth, (slack[0] * growth, slack[1] * growth)
-    if left + sum(slack) >= delta:
-        return math.inf
-    if not any(np.any(loss.first + np.flatnonzero(loss.masses)) for loss in losses):  # nothing is learnt, ever
-        return 0.0
-    composed = _compose(losses, counts, width, math.log(delta))
+    given = slack
+    composed = None
+    for coarser in _COARSER:  # a rare loss far out may ask for a longer window than there is: then with fewer points to a unit
+        on_grid = [_on_grid(mixture, width * coarser, side) for mixture, _ in rounds]
+        losses = [_reversed(q) if reverse else _forward(q, width * coarser) for q in on_grid]
+        left = sum(count * loss.infinite for loss, count in zip(losses, counts, strict=True))
+        # Where the lost part counts in full beside the rest, a round's masses add up to 1 + infinite at most: over all rounds
+        # to e^left, for what else is lost and for the slack of a round among the others.
+        if side == "upper":
+            growth = math.exp(min(left, 1.0))
+            left, slack = left * growth, (given[0] * growth, given[1] * growth)
+        if left + sum(slack) >= delta:
+            return math.inf
+        if not any(np.any(loss.first + np.flatnonzero(loss.masses)) for loss in losses):  # nothing is learnt, ever
+            return 0.0
+        composed = _compose(losses, counts, width * coarser, math.log(delta))
+        if composed is not None:
+            break
     if composed is None:
         return math.inf if side == "upper" else 0.0
     sign = 1.0 if side == "upper" else -1.0

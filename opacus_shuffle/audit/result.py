@@ -47,12 +47,14 @@ class Claim:
         epsilon: ε ≥ 0.
         guarantee: What it is worth.
         covers: The data sets it is about, in words.
+        against: Names of the findings whose adversaries it speaks of; empty for every adversary.
     """
 
     name: str
     epsilon: float
     guarantee: Guarantee
     covers: str
+    against: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _text("name", self.name)
@@ -142,15 +144,17 @@ class AuditResult:
 
     @property
     def contradicted(self) -> tuple[Claim, ...]:
-        """The claims whose ε is below the largest finding: not upper bounds for the pair of data sets audited."""
-        return tuple(claim for claim in self.claims if claim.epsilon < self.largest.lower)
+        """The claims whose ε is below a finding they speak of: not upper bounds for the pair of data sets audited."""
+        return tuple(
+            claim for claim in self.claims if any(claim.epsilon < each.lower for each in self.findings if _faces(claim, each))
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {
             "title": self.title,
             "delta": self.delta,
-            "confidence": self.confidence,
+            "confidence": round(self.confidence, 12),
             "claims": [{**dataclasses.asdict(claim), "guarantee": claim.guarantee.name} for claim in self.claims],
             "findings": [
                 {
@@ -245,10 +249,12 @@ class AuditResult:
     def _verdict(self, claim: Claim) -> str:
         """One claim against the largest finding."""
         says = f"Bound {claim.name!r} says at most {round_up(claim.epsilon)} ({claim.covers}: {claim.guarantee.value})."
+        beyond = [each.name for each in self.findings if claim.epsilon < each.lower and not _faces(claim, each)]
+        more = f" Found above it, by adversaries who see more than it speaks of: {', '.join(beyond)}." if beyond else ""
         if claim not in self.contradicted:
-            return f"{says} It is not contradicted."
+            return f"{says} It is not contradicted.{more}"
         if claim.guarantee is not Guarantee.PROVED:
-            return f"{says} The audit is above it: that value is no upper bound here."
+            return f"{says} The audit is above it: that value is no upper bound here.{more}"
         return (
             f"{says} The audit is above it: either what was audited is not what the bound was computed for, or this is one of "
             "the rare audits that err."
@@ -259,6 +265,11 @@ class AuditResult:
         if len(self.findings) == 1:
             return f"{_percent(self.findings[0].lower.confidence)} confidence"
         return f"at least {_percent(self.confidence)} confidence (the {len(self.findings)} findings together)"
+
+
+def _faces(claim: Claim, finding: Finding) -> bool:
+    """Whether the claim speaks of the finding's adversary."""
+    return not claim.against or finding.name in claim.against
 
 
 def _percent(confidence: float) -> str:

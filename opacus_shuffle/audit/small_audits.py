@@ -35,11 +35,11 @@ BATCH = 80
 class AuditSettings:
     """The published setting is WS's for a ViT on CIFAR-100 (sections VI-A and VI-F): ε, δ, d, T, and q = 1000/50,000.
 
-    ``batch_clip`` is c′/c, which WS does not print. ``trials`` are runs of the mechanism under each hypothesis,
+    ``batch_clip`` is c′/c, which WS does not print: 1 by default. ``trials`` are runs of the mechanism under each hypothesis,
     ``training_steps`` trials of the white-box audit. There ``others="zero"`` makes all other records' gradients zero, the case
-    that Theorem 6 must cover; with ``"real"`` ones c′ is as large as a batch (80 c): next to their sum, clipped to c, one
-    record's gradient would be too small to see, which is luck with these data and no guarantee. With a ``seed`` the audits
-    repeat.
+    that Theorem 6 must cover; with ``"real"`` ones c′ is by default as large as a batch (80 c): next to their sum, clipped to
+    c, one record's gradient would be too small to see, which is luck with these data and no guarantee. With a ``seed`` the
+    audits repeat.
     """
 
     target_epsilon: float = 0.5
@@ -47,12 +47,13 @@ class AuditSettings:
     dimension: int = 85_800_000
     steps: int = 500
     sample_rate: float = 0.02
-    batch_clip: float = 1.0
+    batch_clip: float | None = None
     trials: int = 10_000_000
     training_steps: int = 2000
     others: str = "zero"
     confidence: float = 0.95
     data: str = "mnist-5k"
+    data_root: str | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -60,7 +61,8 @@ class AuditSettings:
         open_unit_interval("delta", self.delta)
         open_unit_interval("confidence", self.confidence)
         sampling_rate("sample_rate", self.sample_rate)
-        positive("batch_clip", self.batch_clip)
+        if self.batch_clip is not None:
+            positive("batch_clip", self.batch_clip)
         for name, minimum in (("dimension", 2), ("steps", 1), ("trials", 1000), ("training_steps", 100)):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), minimum=minimum))
         one_of("others", self.others, ("zero", "real"))
@@ -87,7 +89,7 @@ def audit_published_setting(settings: AuditSettings, *, pair: str = "one_coordin
             steps=settings.steps,
             sample_rate=settings.sample_rate,
             dimension=settings.dimension,
-            batch_clip=settings.batch_clip,
+            batch_clip=settings.batch_clip or 1.0,
         )
     return audit_shuffled_gaussian(
         noise_multiplier=sigma,
@@ -95,7 +97,7 @@ def audit_published_setting(settings: AuditSettings, *, pair: str = "one_coordin
         delta=settings.delta,
         steps=settings.steps,
         sample_rate=settings.sample_rate,
-        batch_clip=settings.batch_clip,
+        batch_clip=settings.batch_clip or 1.0,
         pair=pair,
         trials=settings.trials if pair == "one_coordinate" else min(settings.trials, max(1000, NUMBERS // settings.steps)),
         confidence=settings.confidence,
@@ -109,7 +111,7 @@ def audit_small_training(settings: AuditSettings) -> AuditResult:
     Raises:
         ValueError: If the data are not there.
     """
-    train_set, _ = load_image_dataset(settings.data, None)
+    train_set, _ = load_image_dataset(settings.data, settings.data_root)
     images = train_set.tensors[0]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -125,7 +127,7 @@ def audit_small_training(settings: AuditSettings) -> AuditResult:
             target_delta=settings.delta,
             epochs=10,
             max_grad_norm=1.0,
-            batch_clip=settings.batch_clip if settings.others == "zero" else float(BATCH),
+            batch_clip=settings.batch_clip or (1.0 if settings.others == "zero" else float(BATCH)),
             shuffle_weights=True,
             shuffle_generator=settings.generator(2),
             noise_generator=settings.generator(3),

@@ -32,11 +32,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants import ShuffledWeightsAccountant
+from opacus_shuffle.accountants.base import POISSON
 from opacus_shuffle.accountants.bounds import Guarantee
 from opacus_shuffle.analysis import fenton_wilkinson, gaussian
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, sampled_gaussian_epsilon
 from opacus_shuffle.audit.canary import GradientCanary, entry
 from opacus_shuffle.audit.lower_bounds import METHODS, LowerBound, Method, audit_scores
+from opacus_shuffle.audit.mechanism_audits import reach
 from opacus_shuffle.audit.released_weights import ReleasedWeights
 from opacus_shuffle.audit.result import AuditResult, Claim, Finding
 from opacus_shuffle.optimizers.local_gaussian import RootOfRecords
@@ -133,6 +135,12 @@ def audit_training(
     check_generator("generator", generator)
     if engine is not None:
         instance_of("engine", engine, (opacus.PrivacyEngine,))
+    held = {id(each) for each in unwrap(model).parameters()}
+    if not held.intersection(map(id, optimizer.params)):
+        raise ValueError(
+            "optimizer does not hold this model's parameters: make a copy of the network before make_private, make that "
+            "private, and audit it with what make_private returned"
+        )
     if not callable(loss):
         raise ValueError(f"loss must be a function of the model and a batch, got {type(loss).__name__}")
     if not model.training:
@@ -156,7 +164,10 @@ def audit_training(
         try:
             while len(canary.trials) < steps:
                 optimizer.zero_grad()
-                loss(model, next(batches)).backward()  # type: ignore[no-untyped-call]
+                value = loss(model, next(batches))
+                if not hasattr(value, "backward"):
+                    raise ValueError(f"loss(model, batch) must return the loss, a scalar tensor, got {type(value).__name__}")
+                value.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 if view is not None and view.shuffles < len(canary.trials):
                     view.look(canary.trials[-1].background)
@@ -202,8 +213,9 @@ def audit_training(
         )
         if not exact and method == "gdp":
             notes.append("Re-aligned: counted without the Gaussian curve, because some permutations were not found.")
-    notes += _whole_run(bound(scores, "gdp"), engine, steps, delta)
+    notes += _whole_run(bound(scores, "gdp"), engine, data_loader, steps, delta)
     claims = _claims(optimizer, engine, shuffler, network, name, sigma, delta)
+    notes += reach(claims, steps // 2, delta, confidence)
     return AuditResult(f"One step of DP-SGD, noise multiplier {sigma:.6g}", delta, claims, tuple(findings), tuple(notes))
 
 
@@ -312,13 +324,16 @@ def _claims(
         noise_std=sigma * clip, delta=delta, dimension=dimension, clip=clip, batch_clip=batch_clip
     )
     covers = "no data set for certain: WS Theorem 6, about the permuted gradient by itself"
-    return Claim("paper", paper, Guarantee.ESTIMATE, covers), certified
+    return Claim("paper", paper, Guarantee.ESTIMATE, covers, ("shuffled gradient",)), certified
 
 
-def _whole_run(bound: LowerBound, engine: opacus.PrivacyEngine | None, steps: int, delta: float) -> list[str]:
+def _whole_run(
+    bound: LowerBound, engine: opacus.PrivacyEngine | None, data_loader: DataLoader, steps: int, delta: float
+) -> list[str]:
     """What the audited steps would have together, if the step is what the Gaussian fit says."""
     history = getattr(getattr(engine, "accountant", None), "history", None)
-    if not history or not bound.mu:
+    poisson = isinstance(data_loader.batch_sampler, POISSON)
+    if not history or not bound or not bound.mu or not poisson:  # without secret sampling nothing of the kind holds
         return []
     rate = float(history[-1][1])
     each = ShuffledRound(
