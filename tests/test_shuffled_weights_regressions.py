@@ -112,7 +112,7 @@ def test_epsilon_of_a_very_noisy_step_is_no_less_than_the_exact_one(mu, delta):
         assert exact(e * (1 - mpmath.mpf("1e-7"))) > delta  # and no more than its stated error above it
 
 
-@pytest.mark.parametrize(("rate", "steps"), [(1e-6, 900), (1e-12, 10**9)])
+@pytest.mark.parametrize(("rate", "steps"), [(1e-6, 900), pytest.param(1e-12, 10**9, marks=pytest.mark.slow)])
 def test_tiny_rates_and_deltas_have_an_epsilon_under_replacement_too(rate, steps):
     found = [
         opacus_shuffle.compute_epsilon(
@@ -218,7 +218,7 @@ def test_without_shuffling_the_clipping_norm_may_change():
     assert len(engine.accountant) == 1
 
 
-@pytest.mark.parametrize("sigma", [0.285, 0.29, 0.3, 0.35])
+@pytest.mark.parametrize("sigma", [0.29, 0.32, 0.35])
 def test_the_exact_pair_is_resolved_where_its_losses_are_rare_and_large(sigma):
     steps = [(PermutedStep(noise_multiplier=sigma, dimension=85_800_000, sample_rate=0.02), 500)]
     lower, upper = pair_epsilon(steps, delta=5e-6)

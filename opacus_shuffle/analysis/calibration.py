@@ -42,7 +42,8 @@ def smallest_noise_multiplier(epsilon: Callable[[float], float], *, target_epsil
         value = epsilon(math.exp(log_sigma))
         if math.isnan(value):
             raise ValueError(f"epsilon is NaN at noise_multiplier={math.exp(log_sigma):.6g}")
-        return math.log(max(value, 1e-300)) - math.log(target)
+        difference = math.log(max(value, 1e-300)) - math.log(target)
+        return max(difference, 1e-16) if value > target else difference  # logarithms may agree where the numbers do not
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OrderCapWarning)

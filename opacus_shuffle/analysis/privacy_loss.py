@@ -44,7 +44,7 @@ _LARGEST_GRID = 2**20
 _LARGEST_WINDOW = 2**21
 _WINDOW = 30.0
 """Standard deviations of the composed loss that a grid has room for."""
-_COARSER = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+_COARSER = (1.0, 4.0)
 _CLIPPED = 1e-4
 """Share of δ that may be spent on tails clipped off single rounds."""
 _OUTSIDE = 1e-16
