@@ -25,6 +25,7 @@ from typing import Any
 from opacus_shuffle._version import __version__
 from opacus_shuffle.accountants import PrivacyAssumptionWarning, PrivacyBound
 from opacus_shuffle.accountants.bounds import ADJACENCIES, Guarantee
+from opacus_shuffle.accountants.report import contradiction
 from opacus_shuffle.accounting import compute_noise_multiplier, privacy_bound, privacy_report
 from opacus_shuffle.data import DATASETS
 from opacus_shuffle.mechanisms import MECHANISMS
@@ -70,7 +71,7 @@ def _epsilon(options: dict[str, Any]) -> None:
         f"epsilon of {answer.rounds} rounds of {answer.mechanism} at delta = {answer.delta:.4g} "
         f"(bound {answer.bound}, {answer.adjacency} adjacency)"
     )
-    _print_meaning(answer, certified)
+    _print_meaning(answer, certified, options)
 
 
 def _noise(options: dict[str, Any]) -> None:
@@ -97,7 +98,7 @@ def _noise(options: dict[str, Any]) -> None:
         f"{answer.mechanism} stay within epsilon = {target:g} at delta = {answer.delta:.4g} (bound {answer.bound}, "
         f"{answer.adjacency} adjacency)"
     )
-    _print_meaning(answer, certified)
+    _print_meaning(answer, certified, ran)
 
 
 def _report(options: dict[str, Any]) -> None:
@@ -147,13 +148,17 @@ def _check_rate(options: dict[str, Any]) -> None:
         options["sample_rate"] = 1.0
 
 
-def _print_meaning(answer: PrivacyBound, certified: PrivacyBound) -> None:
+def _print_meaning(answer: PrivacyBound, certified: PrivacyBound, options: dict[str, Any]) -> None:
     """Which data sets the number covers, and the value that covers all of them."""
     print(f"{answer.guarantee.name}: {answer.guarantee.value}")
     print(f"covers {answer.covers}")
     print(f"the adversary {answer.adversary}")
     if answer.guarantee is not Guarantee.PROVED:
         print(f"certified for every data set: epsilon = {round_up(certified.epsilon)}")
+    if answer.guarantee is Guarantee.ESTIMATE:
+        sentence = contradiction(answer, privacy_bound(**{**options, "bound": "tight"}))
+        if sentence:
+            print(sentence)
 
 
 def _train(options: dict[str, Any]) -> None:

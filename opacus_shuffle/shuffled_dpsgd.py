@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants import ShuffleAccountant, ShuffledWeightsAccountant, bounds_of
+from opacus_shuffle.accountants.shuffled_fw import WEIGHTS
 from opacus_shuffle.analysis.calibration import smallest_noise_multiplier
 from opacus_shuffle.data.sampling_plan import SamplingPlan
 from opacus_shuffle.mechanisms import ShuffledWeights
@@ -56,13 +57,7 @@ class ShuffledSum:
 
     def weights(self) -> dict[str, Any]:
         """What the accountant needs to know."""
-        return {
-            "dimension": self.dimension,
-            "clip": self.clip,
-            "batch_clip": self.batch_clip,
-            "unshuffled_noise_ratio": self.unshuffled_noise_ratio,
-            "orbit": self.orbit,
-        }
+        return {name: getattr(self, name) for name in WEIGHTS}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -300,3 +300,9 @@ def test_the_main_job_learns_the_digits():
 def test_the_module_runs_as_a_script():
     run = subprocess.run([sys.executable, "-m", "opacus_shuffle.cli", "--version"], capture_output=True, text=True, check=True)
     assert run.stdout.startswith("opacus-shuffle ")
+
+
+def test_an_estimate_below_what_one_pair_has_for_certain_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--num-users", "50000", "--sample-rate", "0.02", "--steps", "500", "--noise-multiplier", "0.27372"]
+    assert main(["epsilon", "--mechanism", "shuffled_fw", *settings, "--dimension", "85800000", "--delta", "5e-6"]) == 0
+    assert "paper (0.4983) is no upper bound here" in capsys.readouterr().out

@@ -189,13 +189,8 @@ class PrivacyReport:
 
     def _contradictions(self) -> list[str]:
         """Estimates that are below what one pair of data sets has for certain."""
-        return [
-            f"{estimate.bound} ({round_up(estimate.epsilon)}) is no upper bound here: the pair of data sets of "
-            f"{pair.bound!r} has epsilon of at least {round_down(pair.lower)} at this delta."
-            for estimate in self.bounds
-            for pair in self.bounds
-            if estimate.guarantee is Guarantee.ESTIMATE and pair.lower is not None and estimate.epsilon < pair.lower
-        ]
+        found = [contradiction(estimate, pair) for estimate in self.bounds for pair in self.bounds]
+        return [sentence for sentence in found if sentence]
 
     def _advice(self) -> str:
         """What would help where nothing beyond the local value could be proved."""
@@ -235,6 +230,16 @@ class PrivacyReport:
                 ("emulated", "the noise was added once to the sum, not to each report, in batches of the expected size")
             )
         return terms
+
+
+def contradiction(estimate: PrivacyBound, pair: PrivacyBound) -> str:
+    """The sentence to say where an estimate is below what one pair of data sets has for certain; empty if it is not."""
+    if estimate.guarantee is not Guarantee.ESTIMATE or pair.lower is None or estimate.epsilon >= pair.lower:
+        return ""
+    return (
+        f"{estimate.bound} ({round_up(estimate.epsilon)}) is no upper bound here: the pair of data sets of {pair.bound!r} has "
+        f"epsilon of at least {round_down(pair.lower)} at this delta."
+    )
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,10 @@ from opacus_shuffle.optimizers.batch_clipping import BatchClipping
 from opacus_shuffle.validation import finite_number, positive, whole_number
 
 
+WEIGHTS = ("dimension", "clip", "batch_clip", "unshuffled_noise_ratio", "orbit")
+"""What the accountant needs to know of a run besides its noise."""
+
+
 class ShuffledWeightsAccountant(ShuffleAccountant):
     """Accounts steps of DP-SGD whose weights are permuted; multipliers in the history are those of the sum, as in Opacus.
 
@@ -232,10 +236,4 @@ class ShuffledWeightsAccountant(ShuffleAccountant):
 
     def _weights(self) -> dict[str, Any]:
         """What is permuted and clipped."""
-        return {
-            "dimension": self.dimension,
-            "clip": self.clip,
-            "batch_clip": self.batch_clip,
-            "unshuffled_noise_ratio": self.unshuffled_noise_ratio,
-            "orbit": self.orbit,
-        }
+        return {name: getattr(self, name) for name in WEIGHTS}

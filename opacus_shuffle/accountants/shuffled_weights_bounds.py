@@ -26,6 +26,7 @@ import functools
 import math
 from collections.abc import Iterable
 
+import numpy as np
 from scipy.optimize import brentq
 
 from opacus_shuffle.accountants.bounds import BoundValue, Guarantee, NotCovered, Rounds, register_bound
@@ -105,7 +106,7 @@ def _tight(rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[flo
         "clippings let it"
     )
     places = min(step.dimension for step, _ in steps)
-    mixed = f"it may be in any of {places:,} places" if places > 1 else "that stays where it is"
+    mixed = f"it may be in any of {places:,} places" if places > 1 else "it stays where it is"
     meaning = f"the exact value, from above, for {covers}, which becomes zero; {mixed}; for the same adversary as paper"
     return BoundValue(upper, Guarantee.PAIR, covers, lower, trusted=SERVER, adversary=ALONE, meaning=meaning)
 
@@ -156,7 +157,7 @@ def _chained(sampled: list[tuple[ShuffledRound, int]], delta: float) -> float:
 
     def excess(log_share: float) -> float:
         share = delta * math.exp(log_share)
-        return log_share + float(_log_one_plus_exp(sampled_gaussian_epsilon(sampled, delta=share)))
+        return log_share + float(np.logaddexp(0.0, sampled_gaussian_epsilon(sampled, delta=share)))
 
     low, lowest = -1.0, math.log(1e-300 / delta)
     while low < lowest or excess(low) > 0:
@@ -167,11 +168,6 @@ def _chained(sampled: list[tuple[ShuffledRound, int]], delta: float) -> float:
     while excess(root) > 0:
         root -= 1e-3
     return 2 * sampled_gaussian_epsilon(sampled, delta=delta * math.exp(root))
-
-
-def _log_one_plus_exp(epsilon: float) -> float:
-    """log(1 + e^ε)."""
-    return epsilon + math.log1p(math.exp(-epsilon))
 
 
 def _zero_out_only(bound: str, adjacency: str) -> None:

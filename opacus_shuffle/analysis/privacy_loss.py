@@ -45,6 +45,8 @@ _LARGEST_WINDOW = 2**21
 _WINDOW = 30.0
 """Standard deviations of the composed loss that a grid has room for."""
 _COARSER = (1.0, 4.0)
+"""How much wider the grid's steps become where the first ones need too long a window."""
+
 _CLIPPED = 1e-4
 """Share of δ that may be spent on tails clipped off single rounds."""
 _OUTSIDE = 1e-16
