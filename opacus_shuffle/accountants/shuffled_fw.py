@@ -18,7 +18,6 @@ from opacus_shuffle.mechanisms import Mechanism, ShuffledWeights
 from opacus_shuffle.optimizers.batch_clipping import BatchClipping
 from opacus_shuffle.validation import finite_number, positive, whole_number
 
-
 WEIGHTS = ("dimension", "clip", "batch_clip", "unshuffled_noise_ratio", "orbit")
 """What the accountant needs to know of a run besides its noise."""
 

@@ -1,0 +1,299 @@
+r"""Integer sums hidden by binomial noise: one exact hockey stick, and one Gaussian mechanism that covers them all.
+
+In a multi-message shuffle protocol user i holds w ∈ [0, g]^d, rounds every coordinate at random to a neighbouring integer, and the
+analyzer sees, coordinate by coordinate, the sum of the rounded values plus Bin(m, p). Replacing one user's w by w′ moves the
+sums by an amount that is random, anywhere in the ball ‖w − w′‖₂ ≤ g, and spread over d coordinates in any way.
+
+**One coordinate, exactly** (:func:`hockey_stick`). A binomial is log-concave, so the likelihood ratio of B + k and B grows with
+the outcome and the best test is a threshold: δ(ε) is a difference of two tails. By the same token it grows with k, and a
+randomly rounded value is a mixture of integers (round w and w′ with one common coin: they differ by at most ⌈|w − w′|⌉ ≤ g), so
+for d = 1 the worst case over all data sets is the integer shift g, in one direction or the other.
+
+**Any number of coordinates** (:func:`gaussian_bound`). Let F be the distribution function of Bin(m, p), f its probabilities, and
+z(y) = Φ⁻¹(F(y)). Write X_w for one user's rounded value plus the noise: P(X_w ≤ y) = (1−u)F(y−i) + uF(y−i−1) for w = i + u.
+    1. For fixed y, w ↦ Φ⁻¹(P(X_w ≤ y)) falls with slope at most c = max_y f(y)/min(φ(z(y−1)), φ(z(y))), the maximum being over
+       the y − i that occur: the derivative of the numerator is −f(y−i), and Φ⁻¹(P) lies between z(y−i−1) and z(y−i).
+    2. The ratio of X_w′ to X_w is monotone (log-concavity again), so their trade-off function is the polygon through the
+       thresholds' points. By 1. all of these lie on or above the trade-off function of N(0, 1) against N(c|w − w′|, 1), which is
+       convex: so does the polygon. By Blackwell's theorem the pair is a post-processing of those Gaussians.
+    3. In the far tails, where z falls off a lattice, c would be infinite. There the outcomes are lumped together, lowest and highest
+       thresholds becoming the polygon's ends (the first and last chords join points *on* the Gaussian's curve, so 2. holds
+       as it is). Lumping changes nothing but what happens with probability ``lost`` under the first data set of either direction.
+    4. Coordinates are independent, so all d together are a post-processing of one Gaussian mechanism with
+       μ = c·‖w − w′‖₂ ≤ c·g, whatever the direction: δ(ε) ≤ δ_Gauss(ε; c·g) + d·lost, for every pair of neighbours. Rounds
+       compose as Gaussians do, adaptively: μ² and ``lost`` add up.
+For p = ½ and m trials c exceeds 1/√(m/4) by a fraction of about t/√m with t the tails' distance in standard deviations: below
+1 % for a million trials. So the bound cannot be much improved: one coordinate moving by g already has nearly that ε.
+
+>>> noise = BinomialNoise(trials=40_000, probability=0.5)  # standard deviation 100
+>>> bound = gaussian_bound(noise, shift=100, tail=1e-12)
+>>> round(100 * bound.slope, 3), bound.lost < 1e-12  # mu of a shift by 100: about 1
+(1.042, True)
+>>> round(hockey_stick(noise, shift=100, epsilon=3.0), 6), round(math.exp(gaussian.log_delta(mu=1.0, epsilon=3.0)), 6)
+(0.001538, 0.001537)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import ndtri
+from scipy.stats import binom
+
+from opacus_shuffle.analysis import gaussian, privacy_loss
+from opacus_shuffle.analysis.mean_ratio import Vector
+from opacus_shuffle.analysis.privacy_loss import Mixture
+from opacus_shuffle.analysis.ratio_law import RatioLaw
+from opacus_shuffle.validation import finite_number, open_unit_interval, sampling_rate, whole_number
+
+RELATIVE_ERROR = 1e-9
+"""Slopes and tails are enlarged by this fraction: above the error of SciPy's binomial distribution (1e-12)."""
+
+_BLOCKS = 2**16
+"""Outcomes beyond this number are taken in blocks, each with its worst case: the slope then exceeds c by 0.2 % at most."""
+
+_CELLS = 4096
+LOST_SHARE = 1e-6
+"""Share of δ that the tails of all coordinates and rounds together may take."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BinomialNoise:
+    """Bin(trials, probability), added to an integer.
+
+    Attributes:
+        trials: m: noise bits per user times honest users.
+        probability: p of a noise bit to be 1, in (0, 1).
+    """
+
+    trials: int
+    probability: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trials", whole_number("trials", self.trials))
+        object.__setattr__(self, "probability", open_unit_interval("probability", self.probability))
+
+    @property
+    def variance(self) -> float:
+        """m·p·(1 − p)."""
+        return self.trials * self.probability * (1 - self.probability)
+
+    @property
+    def reflected(self) -> BinomialNoise:
+        """The law of m minus it."""
+        return BinomialNoise(trials=self.trials, probability=1 - self.probability)
+
+
+@dataclasses.dataclass(frozen=True)
+class GaussianBound:
+    """A sum that moves by w is no easier to notice than a Gaussian whose mean moves by ``slope``·‖w‖₂ standard deviations.
+
+    Attributes:
+        slope: c of the module's text, rounded up; ``inf`` where the noise has no room for the shift.
+        lost: What each coordinate adds to δ, per round.
+    """
+
+    slope: float
+    lost: float
+
+
+def hockey_stick(noise: BinomialNoise, *, shift: int, epsilon: float) -> float:
+    """The exact δ(ε) of one coordinate that moves by ``shift``, the larger of the two directions, rounded up.
+
+    Args:
+        noise: The binomial noise.
+        shift: Whole number, at least 0, of grid steps.
+        epsilon: ε ≥ 0.
+
+    Returns:
+        δ in [0, 1].
+
+    Formal Guarantees:
+        For d = 1 proved for every data set with values in [0, shift], replacement adjacency; exact for the worst.
+    """
+    shift = whole_number("shift", shift, minimum=0)
+    if finite_number("epsilon", epsilon) < 0:
+        raise ValueError(f"epsilon must not be negative, got {epsilon!r}")
+    return max(_upward(noise, shift, epsilon), _upward(noise.reflected, shift, epsilon))
+
+
+def _upward(noise: BinomialNoise, shift: int, epsilon: float) -> float:
+    """sup over thresholds of P(B + k > y) − e^ε·P(B > y)."""
+    if shift == 0:
+        return 0.0
+    m, p = noise.trials, noise.probability
+    if shift > m:
+        return 1.0
+
+    def beyond(y: int) -> bool:  # whether P(B + k = y) > e^ε·P(B = y), which is so from one y on
+        moved, stayed = float(binom.pmf(y - shift, m, p)), float(binom.pmf(y, m, p))
+        if moved > 0 < stayed:
+            return math.log(moved) - math.log(stayed) > epsilon
+        return moved > stayed or (moved == stayed and y > m * p)
+
+    low, high = shift - 1, m + 1  # nothing moved gets to the one, nothing that stayed to the other
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if beyond(middle) else (middle, high)
+    # A step to either side too: the supremum is over all thresholds.
+    thresholds = np.array([high - 2, high - 1, high], dtype=np.float64)
+    moved, stayed = binom.sf(thresholds - shift, m, p), binom.sf(thresholds, m, p)
+    with np.errstate(divide="ignore"):
+        against = np.exp(np.minimum(np.log(stayed) + epsilon, 1.0))  # e^ε alone might overflow
+    return float(np.clip(np.max(moved * (1 + RELATIVE_ERROR) - against * (1 - RELATIVE_ERROR)), 0.0, 1.0))
+
+
+@functools.lru_cache(maxsize=1024)
+def gaussian_bound(noise: BinomialNoise, *, shift: int, tail: float) -> GaussianBound:
+    """The Gaussian mechanism that covers sums whose coordinates move by at most ``shift``, in any number and direction.
+
+    Args:
+        noise: The noise of every coordinate, independent.
+        shift: g, the most that one coordinate can move, in grid steps.
+        tail: What may be lost per coordinate, in (0, 1).
+
+    Returns:
+        Slope and loss; an infinite slope where the noise is too small to cover ``shift`` but for ``tail``.
+
+    Formal Guarantees:
+        Steps 1 to 4 of the module's text. Proved for every data set, replacement adjacency.
+    """
+    shift = whole_number("shift", shift)
+    tail = open_unit_interval("tail", tail)
+    m, p = noise.trials, noise.probability
+    lowest = _largest_with_tail(noise, tail / 2) - shift
+    highest = m - 1 - _largest_with_tail(noise.reflected, tail / 2) + shift
+    if lowest < 1 or highest > m - 1:  # z(lowest − 1) and z(highest) must be finite
+        return GaussianBound(math.inf, tail)
+    step = max(1, math.ceil((highest - lowest + 1) / _BLOCKS))
+    ends = np.append(np.arange(lowest - 1, highest, step, dtype=np.float64), float(highest))
+    below, above = binom.cdf(ends, m, p), binom.sf(ends, m, p)
+    if below[0] <= 0 or above[-1] <= 0:
+        return GaussianBound(math.inf, tail)
+    quantiles = np.where(below < 0.5, ndtri(below), -ndtri(above))
+    densities = np.exp(-quantiles * quantiles / 2) / math.sqrt(2 * math.pi)
+    # The largest probability in a block (ends[i], ends[i + 1]]: at the end that is nearer to the mode, or the mode's own.
+    mode = min(math.floor((m + 1) * p), m)
+    largest = binom.pmf(np.clip(mode, ends[:-1] + 1, ends[1:]), m, p)
+    slope = float(np.max(largest / np.minimum(densities[:-1], densities[1:]))) * (1 + RELATIVE_ERROR)
+    lost = binom.cdf(lowest + shift, m, p) + binom.sf(highest - shift, m, p)
+    return GaussianBound(slope, float(lost) * (1 + RELATIVE_ERROR))
+
+
+def _largest_with_tail(noise: BinomialNoise, tail: float) -> int:
+    """The largest y with P(B ≤ y) ≤ tail; −1 if there is none."""
+    m, p = noise.trials, noise.probability
+    low, high = -1, math.ceil(m * p)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if binom.cdf(middle, m, p) * (1 + RELATIVE_ERROR) <= tail else (low, middle)
+    return low
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SumRound:
+    """One round's sum as the analyzer sees it.
+
+    Attributes:
+        noise: Of each coordinate.
+        shift: g: one user's move from end to end of the ball, in grid steps.
+        dimension: d.
+    """
+
+    noise: BinomialNoise
+    shift: int
+    dimension: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shift", whole_number("shift", self.shift))
+        object.__setattr__(self, "dimension", whole_number("dimension", self.dimension))
+
+
+Rounds = Sequence[tuple[SumRound, int]]
+
+
+def gaussian_equivalent(each: SumRound, *, lost: float) -> tuple[float, float]:
+    """(μ, lost) of one round: it is a μ-Gaussian mechanism but for that probability, which is at most the one given."""
+    bound = gaussian_bound(each.noise, shift=each.shift, tail=max(lost / each.dimension, 1e-300))
+    return bound.slope * each.shift, bound.lost * each.dimension
+
+
+def compute_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> float:
+    """ε at δ of rounds in which the same users take part, rounded up; ``inf`` where the noise is too small to say.
+
+    Args:
+        rounds: Rounds, each with its number of repetitions, at least 1; later ones may depend on the earlier ones' sums.
+        delta: δ in (0, 1).
+        distance: The share of the ball's diameter that a user's value may move: 1 for replacement, ½ for becoming zero.
+
+    Formal Guarantees:
+        Proved for every data set.
+    """
+    delta = open_unit_interval("delta", delta)
+    total = sum(whole_number("repetitions", count) for _, count in rounds)
+    squares = lost = 0.0
+    for each, count in rounds:
+        mu, missing = gaussian_equivalent(each, lost=LOST_SHARE * delta / total)
+        squares += count * mu**2
+        lost += count * missing
+    if not math.isfinite(squares) or lost >= delta:
+        return math.inf
+    return gaussian.compute_epsilon(mu=distance * math.sqrt(squares), delta=delta - lost)
+
+
+def lower_epsilon(rounds: Rounds, *, delta: float, sample_rate: float = 1.0) -> float:
+    """A value that the smallest valid ε is not below: one user's value moves end to end along one coordinate.
+
+    Args:
+        rounds: As :func:`compute_epsilon`.
+        delta: δ in (0, 1).
+        sample_rate: With which probability the user takes part in a round, unseen, where all others hold what the user's
+            value becomes.
+    """
+    delta = open_unit_interval("delta", delta)
+    rate = sampling_rate("sample_rate", sample_rate)
+    ends = []
+    for reflected in (False, True):
+        laws = [(Mixture.of(_shift_law(each, reflected).scaled(rate)), count) for each, count in rounds]
+        ends.append(privacy_loss.lower_epsilon(laws, delta=delta))
+    return max(ends)
+
+
+@functools.lru_cache(maxsize=256)
+def _shift_law(each: SumRound, reflected: bool) -> RatioLaw:
+    """The law of R for a shift of one coordinate, with outcomes lumped in cells (which can only hide something)."""
+    noise = each.noise.reflected if reflected else each.noise
+    m, p = noise.trials, noise.probability
+    deviation = math.sqrt(noise.variance)
+    reach = 14 * deviation + each.shift
+    first, last = max(math.floor(m * p - reach), -1), min(math.ceil(m * p + reach), m)
+    ends = np.unique(np.round(np.linspace(first, last, min(_CELLS, last - first) + 1)))
+    stayed = _cell_masses(ends, m, p)
+    moved = _cell_masses(ends - each.shift, m, p)
+    keep = stayed > 0
+    return RatioLaw(moved[keep] / stayed[keep], stayed[keep], 0.0, 0.0, each.shift / deviation)
+
+
+def _cell_masses(ends: Vector, trials: int, probability: float) -> Vector:
+    """P(ends[i] < B ≤ ends[i + 1]), from whichever tail is the smaller."""
+    below, above = binom.cdf(ends, trials, probability), binom.sf(ends, trials, probability)
+    masses: Vector = np.where(below[1:] < 0.5, np.diff(below), -np.diff(above))
+    return masses
+
+
+def largest_mu(*, epsilon: float, delta: float) -> float:
+    """The μ, rounded down, of the Gaussian mechanism that is just (ε, δ)-DP."""
+    epsilon, delta = finite_number("epsilon", epsilon), open_unit_interval("delta", delta)
+
+    def excess(log_mu: float) -> float:
+        return max(gaussian.log_delta(mu=math.exp(log_mu), epsilon=epsilon), -1e6) - math.log(delta)
+
+    root = float(brentq(excess, math.log(1e-9), math.log(1e3), xtol=1e-12))
+    while excess(root) > 0:
+        root -= 1e-10
+    return math.exp(root) * (1 - 1e-8)

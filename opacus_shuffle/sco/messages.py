@@ -1,0 +1,76 @@
+"""What travels: bits that carry the label of their coordinate, packed eight to a byte.
+
+A user's messages are, for each coordinate, ``ones`` bits that are 1 and the rest 0; the shuffler permutes all users' messages at
+random. Labels travel with their bits, so a random permutation of everything is, read label by label, an independent random
+permutation of every coordinate's bits: that is how it is held here, one row of packed bits per coordinate.
+
+>>> import numpy as np
+>>> messages = Messages.of(np.array([3, 0]), bits_per_report=20, granularity=4)
+>>> messages.bits.shape, messages.ones().tolist()
+((2, 3), [3, 0])
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+_CHUNK = 2**24
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Messages:
+    """The bits of one report or of many, coordinate by coordinate.
+
+    Attributes:
+        bits: uint8, shape (d, ⌈num_reports·bits_per_report/8⌉): row j holds coordinate j's bits, most significant first, with
+            zeros behind the last.
+        bits_per_report: g + b, one user's bits per coordinate.
+        num_reports: How many users' messages are in it.
+        granularity: g, which tells protocols of one size apart.
+    """
+
+    bits: npt.NDArray[np.uint8]
+    bits_per_report: int
+    granularity: int
+    num_reports: int = 1
+
+    @classmethod
+    def of(cls, ones: npt.NDArray[np.int64], *, bits_per_report: int, granularity: int) -> Messages:
+        """One user's messages: so many ones in each coordinate, then zeros."""
+        position = 8 * np.arange(-(-bits_per_report // 8), dtype=np.int64)
+        bits = np.empty((len(ones), len(position)), np.uint8)
+        rows = max(1, _CHUNK // max(len(position), 1))
+        for start in range(0, len(ones), rows):
+            filled = np.clip(ones[start : start + rows, None] - position[None, :], 0, 8)
+            bits[start : start + rows] = (0xFF00 >> filled) & 0xFF
+        return cls(bits, bits_per_report, granularity)
+
+    def ones(self) -> npt.NDArray[np.int64]:
+        """How many bits of each coordinate are 1, shape (d,)."""
+        found = np.zeros(len(self.bits), np.int64)
+        columns = max(1, _CHUNK // max(len(self.bits), 1))
+        for start in range(0, self.bits.shape[1], columns):
+            found += _POPULATION[self.bits[:, start : start + columns]].sum(axis=1, dtype=np.int64)
+        return found
+
+
+def shuffled(messages: Sequence[Messages], generator: np.random.Generator) -> Messages:
+    """All messages of these, in random order."""
+    first = messages[0]
+    reports = sum(each.num_reports for each in messages)
+    total = reports * first.bits_per_report
+    bits = np.empty((len(first.bits), -(-total // 8)), np.uint8)
+    for coordinate in range(len(bits)):
+        pooled = np.concatenate(
+            [np.unpackbits(each.bits[coordinate], count=each.num_reports * each.bits_per_report) for each in messages]
+        )
+        generator.shuffle(pooled)
+        bits[coordinate] = np.packbits(pooled)
+    return Messages(bits, first.bits_per_report, first.granularity, reports)
+
+
+_POPULATION = np.array([value.bit_count() for value in range(256)], np.uint8)
