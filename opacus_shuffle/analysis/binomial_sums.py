@@ -1,24 +1,28 @@
 r"""Integer sums hidden by binomial noise: one exact hockey stick, and one Gaussian mechanism that covers them all.
 
-In a multi-message shuffle protocol user i holds w ∈ [0, g]^d, rounds every coordinate at random to a neighbouring integer, and the
-analyzer sees, coordinate by coordinate, the sum of the rounded values plus Bin(m, p). Replacing one user's w by w′ moves the
-sums by an amount that is random, anywhere in the ball ‖w − w′‖₂ ≤ g, and spread over d coordinates in any way.
+In a multi-message shuffle protocol user i holds w ∈ [0, g]^d, rounds every coordinate at random to a neighbouring integer, and
+the analyzer sees, coordinate by coordinate, the sum of the rounded values plus Bin(m, p). Replacing one user's w by w′ moves
+the sums by an amount that is random, anywhere in the ball ‖w − w′‖₂ ≤ g, and spread over d coordinates in any way.
 
 **One coordinate, exactly** (:func:`hockey_stick`). A binomial is log-concave, so the likelihood ratio of B + k and B grows with
 the outcome and the best test is a threshold: δ(ε) is a difference of two tails. By the same token it grows with k, and a
 randomly rounded value is a mixture of integers (round w and w′ with one common coin: they differ by at most ⌈|w − w′|⌉ ≤ g), so
 for d = 1 the worst case over all data sets is the integer shift g, in one direction or the other.
 
-**Any number of coordinates** (:func:`gaussian_bound`). Let F be the distribution function of Bin(m, p), f its probabilities, and
-z(y) = Φ⁻¹(F(y)). Write X_w for one user's rounded value plus the noise: P(X_w ≤ y) = (1−u)F(y−i) + uF(y−i−1) for w = i + u.
+**Any number of coordinates** (:func:`gaussian_bound`). Let F be the distribution function of Bin(m, p), f its probabilities,
+and z(y) = Φ⁻¹(F(y)). Write X_w for one user's rounded value plus the noise: P(X_w ≤ y) = (1−u)F(y−i) + uF(y−i−1) for w = i + u.
     1. For fixed y, w ↦ Φ⁻¹(P(X_w ≤ y)) falls with slope at most c = max_y f(y)/min(φ(z(y−1)), φ(z(y))), the maximum being over
        the y − i that occur: the derivative of the numerator is −f(y−i), and Φ⁻¹(P) lies between z(y−i−1) and z(y−i).
     2. The ratio of X_w′ to X_w is monotone (log-concavity again), so their trade-off function is the polygon through the
-       thresholds' points. By 1. all of these lie on or above the trade-off function of N(0, 1) against N(c|w − w′|, 1), which is
-       convex: so does the polygon. By Blackwell's theorem the pair is a post-processing of those Gaussians.
-    3. In the far tails, where z falls off a lattice, c would be infinite. There the outcomes are lumped together, lowest and highest
-       thresholds becoming the polygon's ends (the first and last chords join points *on* the Gaussian's curve, so 2. holds
-       as it is). Lumping changes nothing but what happens with probability ``lost`` under the first data set of either direction.
+       thresholds' points. By 1. all of these lie on or above the trade-off function of N(0, 1) against N(c|w − w′|, 1), which
+       is convex: so does the polygon. By Blackwell's theorem the pair is a post-processing of those Gaussians.
+    3. In the far tails, where z falls off a lattice, c would be infinite. There the outcomes are lumped together, lowest and
+       highest thresholds becoming the polygon's ends (the first and last chords join points *on* the Gaussian's curve, so 2.
+       holds as it is). The thresholds y that 1. allows for values from w to w′
+       run from lo + ⌈w′⌉ − 1 to hi + ⌊w⌋, where the maximum in c is over [lo, hi]. So whichever value in between is the true one,
+       an outcome is lumped only if B ≤ lo + g or B > hi − g: lumping changes nothing but what has that probability, ``lost``.
+       The same thresholds do for any number of values in between, as sampling asks for (a user's two values, and the value of
+       whoever takes the place of a user who is not drawn).
     4. Coordinates are independent, so all d together are a post-processing of one Gaussian mechanism with
        μ = c·‖w − w′‖₂ ≤ c·g, whatever the direction: δ(ε) ≤ δ_Gauss(ε; c·g) + d·lost, for every pair of neighbours. Rounds
        compose as Gaussians do, adaptively: μ² and ``lost`` add up.
@@ -123,7 +127,7 @@ def hockey_stick(noise: BinomialNoise, *, shift: int, epsilon: float) -> float:
 
 
 def _upward(noise: BinomialNoise, shift: int, epsilon: float) -> float:
-    """sup over thresholds of P(B + k > y) − e^ε·P(B > y)."""
+    """Supremum over thresholds of P(B + k > y) − e^ε·P(B > y)."""
     if shift == 0:
         return 0.0
     m, p = noise.trials, noise.probability

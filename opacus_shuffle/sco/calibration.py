@@ -2,8 +2,8 @@ r"""How fine the grid, how many noise bits: the printed constants, or the least 
 
 One user's coordinate travels as g bits that say where on the grid it lies and b noise bits that are 1 with probability p.
 
-**paper**: SCO Theorem A.6 (Claim A.8, Corollary A.9 with drop-outs), constants as printed. **tight**: p = ½, and for every b the
-largest g, that is the least noise in the value's own units, whose Gaussian bound
+**paper**: SCO Theorem A.6 (Claim A.8, Corollary A.9 with drop-outs), constants as printed. **tight**: p = ½, and for every b
+the largest g, that is the least noise in the value's own units, whose Gaussian bound
 (:mod:`opacus_shuffle.analysis.binomial_sums`) meets (ε, δ); b is the smallest with which the variance is within
 :data:`OVERHEAD` of the limit for infinitely many bits (rounding to the grid costs 1/b of the noise, the binomial's tails the
 rest). Both are proved for every data set; the variances are some hundred thousand times apart:
@@ -77,15 +77,16 @@ def check_privacy(epsilon: float, delta: float, honest_fraction: float, calibrat
     """The four in the ranges of SCO Theorem A.6 and Claim A.8."""
     if positive("epsilon", epsilon) > LARGEST_EPSILON:
         raise ValueError(
-            f"epsilon must not exceed {LARGEST_EPSILON:g}, got {epsilon!r}: SCO Theorem 3.2 says nothing beyond, and e^15 is no "
-            "protection worth its name; choose a smaller one"
+            f"epsilon must not exceed {LARGEST_EPSILON:g}, got {epsilon!r}: SCO Theorem 3.2 says nothing beyond, and e^15 is "
+            "no protection worth its name; choose a smaller one"
         )
     if open_unit_interval("delta", delta) >= 0.5:
         raise ValueError(f"delta must be below 1/2 (SCO Theorem 3.2), got {delta!r}; 1/num_users**1.1 is a usual choice")
     fraction = finite_number("honest_fraction", honest_fraction)
     if not SMALLEST_HONEST_FRACTION - 1e-12 <= fraction <= 1:
         raise ValueError(
-            f"honest_fraction must lie in [1/3, 1], got {honest_fraction!r}: SCO Claim A.8 covers no smaller share of honest users"
+            f"honest_fraction must lie in [1/3, 1], got {honest_fraction!r}: SCO Claim A.8 covers no smaller share of honest "
+            "users"
         )
     one_of("calibration", calibration, CALIBRATIONS)
     if calibration == "paper" and fraction < 1 and epsilon * fraction > 1:
@@ -195,8 +196,8 @@ def _cheapest(num_users: int, honest: int, largest_granularity: Callable[[Binomi
                 return plan
         bits = math.ceil(bits * _PACE)
     raise ValueError(
-        f"no protocol with fewer than 2**50 noise bits gets there for num_users={num_users}: raise epsilon or delta, or take fewer "
-        "rounds"
+        f"no protocol with fewer than 2**50 noise bits gets there for num_users={num_users}: raise epsilon or delta, or take "
+        "fewer rounds"
     )
 
 

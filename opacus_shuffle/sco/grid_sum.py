@@ -1,8 +1,8 @@
 """What the scalar and the vector protocol share: users put numbers on a grid, add noise bits, and the analyzer counts.
 
-A protocol here is a *plan* (:class:`~opacus_shuffle.sco.calibration.GridPlan`: how fine, how many noise bits) and thin executors.
-:meth:`GridSum.simulate` draws the analyzer's answer at once, without any messages: the sum of the rounded values plus one binomial per
-coordinate has the same law as what the bits add up to.
+A protocol here is a *plan* (:class:`~opacus_shuffle.sco.calibration.GridPlan`: how fine, how many noise bits) and thin
+executors. :meth:`GridSum.simulate` draws the analyzer's answer at once, without any messages: the sum of the rounded values
+plus one binomial per coordinate has the same law as what the bits add up to.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GridSum:
 
     @property
     def variance(self) -> float:
-        """Of each coordinate of the answer when all users take part: noise, and rounding at its worst (1/4 grid step² a user)."""
+        """Of each coordinate of the answer when all users take part: noise, and rounding at its worst (¼ grid step² a user)."""
         return (self._span / self.granularity) ** 2 * self._plan.variance(self.num_users)
 
     @property
@@ -300,8 +300,8 @@ class GridSum:
     def _round(self, points: torch.Tensor, draws: torch.Generator) -> torch.Tensor:
         """Points on the grid, rounded at random so that the mean is kept: int64.
 
-        Rounding is ⌊place + U⌋ with U uniform. The first 16 bits of U decide all but one in 65,536, and cost a quarter of what 64
-        do; the rest of U is drawn where it matters.
+        Rounding is ⌊place + U⌋ with U uniform. The first 16 bits of U decide all but one in 65,536, and cost a quarter of what
+        64 do; the rest of U is drawn where it matters.
         """
         place = self._place(points).mul_(_SIXTEEN_BITS)
         coarse = place.floor()

@@ -1,7 +1,7 @@
 """What travels: bits that carry the label of their coordinate, packed eight to a byte.
 
-A user's messages are, for each coordinate, ``ones`` bits that are 1 and the rest 0; the shuffler permutes all users' messages at
-random. Labels travel with their bits, so a random permutation of everything is, read label by label, an independent random
+A user's messages are, for each coordinate, ``ones`` bits that are 1 and the rest 0; the shuffler permutes all users' messages
+at random. Labels travel with their bits, so a random permutation of everything is, read label by label, an independent random
 permutation of every coordinate's bits: that is how it is held here, one row of packed bits per coordinate.
 
 >>> import numpy as np

@@ -1,8 +1,8 @@
 r"""``ShuffleVectorSum``: the sum of users' vectors of bounded ℓ₂ norm, with multi-message shuffle privacy (SCO Algorithm 2).
 
-Every coordinate of a user's vector, shifted by Δ₂ into [0, 2Δ₂], is rounded at random to a grid of g steps and sent as that many
-ones among g bits, with b noise bits besides; all bits carry their coordinate's label. Shuffled, a coordinate's bits tell their
-number of ones and nothing else: the sum of the rounded values plus Bin(b·n, p).
+Every coordinate of a user's vector, shifted by Δ₂ into [0, 2Δ₂], is rounded at random to a grid of g steps and sent as that
+many ones among g bits, with b noise bits besides; all bits carry their coordinate's label. Shuffled, a coordinate's bits tell
+their number of ones and nothing else: the sum of the rounded values plus Bin(b·n, p).
 
 >>> import torch
 >>> protocol = ShuffleVectorSum(1000, 20, 1.0, epsilon=1.0, delta=1e-6, calibration="tight")
@@ -54,8 +54,8 @@ class ShuffleVectorSum(GridSum):
         mu: One round is a μ-Gaussian mechanism, but for a probability ``lost``.
 
     Formal Guarantees:
-        (ε, δ)-DP of all the shuffled messages, for every data set, replacement adjacency, up to the floating-point arithmetic of
-        the random numbers. ``"paper"``: SCO Theorem A.6, Corollary A.9. ``"tight"``: the Gaussian bound of
+        (ε, δ)-DP of all the shuffled messages, for every data set, replacement adjacency, up to the floating-point arithmetic
+        of the random numbers. ``"paper"``: SCO Theorem A.6, Corollary A.9. ``"tight"``: the Gaussian bound of
         :mod:`opacus_shuffle.analysis.binomial_sums`, whose worst case is over the whole ball and both directions. Anyone may
         drop out, as long as the share of honest users holds; how many take part is not hidden.
 
@@ -106,8 +106,8 @@ class ShuffleVectorSum(GridSum):
             epsilon: ε of all rounds together.
             delta: δ of all rounds together.
             rounds: T.
-            calibration: ``"paper"``: every round gets ε/(2√(2T·ln(1/δ))) and δ/(T+1) (SCO Algorithm 5). ``"tight"``: μ of a round is
-                1/√T of the total's.
+            calibration: ``"paper"``: every round gets ε/(2√(2T·ln(1/δ))) and δ/(T+1) (SCO Algorithm 5). ``"tight"``: μ of a
+                round is 1/√T of the total's.
             honest_fraction: See there.
             mu: For ``"tight"``: what each round may be instead, where sampling of the users was accounted for.
 
