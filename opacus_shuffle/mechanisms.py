@@ -2,7 +2,8 @@
 
 In the shuffle-Gaussian family a report is a vector clipped to norm C plus its sender's own N(0, σ²C²I), and the adversary sees
 the round's reports in random order (and how many there are): ``noise_multiplier`` is that local σ. :class:`ShuffledWeights` is
-DP-SGD, one trusted server that adds noise once to the sum, followed by a permutation of weights: there it is the sum's σ.
+DP-SGD, one trusted server that adds noise once to the sum, followed by a permutation of weights: there it is the sum's σ. So it
+is for :class:`ShuffledSums`, whose reports are bits that only add up to a noised sum.
 
 >>> ShuffledCheckIn(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1).expected_reports
 6000.0
@@ -16,7 +17,15 @@ from typing import ClassVar
 
 from opacus_shuffle.analysis.fenton_wilkinson import dimensions
 from opacus_shuffle.analysis.mean_ratio import Sampling
-from opacus_shuffle.validation import noise_level, positive, sampling_rate, whole_number
+from opacus_shuffle.validation import (
+    finite_number,
+    noise_level,
+    one_of,
+    open_unit_interval,
+    positive,
+    sampling_rate,
+    whole_number,
+)
 
 
 def whole_reports(expected: float) -> int:
@@ -151,6 +160,75 @@ class ShuffledWeights(Mechanism):
         return min(1.0, (self.batch_clip or self.clip) / self.clip)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShuffledSums(Mechanism):
+    """SCO Algorithm 2: clipped vectors summed by a multi-message shuffle protocol, on samples of fixed size.
+
+    The adversary sees every bit with its coordinate, so the sum of all rounded vectors and binomial noise. Plain numbers for
+    these fields come from a :class:`~opacus_shuffle.sco.vector_sum.ShuffleVectorSum`.
+
+    Attributes:
+        noise_multiplier: 2/μ: over the clipping norm, the noise of the Gaussian mechanism on the **sum** that is no more
+            private than a round. (Replacing a record moves the sum by up to twice the norm.)
+        num_users: n, the whole data set.
+        sample_rate: γ = B/n, the share of it in each round, drawn afresh and in secret.
+        dimension: d, entries of a vector.
+        granularity: g, steps of the grid from −C to C.
+        noise_trials: m, the honest reports' noise bits of one coordinate together.
+        bit_probability: p, that a noise bit is 1.
+        lost: The probability that μ does not cover, one round.
+        epsilon: ε of one round by the protocol's own calibration, everyone in it.
+        delta: δ of one round, likewise.
+        calibration: ``"paper"`` (SCO Theorem A.6's constants) or ``"tight"``.
+        honest_fraction: The share of a round's reports that carry their noise for certain.
+    """
+
+    name: ClassVar[str] = "shuffled_sums"
+    sampling: ClassVar[Sampling] = "without_replacement"
+    released: ClassVar[str] = "all the shuffled messages"
+    zeroed: ClassVar[str] = "one record's gradient is zero"
+    dimension: int = 0
+    granularity: int = 0
+    noise_trials: int = 0
+    bit_probability: float = 0.5
+    lost: float = 0.0
+    epsilon: float = 0.0
+    delta: float = 0.0
+    calibration: str = "tight"
+    honest_fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dimension == 0:
+            raise ValueError(
+                "shuffled_sums is described by its protocol, not by a noise_multiplier alone: build a "
+                "opacus_shuffle.sco.ShuffleVectorSum, whose statement() and exact_epsilon() say what it costs, and train with "
+                "PrivacyEngine(accountant='shuffled_sums').make_private(..., aggregator=protocol)"
+            )
+        for field in ("dimension", "granularity", "noise_trials"):
+            object.__setattr__(self, field, whole_number(field, getattr(self, field)))
+        for field in ("bit_probability", "delta"):
+            object.__setattr__(self, field, open_unit_interval(field, getattr(self, field)))
+        if not 0 <= finite_number("lost", self.lost) < 1:
+            raise ValueError(f"lost must lie in [0, 1), got {self.lost!r}")
+        positive("epsilon", self.epsilon)
+        one_of("calibration", self.calibration, ("paper", "tight"))
+        sampling_rate("honest_fraction", self.honest_fraction)
+        reports = whole_number("round(sample_rate * num_users)", round(self.expected_reports))
+        object.__setattr__(self, "sample_rate", reports / self.num_users)
+
+    @property
+    def mu(self) -> float:
+        """μ of one round that everyone takes part in, replacement adjacency."""
+        return 2 / self.noise_multiplier
+
+    @property
+    def noise_std(self) -> float:
+        """The binomial noise of one coordinate of the sum, honest reports' alone, over the clipping norm."""
+        variance = self.noise_trials * self.bit_probability * (1 - self.bit_probability)
+        return 2 * math.sqrt(variance) / self.granularity
+
+
 MECHANISMS: dict[str, type[Mechanism]] = {
-    mechanism.name: mechanism for mechanism in (ShuffleGauss, SubsampledShuffle, ShuffledCheckIn, ShuffledWeights)
+    mechanism.name: mechanism for mechanism in (ShuffleGauss, SubsampledShuffle, ShuffledCheckIn, ShuffledWeights, ShuffledSums)
 }

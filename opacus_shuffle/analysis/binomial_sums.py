@@ -18,8 +18,8 @@ and z(y) = Φ⁻¹(F(y)). Write X_w for one user's rounded value plus the noise:
        is convex: so does the polygon. By Blackwell's theorem the pair is a post-processing of those Gaussians.
     3. In the far tails, where z falls off a lattice, c would be infinite. There the outcomes are lumped together, lowest and
        highest thresholds becoming the polygon's ends (the first and last chords join points *on* the Gaussian's curve, so 2.
-       holds as it is). The thresholds y that 1. allows for values from w to w′
-       run from lo + ⌈w′⌉ − 1 to hi + ⌊w⌋, where the maximum in c is over [lo, hi]. So whichever value in between is the true one,
+       holds as it is). The thresholds y that 1. allows for values from w to w′ run from lo + ⌈w′⌉ − 1 to hi + ⌊w⌋, where the
+       maximum in c is over [lo, hi]. So whichever value in between is the true one,
        an outcome is lumped only if B ≤ lo + g or B > hi − g: lumping changes nothing but what has that probability, ``lost``.
        The same thresholds do for any number of values in between, as sampling asks for (a user's two values, and the value of
        whoever takes the place of a user who is not drawn).
