@@ -1,0 +1,255 @@
+"""The sets that optimisers stay in: Euclidean projections, and the diameter that every bound of SCO asks for.
+
+>>> import torch
+>>> ball = L2Ball(radius=2.0)
+>>> ball.project(torch.tensor([3.0, 4.0])).tolist()
+[1.2000000476837158, 1.600000023841858]
+>>> ball.diameter
+4.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from opacus_shuffle.validation import finite_number, positive, whole_number
+
+
+@runtime_checkable
+class Constraint(Protocol):
+    """A closed convex set with its Euclidean projection.
+
+    The optimisers trust both members: a ``project`` that is no Euclidean projection onto a convex set, or a ``diameter`` that
+    is too small, costs the bounds on the loss (never privacy).
+    """
+
+    @property
+    def diameter(self) -> float:
+        """The largest distance between two points of the set."""
+        ...
+
+    def project(self, theta: Tensor) -> Tensor:
+        """The point of the set that is nearest to ``theta`` (d,)."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class L2Ball:
+    """All points within ``radius`` of ``center``.
+
+    Args:
+        radius: Positive.
+        center: Vector of shape (d,), by default the origin (of any dimension).
+
+    Raises:
+        ValueError: The radius is not positive, or the centre is no finite vector.
+    """
+
+    radius: float
+    center: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "radius", positive("radius", self.radius))
+        if self.center is not None:
+            object.__setattr__(self, "center", _vector("center", self.center))
+
+    @property
+    def dimension(self) -> int | None:
+        """The centre's dimension; None if any will do."""
+        return None if self.center is None else len(self.center)
+
+    @property
+    def diameter(self) -> float:
+        """Twice the radius."""
+        return 2 * self.radius
+
+    def project(self, theta: Tensor) -> Tensor:
+        """The nearest point of the ball.
+
+        Args:
+            theta: A point (d,), or one in each row (B, d).
+
+        Returns:
+            As ``theta``, which is returned itself where it lies in the ball.
+
+        Raises:
+            ValueError: Of another dimension than the centre, or not finite.
+        """
+        _check_point(theta, self.dimension, "L2Ball")
+        center = torch.zeros_like(theta) if self.center is None else self.center.to(theta)
+        offset = theta - center
+        norms = torch.linalg.vector_norm(offset, dim=-1, keepdim=True)
+        shrunk = center + offset * (self.radius / norms.clamp_min(self.radius))
+        return torch.where(norms <= self.radius, theta, shrunk)
+
+
+@dataclass(frozen=True, eq=False)
+class Box:
+    """All points with ``low`` ≤ θ ≤ ``high`` in each coordinate.
+
+    Args:
+        low: A number for all coordinates, or a vector (d,).
+        high: Likewise; nowhere below ``low``, and above it somewhere.
+        dimension: d, needed for the diameter if both bounds are numbers.
+
+    Raises:
+        ValueError: The bounds are not finite, are out of order, or do not fit each other.
+    """
+
+    low: float | Tensor
+    high: float | Tensor
+    dimension: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {} if self.dimension is None else {"dimension": whole_number("dimension", self.dimension)}
+        for name in ("low", "high"):
+            bound = getattr(self, name)
+            if isinstance(bound, Tensor):
+                sizes[name] = len(_vector(name, bound))
+            object.__setattr__(self, name, _vector(name, bound) if isinstance(bound, Tensor) else finite_number(name, bound))
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"low, high and dimension must agree, got {sizes}; give vectors of one length")
+        object.__setattr__(self, "dimension", next(iter(sizes.values()), None))
+        width = torch.as_tensor(self.high) - torch.as_tensor(self.low)
+        if bool((width < 0).any()) or not bool((width > 0).any()):
+            raise ValueError(
+                f"low must not exceed high, and be below it somewhere, got low={self.low!r}, high={self.high!r}; swap them?"
+            )
+
+    @property
+    def diameter(self) -> float:
+        """The length of the diagonal.
+
+        Raises:
+            ValueError: Both bounds are numbers and no dimension was given.
+        """
+        if self.dimension is None:
+            raise ValueError("dimension must be given for the diameter of a Box whose bounds are numbers; pass dimension=d")
+        width = torch.as_tensor(self.high, dtype=torch.float64) - torch.as_tensor(self.low, dtype=torch.float64)
+        return float(torch.linalg.vector_norm(width.expand(self.dimension)))
+
+    def project(self, theta: Tensor) -> Tensor:
+        """The nearest point of the box.
+
+        Args:
+            theta: A point (d,), or one in each row (B, d).
+
+        Returns:
+            As ``theta``.
+
+        Raises:
+            ValueError: Of another dimension than the box, or not finite.
+        """
+        _check_point(theta, self.dimension, "Box")
+        low, high = (torch.as_tensor(bound).to(theta) for bound in (self.low, self.high))
+        return torch.minimum(torch.maximum(theta, low), high)
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """A set known by its projection alone, as :func:`as_constraint` makes of a callable.
+
+    Args:
+        function: From a point (d,) to the nearest point of the set (d,).
+        diameter: An upper bound on the largest distance between two points of the set.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    diameter: float
+
+    def project(self, theta: Tensor) -> Tensor:
+        """The nearest point of the set.
+
+        Args:
+            theta: A point (d,).
+
+        Returns:
+            As ``theta``.
+
+        Raises:
+            ValueError: ``theta`` is not finite, or the function did not return a finite tensor of its shape.
+        """
+        _check_point(theta, None, "the projection")
+        point: Any = self.function(theta.clone())  # it may work in place
+        if not isinstance(point, Tensor) or point.shape != theta.shape or not bool(torch.isfinite(point).all()):
+            found = f"a tensor of shape {tuple(point.shape)}" if isinstance(point, Tensor) else type(point).__name__
+            if isinstance(point, Tensor) and point.shape == theta.shape:
+                found = "NaN or infinite entries"
+            raise ValueError(
+                f"constraint must return a finite tensor of theta's shape {tuple(theta.shape)}, got {found}; "
+                "return the point of the set that is nearest to theta"
+            )
+        return point.detach().to(theta)
+
+
+def as_constraint(value: Any, diameter: float | None = None) -> Constraint:
+    """A constraint from what users pass as one.
+
+    Args:
+        value: A :class:`Constraint`, which is returned as it is, or a callable from θ (d,) to its projection (d,).
+        diameter: The set's diameter (or an upper bound on it), for a callable, which does not tell. An object keeps its own.
+
+    Returns:
+        The constraint.
+
+    Raises:
+        ValueError: It is neither, or has no diameter.
+    """
+    # A class has these members, too, and a Box's diameter may raise: hence not isinstance(value, Constraint).
+    if not isinstance(value, type) and hasattr(type(value), "project"):
+        if not _knows_diameter(value):
+            raise ValueError(f"constraint must have a diameter besides project, got {value!r}; add the attribute")
+        positive("constraint.diameter", value.diameter)
+        known: Constraint = value
+        return known
+    if isinstance(value, type) or not callable(value):
+        raise ValueError(
+            f"constraint must be an L2Ball, a Box, an object with project(theta) and diameter, or a callable, got {value!r}"
+        )
+    if diameter is None:
+        raise ValueError("diameter must be given when the constraint is a callable, which does not tell it; pass diameter=...")
+    return Projection(value, positive("diameter", diameter))
+
+
+def project_rows(constraint: Constraint, points: Tensor) -> Tensor:
+    """Every row's projection.
+
+    Args:
+        constraint: The set.
+        points: (B, d).
+
+    Returns:
+        (B, d).
+    """
+    if isinstance(constraint, L2Ball | Box):
+        return constraint.project(points)
+    return torch.stack([constraint.project(point) for point in points]) if len(points) else points
+
+
+def _knows_diameter(value: Any) -> bool:
+    """Whether there is such a member, be it one that raises when asked."""
+    return hasattr(type(value), "diameter") or "diameter" in getattr(value, "__dict__", {})
+
+
+def _vector(name: str, value: Any) -> Tensor:
+    """A copy of a finite vector, in double precision."""
+    if not isinstance(value, Tensor) or value.ndim != 1 or not len(value) or not bool(torch.isfinite(value).all()):
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.ndim != 1 else repr(value)
+        raise ValueError(f"{name} must be a finite tensor of shape (d,), got {found}")
+    return value.detach().to("cpu", torch.float64, copy=True)
+
+
+def _check_point(theta: Any, dimension: int | None, where: str) -> None:
+    """Refuses what cannot be projected."""
+    if not isinstance(theta, Tensor) or not theta.is_floating_point() or theta.ndim not in (1, 2):
+        found = f"{theta.dtype} of shape {tuple(theta.shape)}" if isinstance(theta, Tensor) else type(theta).__name__
+        raise ValueError(f"theta must be a floating-point tensor of shape (d,), got {found}")
+    if dimension is not None and theta.shape[-1] != dimension:
+        raise ValueError(f"theta must have the dimension {dimension} of {where}, got {theta.shape[-1]}")
+    if not bool(torch.isfinite(theta).all()):
+        raise ValueError(f"theta must be finite to be projected onto {where}, got NaN or infinite entries; take smaller steps")

@@ -1,0 +1,212 @@
+"""Convex losses of a linear score: logistic, absolute, hinge and squared, with what theorems ask of them.
+
+Each is h(⟨θ, x⟩, y) with a convex *link* h. If |h′| ≤ l and |h″| ≤ m, and ‖x‖ ≤ R for every user, the loss is (l·R)-Lipschitz
+and (m·R²)-smooth in θ.
+
+>>> import torch
+>>> features, labels = torch.tensor([[3.0, 4.0]]), torch.tensor([-1.0])
+>>> hinge_loss(torch.tensor([0.1, 0.1]), (features, labels))
+tensor([1.7000])
+>>> LINKS["logistic"].smoothness * 5.0**2  # of the logistic loss of this record, whose features have norm 5
+6.25
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from opacus_shuffle.validation import one_of, positive
+
+Function = Callable[[Tensor, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A convex function h(s, y) of a score s, elementwise over a batch, and what is known of it.
+
+    Args:
+        name: For messages.
+        value: h: scores (B,) and targets to (B,).
+        derivative: h′ in the score, any subgradient at a kink; by default by automatic differentiation of ``value``.
+        lipschitz: The largest |h′|; None if unbounded or unknown.
+        smoothness: The largest |h″|; None if h has kinks or it is unknown.
+        coefficient: For a closed form of the proximal point: from scores s, targets and κ > 0 (all (B,)) to the a with
+            a ∈ ∂h(s − κa). By default it is found by bisection.
+        signed: Whether targets must be −1 or +1.
+    """
+
+    name: str
+    value: Function
+    derivative: Function = None  # type: ignore[assignment]
+    lipschitz: float | None = None
+    smoothness: float | None = None
+    coefficient: Callable[[Tensor, Any, Tensor], Tensor] | None = None
+    signed: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.value):
+            raise ValueError(f"value must be a callable h(scores, targets), got {self.value!r}")
+        if self.derivative is None:
+            object.__setattr__(self, "derivative", self._differentiate)
+        for name in ("lipschitz", "smoothness"):
+            if getattr(self, name) is not None:
+                positive(name, getattr(self, name))
+
+    def check(self, targets: Any) -> None:
+        """Refuses labels that are not −1 or +1, for which hinge and logistic losses are silently wrong.
+
+        Raises:
+            ValueError: This link needs such labels, and there are others.
+        """
+        if self.signed and not (isinstance(targets, Tensor) and targets.ndim == 1 and bool((targets.abs() == 1).all())):
+            raise ValueError(f"y must hold -1 and +1 only, in shape (B,), for the {self.name} loss; use 2 * y - 1 for 0 and 1")
+
+    def _differentiate(self, scores: Tensor, targets: Any) -> Tensor:
+        """h′ by one backward pass: the sum's gradient, since h is elementwise."""
+        with torch.enable_grad():
+            variable = scores.detach().clone().requires_grad_()
+            values = self.value(variable, targets)
+            if values.shape != scores.shape or not values.requires_grad:
+                raise ValueError(
+                    f"link must map scores {tuple(scores.shape)} to as many values by differentiable operations, "
+                    f"got shape {tuple(values.shape)}"
+                )
+            return torch.autograd.grad(values.sum(), variable)[0]
+
+
+def as_link(value: str | Link | Function) -> Link:
+    """A link from its name ("absolute", "hinge", "logistic", "squared"), itself, or a function h(scores, targets).
+
+    Raises:
+        ValueError: It is none of them.
+    """
+    if isinstance(value, Link):
+        return value
+    if isinstance(value, str) or not callable(value):
+        found: Link = LINKS[one_of("link", value, LINKS)]
+        return found
+    return Link(getattr(value, "__name__", "given"), value)
+
+
+def logistic_loss(theta: Tensor, batch: Any) -> Tensor:
+    """log(1 + exp(−y⟨θ, x⟩)), y = ±1: ‖x‖-Lipschitz and ‖x‖²/4-smooth.
+
+    Args:
+        theta: (d,).
+        batch: Features (B, d) and labels (B,) of −1 and +1.
+
+    Returns:
+        (B,).
+    """
+    return _of_scores(_logistic, theta, batch)
+
+
+def absolute_loss(theta: Tensor, batch: Any) -> Tensor:
+    """|⟨θ, x⟩ − y|: ‖x‖-Lipschitz, not smooth.
+
+    Args:
+        theta: (d,).
+        batch: Features (B, d) and targets (B,).
+
+    Returns:
+        (B,).
+    """
+    return _of_scores(_absolute, theta, batch)
+
+
+def hinge_loss(theta: Tensor, batch: Any) -> Tensor:
+    """max(0, 1 − y⟨θ, x⟩), y = ±1: ‖x‖-Lipschitz, not smooth.
+
+    Args:
+        theta: (d,).
+        batch: Features (B, d) and labels (B,) of −1 and +1.
+
+    Returns:
+        (B,).
+    """
+    return _of_scores(_hinge, theta, batch)
+
+
+def squared_loss(theta: Tensor, batch: Any) -> Tensor:
+    """(⟨θ, x⟩ − y)²/2: ‖x‖²-smooth; (‖x‖·max|⟨θ, x⟩ − y|)-Lipschitz on a bounded set only.
+
+    Args:
+        theta: (d,).
+        batch: Features (B, d) and targets (B,).
+
+    Returns:
+        (B,).
+    """
+    return _of_scores(_squared, theta, batch)
+
+
+def link_of(loss: Any) -> Link | None:
+    """The link of one of this module's losses; None for any other function."""
+    return next((LINKS[name] for name, known in _LOSSES.items() if known is loss), None)
+
+
+def _of_scores(function: Function, theta: Tensor, batch: Any) -> Tensor:
+    """h(⟨θ, x⟩, y), in θ's precision."""
+    features, targets = batch
+    return function(features.to(theta.dtype) @ theta, targets.to(theta.dtype))
+
+
+def _logistic(scores: Tensor, labels: Tensor) -> Tensor:
+    return -logsigmoid(labels * scores)  # softplus would drop the last 2e-9 beyond its threshold
+
+
+def _absolute(scores: Tensor, targets: Tensor) -> Tensor:
+    return (scores - targets).abs()
+
+
+def _hinge(scores: Tensor, labels: Tensor) -> Tensor:
+    return (1 - labels * scores).clamp_min(0)
+
+
+def _squared(scores: Tensor, targets: Tensor) -> Tensor:
+    return (scores - targets) ** 2 / 2
+
+
+LINKS: dict[str, Link] = {
+    "logistic": Link(
+        "logistic",
+        _logistic,
+        lambda s, y: -y * torch.sigmoid(-y * s),
+        lipschitz=1.0,
+        smoothness=0.25,
+        signed=True,
+    ),
+    "absolute": Link(
+        "absolute",
+        _absolute,
+        lambda s, y: torch.sign(s - y),
+        lipschitz=1.0,
+        # The residual shrinks by κ, but not beyond zero.
+        coefficient=lambda s, y, k: ((s - y) / k).clamp(-1, 1),
+    ),
+    "hinge": Link(
+        "hinge",
+        _hinge,
+        lambda s, y: -y * (y * s < 1),
+        lipschitz=1.0,
+        # The margin grows by κ, but not beyond one.
+        coefficient=lambda s, y, k: -y * ((1 - y * s) / k).clamp(0, 1),
+        signed=True,
+    ),
+    "squared": Link(
+        "squared",
+        _squared,
+        lambda s, y: s - y,
+        smoothness=1.0,
+        coefficient=lambda s, y, k: (s - y) / (1 + k),
+    ),
+}
+"""The links by name."""
+
+_LOSSES = {"logistic": logistic_loss, "absolute": absolute_loss, "hinge": hinge_loss, "squared": squared_loss}

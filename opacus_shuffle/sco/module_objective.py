@@ -1,0 +1,283 @@
+"""Networks as objectives: θ is the flat vector of a module's trainable parameters.
+
+>>> import torch
+>>> from torch import nn
+>>> _ = torch.manual_seed(0)
+>>> network = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+>>> objective = ModuleObjective(network, nn.CrossEntropyLoss())
+>>> batch = torch.randn(5, 4), torch.tensor([0, 1, 1, 0, 1])
+>>> objective.gradients(objective.initial, batch).shape
+torch.Size([5, 23])
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from opacus.grad_sample import GradSampleModule
+from opacus.grad_sample.gsm_base import AbstractGradSampleModule
+from opacus.validators import ModuleValidator
+from torch import Tensor, nn
+
+from opacus_shuffle.opacus_defects import refuse_broken_attention, tied_parameters
+from opacus_shuffle.sco.objective import (
+    Objective,
+    map_data,
+    no_random_draws,
+    number_of_users,
+    one_loss,
+    refuse_randomness_or_memory,
+)
+from opacus_shuffle.validation import instance_of, one_of, whole_number
+
+_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
+
+
+class ModuleObjective(Objective):
+    """The losses ``criterion(module(inputs), targets)`` of single records.
+
+    The module is copied; training changes the copy alone until :meth:`load` writes a θ back. A batch is ``(inputs, targets)``;
+    inputs may be a tensor, a tuple of positional or a dict of keyword arguments. Floating-point data are converted to the
+    precision and moved to the device of the parameters; θ and gradients stay in double precision, on the CPU. Everything that
+    is not trainable stays as it was when the objective was made. (A network's losses are rarely convex: privacy does not ask,
+    but the theorems' loss bounds do.)
+
+    Args:
+        module: Any that Opacus accepts; a ``GradSampleModule`` is taken for the module that it wraps. Layers that mix records
+            (BatchNorm) are refused, and so are dropouts in training mode: the theorems need one fixed loss per record, so
+            switch them off (p = 0, or ``module.eval()``).
+        criterion: From outputs and targets to a loss; called on batches of one, so its reduction does not matter.
+        grad_sample: "functorch" (``torch.func``) or "hooks" (Opacus's ``GradSampleModule``, often faster for convolutions);
+            both give the same gradients. Inside Moreau envelopes, where every record has a θ of its own, only "functorch" will
+            do.
+        chunk_size: See :class:`~opacus_shuffle.sco.objective.Objective`.
+
+    Attributes:
+        dimension: The number of trainable parameters.
+        names: Their names, in θ's order.
+
+    Raises:
+        ValueError: The module cannot be used so; the message says why.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        criterion: Callable[..., Tensor],
+        *,
+        grad_sample: str = "functorch",
+        chunk_size: int = 1024,
+    ) -> None:
+        instance_of("module", module, (nn.Module,))
+        if not callable(criterion):
+            raise ValueError(f"criterion must be a callable criterion(outputs, targets), got {criterion!r}")
+        self._mode = one_of("grad_sample", grad_sample, ("functorch", "hooks"))
+        self.chunk_size = whole_number("chunk_size", chunk_size)
+        self._criterion = criterion
+        # The copy first: taking the hooks off the original would end the run that it may be in.
+        inner: Any = copy.deepcopy(module)
+        if isinstance(module, AbstractGradSampleModule):
+            inner, module = inner.to_standard_module(), module._module
+        elif hasattr(module, "autograd_grad_sample_hooks"):
+            raise ValueError(
+                "module must not carry Opacus's hooks unless as a GradSampleModule; pass the wrapper, or call its cleanup()"
+            )
+        self._module, self._copy = module, inner
+        own = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        if not own:
+            raise ValueError("module must have a trainable parameter, got none; set requires_grad")
+        self.names = [name for name, _ in own]
+        self._shapes = [tuple(parameter.shape) for _, parameter in own]
+        self._sizes = [parameter.numel() for _, parameter in own]
+        self.dimension = sum(self._sizes)
+        _check(inner, hooks=self._mode == "hooks")
+        self._parameters = [inner.get_parameter(name) for name in self.names]
+        self.rounding = max(torch.finfo(parameter.dtype).eps for parameter in self._parameters)
+        self._wrapped = self._wrap() if self._mode == "hooks" else None
+
+    @property
+    def initial(self) -> Tensor:
+        """The module's parameters as they are now, (d,), double precision."""
+        own = dict(self._module.named_parameters())
+        return torch.cat([own[name].detach().to("cpu", torch.float64).reshape(-1) for name in self.names])
+
+    def load(self, theta: Tensor) -> nn.Module:
+        """Writes a point into the module.
+
+        Args:
+            theta: (d,).
+
+        Returns:
+            The module.
+
+        Raises:
+            ValueError: It has another shape, or is not finite.
+        """
+        if not isinstance(theta, Tensor) or theta.shape != (self.dimension,) or not bool(torch.isfinite(theta).all()):
+            found = f"shape {tuple(theta.shape)}" if isinstance(theta, Tensor) else type(theta).__name__
+            raise ValueError(f"theta must be a finite tensor of shape ({self.dimension},), got {found}")
+        own = dict(self._module.named_parameters())
+        with torch.no_grad():
+            for name, piece in zip(self.names, self._pieces(theta), strict=True):
+                own[name].copy_(piece)
+        return self._module
+
+    def _pieces(self, theta: Tensor) -> Iterator[Tensor]:
+        """θ, cut into parameters."""
+        for piece, shape in zip(torch.split(theta, self._sizes), self._shapes, strict=True):
+            yield piece.view(shape)
+
+    def _prepare(self, batch: Any) -> Any:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise ValueError("batch must be a pair (inputs, targets) for a module")
+        like = self._parameters[0]
+        return map_data(
+            lambda x: x.detach().to(like.device, like.dtype if x.is_floating_point() else x.dtype), (batch[0], batch[1])
+        )
+
+    def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        before = [(id(buffer), buffer._version) for buffer in self._copy.buffers()]
+        try:
+            result = self._by_hooks(theta, batch) if self._wrapped is not None else self._by_functorch(theta, batch)
+        except RuntimeError as error:
+            refuse_randomness_or_memory(error, "module")
+            raise ValueError(
+                f"module must run on this batch and give each record a gradient by grad_sample={self._mode!r}, but PyTorch "
+                f"says: {str(error).splitlines()[0]}"
+            ) from error
+        if before != [(id(buffer), buffer._version) for buffer in self._copy.buffers()]:
+            raise ValueError("module must leave its buffers alone, got one that changes them, so that records mix; call eval()")
+        return result
+
+    def _by_functorch(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        """By ``torch.func``."""
+        inputs, targets = batch
+        both = torch.func.vmap(torch.func.grad_and_value(self._one), in_dims=(None if theta.ndim == 1 else 0, 0, 0))
+        with torch.enable_grad():
+            gradients, losses = both(theta.to(self._parameters[0].device), inputs, targets)
+        return losses.detach(), gradients.detach()
+
+    def _one(self, theta: Tensor, inputs: Any, targets: Any) -> Tensor:
+        """One record's loss."""
+        like = self._parameters
+        values = {
+            name: piece.to(own.device, own.dtype)
+            for name, piece, own in zip(self.names, self._pieces(theta), like, strict=True)
+        }
+        args, keywords = _arguments(map_data(lambda x: x.unsqueeze(0), inputs))
+        outputs = torch.func.functional_call(self._copy, values, args, keywords)
+        return one_loss(self._criterion(outputs, map_data(lambda x: x.unsqueeze(0), targets)), "criterion")
+
+    def _by_hooks(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        """By Opacus."""
+        if theta.ndim != 1:
+            raise ValueError(
+                "grad_sample must be 'functorch' where every record has its own theta, as in a Moreau envelope, got 'hooks'"
+            )
+        inputs, targets = batch
+        with torch.no_grad():
+            for parameter, piece in zip(self._parameters, self._pieces(theta), strict=True):
+                parameter.copy_(piece)
+        wrapped: Any = self._wrapped
+        try:
+            with torch.enable_grad(), no_random_draws("module"):
+                args, keywords = _arguments(inputs)
+                losses = self._criteria(wrapped(*args, **keywords), targets)
+                torch.autograd.backward(losses.sum())
+            count = len(losses)
+            rows = [
+                torch.zeros(count, parameter.numel()).to(parameter)
+                if parameter.grad_sample is None  # no path from it to the loss
+                else parameter.grad_sample.reshape(count, -1)
+                for parameter in self._parameters
+            ]
+        except BaseException:
+            # What a broken pass leaves in the hooks would be added to the next one.
+            wrapped.cleanup()
+            for layer in self._copy.modules():
+                layer.__dict__.pop("activations", None)
+                layer.__dict__.pop("max_batch_len", None)
+            self._wrapped = self._wrap()
+            raise
+        result = losses.detach(), torch.cat([row.to("cpu", torch.float64) for row in rows], dim=1)
+        wrapped.zero_grad(set_to_none=True)
+        return result
+
+    def _criteria(self, outputs: Any, targets: Any) -> Tensor:
+        """Each record's loss from the whole batch's outputs."""
+
+        def one(output: Any, target: Any) -> Tensor:
+            first = [map_data(lambda x: x.unsqueeze(0), data) for data in (output, target)]
+            return one_loss(self._criterion(*first), "criterion")
+
+        if number_of_users((outputs, targets)) == 0:
+            raise ValueError("module must return outputs with the records as first dimension")
+        losses: Tensor = torch.func.vmap(one)(outputs, targets)
+        return losses
+
+    def _wrap(self) -> GradSampleModule:
+        """Opacus's hooks on the copy."""
+        _switch_training(self._copy)
+        try:
+            return GradSampleModule(self._copy, loss_reduction="sum")
+        except NotImplementedError as error:
+            raise ValueError(f"module must suit Opacus's hooks, which says: {error}; try grad_sample='functorch'") from error
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A module's arguments."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
+
+
+def _switch_training(module: nn.Module) -> None:
+    """Training mode for layers that train, outside which Opacus's hooks see nothing; others stay as they are."""
+    for layer in module.modules():
+        if any(parameter.requires_grad for parameter in layer.parameters(recurse=False)):
+            layer.training = True
+
+
+def _check(module: nn.Module, *, hooks: bool) -> None:
+    """Refuses what has no per-record gradients, by Opacus's rules and ours."""
+    flags = [(layer, layer.training) for layer in module.modules()]
+    module.train()  # or Opacus would refuse that alone
+    try:
+        errors = ModuleValidator.validate(module, strict=False)
+    finally:
+        for layer, training in flags:
+            layer.training = training
+    mixing = [
+        name or "the module itself"
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or not layer.track_running_stats)
+    ]
+    if errors or mixing:
+        reasons = "; ".join([str(error) for error in errors] + [f"{name} mixes the records of a batch" for name in mixing])
+        raise ValueError(
+            f"module must have per-record gradients, but: {reasons}; opacus.validators.ModuleValidator.fix may help"
+        )
+    refuse_broken_attention(module)
+    random = [
+        name or "the module itself"
+        for name, layer in module.named_modules()
+        if _draws(layer, trains=hooks and any(p.requires_grad for p in layer.parameters(recurse=False)))
+    ]
+    if random:
+        raise ValueError(
+            f"module must give one loss per record, but {', '.join(random)} would draw random numbers; set p=0 or call eval()"
+        )
+    tied = tied_parameters(module)
+    if hooks and any(module.get_parameter(name).requires_grad for name in tied):
+        raise ValueError(f"grad_sample must be 'functorch' for tied parameters ({', '.join(tied)}), got 'hooks'")
+
+
+def _draws(layer: nn.Module, *, trains: bool) -> bool:
+    """Whether a layer would draw random numbers."""
+    if not (layer.training or trains):
+        return False
+    chance = getattr(layer, "p" if isinstance(layer, _RANDOM) else "dropout", 0.0)
+    return isinstance(layer, nn.RReLU) or (isinstance(chance, int | float) and chance > 0)

@@ -1,0 +1,311 @@
+r"""Moreau envelopes: smooth stand-ins for losses with kinks (SCO Definition 4.5, Lemma 4.6), one record at a time.
+
+The β-envelope of a convex f is f_β(θ) = min_{p ∈ Θ} f(p) + (β/2)‖θ − p‖², its minimiser the *proximal point* p(θ). For f with
+subgradients of norm at most L, and θ in Θ:
+
+1. f_β is convex, β-smooth, and its gradients have norm at most L.
+2. ∇f_β(θ) = β(θ − p(θ)).
+3. f_β ≤ f ≤ f_β + L²/(2β).
+
+The paper has 2L for the L of item 1. L is right: p minimises a β-strongly convex function over Θ, so its value at θ, which is
+f(θ), is at least f(p) + (β/2)‖θ − p‖² + (β/2)‖θ − p‖², whence β‖θ − p‖² ≤ f(θ) − f(p) ≤ L‖θ − p‖. So private optimisers of the
+envelope need half the noise that Theorem 4.7 adds.
+
+Every user smooths its own loss and finds its own proximal point, on its own device: nothing more is sent.
+
+>>> import torch
+>>> from opacus_shuffle.sco.objective import Objective
+>>> envelope = MoreauEnvelope.generalized_linear("absolute", 2.0, dimension=1)
+>>> features, targets = torch.ones(3, 1), torch.tensor([0.0, 0.9, 5.0])
+>>> [round(value, 6) for value in envelope.gradients(torch.tensor([1.0]), (features, targets)).flatten().tolist()]
+[1.0, 0.2, -1.0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opacus_shuffle.sco.constraints import as_constraint, project_rows
+from opacus_shuffle.sco.losses import Function, Link, as_link
+from opacus_shuffle.sco.objective import LinearObjective, Objective, as_double, elementwise, number_of_users
+from opacus_shuffle.sco.proximal import (
+    ProximalPoints,
+    by_contraction,
+    by_cutting_planes,
+    linear_coefficients,
+    relative_error,
+    steps_for,
+)
+from opacus_shuffle.validation import finite_number, instance_of, positive, whole_number
+
+_MOST_STEPS = 1_000_000
+# By default gradients are wrong by this fraction of L at most.
+_ROUGH, _FINE = 0.02, 1e-6
+_TOLERANCE = 1e-9
+
+
+class MoreauEnvelope(Objective):
+    """The smoothed losses of an objective, itself an objective.
+
+    How proximal points are found, and what is proved of the error ‖p̂ − p‖ (and β times it, the error of the gradients):
+
+    * ``prox`` given: as you say.
+    * A generalised linear loss (:class:`~opacus_shuffle.sco.objective.LinearObjective`, which ``Objective.from_loss`` makes of
+      the losses in :mod:`opacus_shuffle.sco.losses`) without constraint: closed form or bisection, exact up to rounding.
+    * ``inner_smoothness`` given: a contraction, exponentially fast (:func:`~opacus_shuffle.sco.proximal.by_contraction`).
+    * Otherwise cutting planes (:func:`~opacus_shuffle.sco.proximal.by_cutting_planes`).
+
+    The last two take ``accuracy``, and stop each record as soon as its error is certified, or ``iterations``, and make so many;
+    in both cases what is promised holds for every convex L-Lipschitz loss, before any data are seen. Gradients are moved into
+    the ball of radius L, where the true ones are, so that the optimisers' protocol need never cut them.
+
+    Args:
+        objective: The losses f, convex in θ.
+        smoothness: β > 0.
+        lipschitz: L, a bound on the subgradients of f (on the constraint set, if there is one). Needed unless the proximal
+            points are exact.
+        constraint: The set Θ that proximal points are to stay in, as :func:`~opacus_shuffle.sco.constraints.as_constraint`
+            takes it; θ must lie in it. By default everything, as if f were defined everywhere (then its L must be, too).
+        diameter: Of a constraint that does not tell its own.
+        inner_smoothness: H, if ∇f is H-Lipschitz.
+        accuracy: The largest ‖p̂ − p‖ to be accepted; by default 0.02·L/β, or 1e-6·L/β with ``inner_smoothness``. With ``prox``,
+            what that promises (by default 0).
+        iterations: How many steps to make instead.
+        prox: From points (B, d) and a batch to proximal points (B, d).
+        chunk_size: See :class:`~opacus_shuffle.sco.objective.Objective`; by default the objective's.
+
+    Attributes:
+        smoothness: β.
+        lipschitz: A bound on the norm of the gradients: L; None if none was given.
+        gradient_factor: That bound over L: 1 (SCO Lemma 4.6: 2).
+        accuracy: A bound on ‖p̂ − p‖, up to rounding if it is 0.
+        gradient_error: A bound on the error of the gradients: β times the accuracy.
+        approximation_error: L²/(2β), by how much f may exceed its envelope; None if L is not known.
+
+    Raises:
+        ValueError: An argument is out of range, or would need more than a million steps. Later: the loss turns out not to be
+            convex or L-Lipschitz, or θ to be outside Θ. (That an error occurs depends on the data.)
+    """
+
+    gradient_factor = 1.0
+
+    def __init__(
+        self,
+        objective: Objective,
+        smoothness: float,
+        *,
+        lipschitz: float | None = None,
+        constraint: Any = None,
+        diameter: float | None = None,
+        inner_smoothness: float | None = None,
+        accuracy: float | None = None,
+        iterations: int | None = None,
+        prox: Callable[[Tensor, Any], Tensor] | None = None,
+        chunk_size: int | None = None,
+    ) -> None:
+        self.objective: Objective = instance_of("objective", objective, (Objective,))
+        self.dimension = objective.dimension
+        self.chunk_size = whole_number("chunk_size", objective.chunk_size if chunk_size is None else chunk_size)
+        self.smoothness = positive("smoothness", smoothness)
+        self.lipschitz = None if lipschitz is None else positive("lipschitz", lipschitz)
+        self.constraint = None if constraint is None else as_constraint(constraint, diameter)
+        self._inner = None if inner_smoothness is None else positive("inner_smoothness", inner_smoothness)
+        self._prox = prox
+        self._exact = prox is None and self.constraint is None and isinstance(objective, LinearObjective)
+        self._steps, self._stop_early = 0, False
+        if accuracy is not None and iterations is not None:
+            raise ValueError(f"accuracy and iterations cannot both be given, got {accuracy!r} and {iterations!r}; drop one")
+        if prox is not None:
+            self.accuracy = self._of_given_prox(prox, accuracy, iterations)
+        elif self._exact:
+            self.accuracy = 0.0
+        else:
+            self.accuracy = self._plan(accuracy, iterations)
+
+    @classmethod
+    def generalized_linear(
+        cls,
+        link: str | Link | Function,
+        smoothness: float,
+        *,
+        dimension: int,
+        lipschitz: float | None = None,
+        chunk_size: int = 1024,
+    ) -> MoreauEnvelope:
+        """The envelope of h(⟨θ, x⟩, y), exact, of batches ``(x, y)``.
+
+        Args:
+            link: "absolute", "hinge", "logistic" or "squared"; or a convex function h(scores, targets), elementwise; or a
+                :class:`~opacus_shuffle.sco.losses.Link`.
+            smoothness: β.
+            dimension: d.
+            lipschitz: L = max|h′|·max‖x‖, if something is to ask for it.
+            chunk_size: See the class.
+
+        Returns:
+            The envelope.
+
+        Raises:
+            ValueError: An argument is out of range.
+        """
+        return cls(LinearObjective(as_link(link), dimension=dimension, chunk_size=chunk_size), smoothness, lipschitz=lipschitz)
+
+    @property
+    def gradient_error(self) -> float:
+        """A bound on ‖ĝ − ∇f_β(θ)‖ for every record."""
+        return self.smoothness * self.accuracy
+
+    @property
+    def approximation_error(self) -> float | None:
+        """L²/(2β)."""
+        return None if self.lipschitz is None else self.lipschitz**2 / (2 * self.smoothness)
+
+    def proximal_points(self, theta: Tensor, batch: Any) -> ProximalPoints:
+        """Every record's proximal point, with a bound on its error that is often far below ``accuracy``.
+
+        Args:
+            theta: A point (d,), or one for each record (B, d).
+            batch: B records.
+
+        Returns:
+            The points. Their errors are certified by cutting planes, else computed from ``inner_smoothness`` or as stated.
+
+        Raises:
+            ValueError: See the class.
+        """
+        parts = [self._solve(point, part)[0] for point, part in self._chunks(theta, batch)]
+        return ProximalPoints(
+            torch.cat([part.points for part in parts]) if parts else torch.zeros(0, self.dimension, dtype=torch.float64),
+            torch.cat([part.errors for part in parts]) if parts else torch.zeros(0, dtype=torch.float64),
+            max((part.steps for part in parts), default=0),
+        )
+
+    def _of_given_prox(self, prox: Any, accuracy: float | None, iterations: int | None) -> float:
+        """What a given solver promises."""
+        if not callable(prox):
+            raise ValueError(f"prox must be a callable prox(theta, batch), got {prox!r}")
+        if iterations is not None:
+            raise ValueError(f"iterations cannot be given with prox, which makes its own, got {iterations!r}")
+        promised = 0.0 if accuracy is None else finite_number("accuracy", accuracy)
+        if promised < 0:
+            raise ValueError(f"accuracy must not be negative, got {accuracy!r}")
+        return promised
+
+    def _plan(self, accuracy: float | None, iterations: int | None) -> float:
+        """Decides how many steps to make, and says what they promise."""
+        if self.lipschitz is None:
+            raise ValueError(
+                "lipschitz must be given, from which the accuracy of proximal points follows; losses of "
+                "opacus_shuffle.sco.losses without constraint, MoreauEnvelope.generalized_linear and prox= do without"
+            )
+        ratio = None if self._inner is None else self._inner / self.smoothness
+        scale = self.lipschitz / self.smoothness
+        if iterations is not None:
+            self._steps = whole_number("iterations", iterations)
+            return scale * relative_error(self._steps, smooth_ratio=ratio)
+        relative = (_ROUGH if ratio is None else _FINE) if accuracy is None else positive("accuracy", accuracy) / scale
+        relative = min(relative, 1.0)
+        self._steps, self._stop_early = steps_for(relative, smooth_ratio=ratio), True
+        if self._steps > _MOST_STEPS:
+            raise ValueError(
+                f"accuracy must not need more than {_MOST_STEPS} steps, got {accuracy!r}, which may need {self._steps:.3g}; "
+                f"accept {scale * relative_error(_MOST_STEPS, smooth_ratio=ratio):.3g}, or pass inner_smoothness if the loss "
+                "is smooth"
+            )
+        return relative * scale
+
+    def _solve(self, theta: Tensor, batch: Any) -> tuple[ProximalPoints, Tensor]:
+        """The proximal points of one chunk and the envelope's gradients."""
+        if self._exact:
+            return self._solve_linear(theta, batch)
+        count = number_of_users(batch)
+        rows = self._inside(theta if theta.ndim == 2 else theta[None]).expand(count, -1)
+        if self._prox is not None:
+            found = ProximalPoints(self._call_prox(self._prox, rows, batch), torch.full((count,), self.accuracy).double(), 0)
+        else:
+            found = self._iterate(rows, batch)
+        gradients = self.smoothness * (rows - found.points)
+        if self.lipschitz is not None:
+            gradients = gradients * (self.lipschitz / gradients.norm(dim=1, keepdim=True).clamp_min(self.lipschitz))
+        return found, gradients
+
+    def _iterate(self, rows: Tensor, batch: Any) -> ProximalPoints:
+        """By cutting planes or contraction."""
+        if self.lipschitz is None:
+            raise RuntimeError("a plan needs lipschitz")
+        beta, lipschitz, tolerance = self.smoothness, self.lipschitz, self.accuracy if self._stop_early else None
+        constraint = self.constraint
+        project = None if constraint is None else (lambda points: project_rows(constraint, points))
+        if self._inner is not None:
+            return by_contraction(
+                self.objective,
+                batch,
+                rows,
+                beta=beta,
+                lipschitz=lipschitz,
+                smoothness=self._inner,
+                steps=self._steps,
+                tolerance=tolerance,
+                project=project,
+            )
+        found = by_cutting_planes(
+            self.objective,
+            batch,
+            rows,
+            beta=beta,
+            lipschitz=lipschitz,
+            steps=self._steps,
+            tolerance=tolerance,
+            project=project,
+        )
+        missed = found.errors > self.accuracy * (1 + _TOLERANCE)
+        if bool(missed.any()):
+            raise ValueError(
+                f"loss must be convex with subgradients of norm at most lipschitz={lipschitz!r}, and small enough for its "
+                f"rounding not to matter: for {int(missed.sum())} of {len(missed)} records the proximal point is certified to "
+                f"{float(found.errors.max()):.3g} only, not {self.accuracy:.3g}; check them, or ask for less accuracy"
+            )
+        return found
+
+    def _solve_linear(self, theta: Tensor, batch: Any) -> tuple[ProximalPoints, Tensor]:
+        """Exactly; the gradients do not go through θ − p, which would cancel."""
+        objective = instance_of("objective", self.objective, (LinearObjective,))
+        scores, features, targets = objective.scores(theta, batch)
+        slopes = linear_coefficients(objective.link, scores, targets, features.square().sum(1), self.smoothness)
+        gradients = elementwise(slopes, scores)[:, None] * features
+        return ProximalPoints(theta - gradients / self.smoothness, torch.zeros_like(scores), 0), gradients
+
+    def _call_prox(self, prox: Callable[[Tensor, Any], Tensor], rows: Tensor, batch: Any) -> Tensor:
+        """A given solver's answer, checked."""
+        points: Any = prox(rows.clone(), batch)
+        if not isinstance(points, Tensor) or points.shape != rows.shape or not bool(torch.isfinite(points).all()):
+            found = f"shape {tuple(points.shape)}" if isinstance(points, Tensor) else type(points).__name__
+            raise ValueError(f"prox must return finite points of shape {tuple(rows.shape)}, one per record, got {found}")
+        return as_double(points)
+
+    def _inside(self, rows: Tensor) -> Tensor:
+        """The points, moved into Θ if that is a matter of rounding.
+
+        Since ∇f_β is β-Lipschitz, moving θ by a billionth of the diameter D changes it by β·D·1e-9 at most.
+        """
+        if self.constraint is None:
+            return rows
+        projected = project_rows(self.constraint, rows)
+        away = float((projected - rows).norm(dim=1).max()) if len(rows) else 0.0
+        if away > _TOLERANCE * self.constraint.diameter:
+            raise ValueError(
+                f"theta must lie in the constraint's set, got one at a distance of {away:.3g} from it; project it first"
+            )
+        return projected
+
+    def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        found, gradients = self._solve(theta, batch)
+        values = self.objective.losses(found.points, batch)
+        return values + self.smoothness / 2 * (theta - found.points).square().sum(1), gradients
+
+    def _gradients(self, theta: Tensor, batch: Any) -> Tensor:
+        return self._solve(theta, batch)[1]

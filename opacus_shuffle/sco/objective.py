@@ -1,0 +1,385 @@
+"""Losses, one record at a time: what each user computes on its own device before anything is rounded or sent.
+
+A loss may be written for batches, as usual in PyTorch; it is called on batches of one, so nothing in it can mix records.
+
+>>> import torch
+>>> def loss(theta, batch):
+...     x, y = batch
+...     return 0.5 * (x @ theta - y) ** 2
+>>> objective = Objective.from_loss(loss, dimension=2)
+>>> data = torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([1.0, 1.0])
+>>> objective.gradients(torch.tensor([1.0, 1.0]), data).tolist()
+[[2.0, 4.0], [6.0, 0.0]]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opacus_shuffle.sco.losses import Link, link_of
+from opacus_shuffle.validation import instance_of, whole_number
+
+Loss = Callable[[Tensor, Any], Tensor]
+
+
+class Objective(ABC):
+    """The losses of single records at a point θ, and their gradients.
+
+    Subclasses write ``_evaluate``. Data are a tensor, or a tuple, list or dict of such (nested as you like), all with one
+    leading dimension: the users. Floating-point data are converted to double precision, which θ and the gradients have.
+
+    Attributes:
+        dimension: d, of θ.
+        chunk_size: How many records are worked on at once, which bounds the memory used beside the result.
+        rounding: The relative error of the arithmetic that losses are computed in.
+    """
+
+    dimension: int
+    chunk_size: int = 1024
+    rounding: float = 2.0**-52
+
+    @staticmethod
+    def from_loss(loss: Loss, *, dimension: int, chunk_size: int = 1024) -> Objective:
+        """From a function of θ and a batch.
+
+        Args:
+            loss: From θ (d,) and a batch to the records' losses, of shape (B,), or for a batch of one a number. It is called
+                on batches of one, vectorised by ``torch.func.vmap``; a loss that this cannot do (one that calls ``item()``,
+                leaves PyTorch or branches on values) is computed one record at a time, with a warning that it is slow. The
+                losses of :mod:`opacus_shuffle.sco.losses` are recognised, and fast.
+            dimension: d.
+            chunk_size: See the class.
+
+        Returns:
+            The objective.
+
+        Raises:
+            ValueError: The loss cannot be called.
+        """
+        if isinstance(loss, type) or not callable(loss):
+            raise ValueError(f"loss must be a callable loss(theta, batch) that returns one loss per record, got {loss!r}")
+        link = link_of(loss)
+        if link is not None:
+            return LinearObjective(link, dimension=dimension, chunk_size=chunk_size)
+        return _LossObjective(loss, dimension=dimension, chunk_size=chunk_size)
+
+    @staticmethod
+    def from_module(
+        module: nn.Module, criterion: Callable[..., Tensor], *, grad_sample: str = "functorch", chunk_size: int = 1024
+    ) -> Any:
+        """From a network: see :class:`opacus_shuffle.sco.module_objective.ModuleObjective`, which this returns."""
+        from opacus_shuffle.sco.module_objective import ModuleObjective
+
+        return ModuleObjective(module, criterion, grad_sample=grad_sample, chunk_size=chunk_size)
+
+    def gradients(self, theta: Tensor, batch: Any) -> Tensor:
+        """The gradients, one row per record.
+
+        Args:
+            theta: A point (d,), or one for each record (B, d).
+            batch: B records.
+
+        Returns:
+            (B, d), double precision, on the CPU.
+
+        Raises:
+            ValueError: The shapes do not fit, or a gradient is not finite.
+        """
+        chunks = [self._gradients(point, part) for point, part in self._chunks(theta, batch)]
+        return _finite("gradients", chunks, (0, self.dimension))
+
+    def losses(self, theta: Tensor, batch: Any) -> Tensor:
+        """The losses, one per record.
+
+        Args:
+            theta: A point (d,), or one for each record (B, d).
+            batch: B records.
+
+        Returns:
+            (B,), double precision, on the CPU.
+
+        Raises:
+            ValueError: The shapes do not fit, or a loss is not finite.
+        """
+        chunks = [self._losses(point, part) for point, part in self._chunks(theta, batch)]
+        return _finite("losses", chunks, (0,))
+
+    def losses_and_gradients(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        """Both :meth:`losses` and :meth:`gradients`, for the price of the latter."""
+        chunks = [self._evaluate(point, part) for point, part in self._chunks(theta, batch)]
+        losses = _finite("losses", [chunk[0] for chunk in chunks], (0,))
+        return losses, _finite("gradients", [chunk[1] for chunk in chunks], (0, self.dimension))
+
+    @abstractmethod
+    def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        """Losses (B,) and gradients (B, d) of one chunk; ``theta`` is (d,) or (B, d), and double."""
+
+    def _losses(self, theta: Tensor, batch: Any) -> Tensor:
+        """The losses alone, where they come cheaper."""
+        return self._evaluate(theta, batch)[0]
+
+    def _gradients(self, theta: Tensor, batch: Any) -> Tensor:
+        """The gradients alone, likewise."""
+        return self._evaluate(theta, batch)[1]
+
+    def _chunks(self, theta: Any, batch: Any) -> Iterator[tuple[Tensor, Any]]:
+        """The point and the records, in parts of at most ``chunk_size`` records."""
+        count = number_of_users(batch)
+        shapes = [(self.dimension,), (count, self.dimension)]
+        if not isinstance(theta, Tensor) or tuple(theta.shape) not in shapes or not theta.is_floating_point():
+            found = f"{theta.dtype} of shape {tuple(theta.shape)}" if isinstance(theta, Tensor) else repr(theta)
+            raise ValueError(f"theta must be a floating-point tensor of shape {shapes[0]} or {shapes[1]}, got {found}")
+        if not bool(torch.isfinite(theta).all()):
+            raise ValueError("theta must be finite, got NaN or infinite entries; take smaller steps")
+        theta = theta.detach().to("cpu", torch.float64)
+        batch = self._prepare(batch)
+        for start in range(0, count, self.chunk_size):
+            part = slice(start, start + self.chunk_size)
+            yield (theta if theta.ndim == 1 else theta[part]), map_data(operator.itemgetter(part), batch)
+
+    def _prepare(self, batch: Any) -> Any:
+        """The data in double precision."""
+        return map_data(as_double, batch)
+
+
+class LinearObjective(Objective):
+    """A generalised linear loss h(⟨θ, x⟩, y): values and gradients h′·x with no automatic differentiation per record.
+
+    Args:
+        link: h, with its derivative.
+        dimension: d.
+        chunk_size: See :class:`Objective`.
+
+    A batch is ``(x, y)``: features (B, d) and targets (B, ...).
+    """
+
+    def __init__(self, link: Link, *, dimension: int, chunk_size: int = 1024) -> None:
+        self.link: Link = instance_of("link", link, (Link,))
+        self.dimension = whole_number("dimension", dimension)
+        self.chunk_size = whole_number("chunk_size", chunk_size)
+
+    def scores(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor, Any]:
+        """⟨θ, x⟩ (B,), the features and the targets.
+
+        Raises:
+            ValueError: The batch is no pair of features (B, d) and targets, or the link refuses the targets.
+        """
+        if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[0], Tensor):
+            raise ValueError("batch must be a pair (x, y) for a generalised linear loss")
+        features, targets = batch
+        if features.ndim != 2 or features.shape[1] != self.dimension or not features.is_floating_point():
+            raise ValueError(
+                f"x must be a floating-point tensor of shape (B, {self.dimension}), got {features.dtype} of shape "
+                f"{tuple(features.shape)}; the second is the dimension of theta"
+            )
+        self.link.check(targets)
+        return (features @ theta if theta.ndim == 1 else (features * theta).sum(1)), features, targets
+
+    def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        scores, features, targets = self.scores(theta, batch)
+        slopes = elementwise(self.link.derivative(scores, targets), scores)
+        return elementwise(self.link.value(scores, targets), scores), slopes[:, None] * features
+
+    def _losses(self, theta: Tensor, batch: Any) -> Tensor:
+        scores, _, targets = self.scores(theta, batch)
+        return elementwise(self.link.value(scores, targets), scores)
+
+
+class _LossObjective(Objective):
+    """A user's function, vectorised if it can be."""
+
+    def __init__(self, loss: Loss, *, dimension: int, chunk_size: int) -> None:
+        self._loss, self._vectorised = loss, True
+        self.dimension = whole_number("dimension", dimension)
+        self.chunk_size = whole_number("chunk_size", chunk_size)
+
+    def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        dims = (None if theta.ndim == 1 else 0, 0)
+        both = torch.func.vmap(torch.func.grad_and_value(self._one), in_dims=dims)
+        gradients, losses = self._attempt(both, self._loop, theta, batch)
+        return losses, gradients
+
+    def _losses(self, theta: Tensor, batch: Any) -> Tensor:
+        function = torch.func.vmap(self._one, in_dims=(None if theta.ndim == 1 else 0, 0))
+        with torch.no_grad():
+            losses: Tensor = self._attempt(function, lambda *a: self._loop(*a)[1], theta, batch)
+        return losses
+
+    def _attempt(self, fast: Callable, slow: Callable, theta: Tensor, batch: Any) -> Any:
+        """The fast way, or from its first failure on the slow way."""
+        if not self._vectorised:
+            return slow(theta, batch)
+        try:
+            return fast(theta, batch)
+        except RuntimeError as error:
+            refuse_randomness_or_memory(error, "loss")
+            result = slow(theta, batch)  # an error of the loss itself comes up here, without vmap around it
+            self._vectorised = False
+            reason = str(error).splitlines()[0][:120]
+            warnings.warn(
+                f"loss cannot be vectorised by torch.func.vmap ({reason}); its gradients are computed one "
+                "record at a time, which is slow. Write it with PyTorch operations and no branches on values",
+                stacklevel=6,
+            )
+            return result
+
+    def _one(self, theta: Tensor, record: Any) -> Tensor:
+        """One record's loss, a number."""
+        return one_loss(self._loss(theta, map_data(lambda x: x.unsqueeze(0), record)), "loss")
+
+    def _loop(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        """Gradients and losses, record by record."""
+        gradients, losses = [], []
+        for i in range(number_of_users(batch)):
+            point = (theta if theta.ndim == 1 else theta[i]).detach().clone().requires_grad_()
+            with torch.enable_grad(), no_random_draws("loss"):
+                value = self._one(point, map_data(operator.itemgetter(i), batch))
+                if not value.requires_grad:
+                    raise ValueError(
+                        "loss must depend on theta through PyTorch operations, got one with no gradient; "
+                        "do not detach theta or turn it into a NumPy array"
+                    )
+                gradients.append(torch.autograd.grad(value, point, allow_unused=True, materialize_grads=True)[0])
+            losses.append(value.detach().to(torch.float64))
+        return torch.stack(gradients), torch.stack(losses)
+
+
+# ---- data --------------------------------------------------------------------------------------------------------------
+
+
+def number_of_users(data: Any) -> int:
+    """How many records there are.
+
+    Args:
+        data: A tensor, or a tuple, list or dict of such.
+
+    Returns:
+        Their common leading dimension.
+
+    Raises:
+        ValueError: There is no tensor, something else, or the leading dimensions differ.
+    """
+    sizes: list[int] = []
+
+    def measure(x: Tensor) -> Tensor:
+        if x.ndim == 0:
+            raise ValueError("data must have the users as first dimension, got a tensor of shape ()")
+        sizes.append(len(x))
+        return x
+
+    map_data(measure, data)
+    if not sizes or len(set(sizes)) > 1:
+        raise ValueError(f"data must hold tensors with one leading dimension, the users, got {sizes or 'no tensor'}")
+    return sizes[0]
+
+
+def take(data: Any, indices: Any) -> Any:
+    """The records of some users.
+
+    Args:
+        data: A tensor, or a tuple, list or dict of such.
+        indices: Their numbers: a tensor or list of integers, in any order.
+
+    Returns:
+        As ``data``.
+
+    Raises:
+        ValueError: The indices are no integers of one dimension, or out of range.
+    """
+    wanted = torch.as_tensor(indices)
+    wanted = wanted.to(torch.long) if wanted.numel() == 0 else wanted
+    if wanted.ndim != 1 or wanted.dtype not in (torch.long, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise ValueError(f"indices must be integers of shape (B,), got {wanted.dtype} of shape {tuple(wanted.shape)}")
+    wanted, count = wanted.to(torch.long), number_of_users(data)
+    if wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < count:
+        raise ValueError(f"indices must lie in [0, {count}), got {int(wanted.min())} to {int(wanted.max())}")
+    return map_data(lambda x: x[wanted.to(x.device)], data)
+
+
+def map_data(function: Callable[[Tensor], Tensor], data: Any) -> Any:
+    """``function`` of each tensor, in a structure like the data's.
+
+    Raises:
+        ValueError: The data hold something else than tensors, tuples, lists and dicts.
+    """
+    if isinstance(data, Tensor):
+        return function(data)
+    if isinstance(data, dict):
+        return {key: map_data(function, value) for key, value in data.items()}
+    if isinstance(data, tuple | list):
+        parts = [map_data(function, value) for value in data]
+        return parts if isinstance(data, list) else tuple(parts)
+    raise ValueError(
+        f"data must be a tensor, or a tuple, list or dict of tensors, got {type(data).__name__}; "
+        "torch.as_tensor converts arrays, and a TensorDataset has .tensors"
+    )
+
+
+def as_double(x: Tensor) -> Tensor:
+    """Floating-point tensors in double precision, others as they are; all on the CPU."""
+    return x.detach().to("cpu", torch.float64) if x.is_floating_point() else x.detach().to("cpu")
+
+
+# ---- helpers -----------------------------------------------------------------------------------------------------------
+
+
+def one_loss(value: Any, name: str) -> Tensor:
+    """The loss of a batch of one as a number."""
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.ndim > 1:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"{name} must return one loss per record, of shape (1,) or () for a batch of one, got {found}; "
+            "sum or average over everything but the records"
+        )
+    return value.reshape(())
+
+
+def elementwise(values: Tensor, scores: Tensor) -> Tensor:
+    """Refuses what targets of shape (B, 1) make of a link: a (B, B) table."""
+    if values.shape != scores.shape:
+        raise ValueError(
+            f"link must give one value per record, {tuple(scores.shape)}, got {tuple(values.shape)}; targets are of shape (B,)"
+        )
+    return values
+
+
+def refuse_randomness_or_memory(error: RuntimeError, name: str) -> None:
+    """Raises what no slower way would mend: the want of memory, and random numbers in a loss."""
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
+    if "randomness" in str(error):
+        raise _random_loss(name) from error
+
+
+@contextlib.contextmanager
+def no_random_draws(name: str) -> Iterator[None]:
+    """Refuses code that draws from PyTorch's global generator."""
+    before = torch.get_rng_state()
+    yield
+    if not torch.equal(before, torch.get_rng_state()):
+        raise _random_loss(name)
+
+
+def _random_loss(name: str) -> ValueError:
+    return ValueError(f"{name} must be a function of theta and the record, got one that draws random numbers; take them out")
+
+
+def _finite(what: str, chunks: list[Tensor], empty: tuple[int, ...]) -> Tensor:
+    """The chunks as one tensor in double precision."""
+    whole = torch.cat(chunks) if chunks else torch.zeros(empty)
+    whole = whole.detach().to("cpu", torch.float64)
+    bad = int((~torch.isfinite(whole.reshape(len(whole), whole[:1].numel()))).any(1).sum()) if len(whole) else 0
+    if bad:
+        raise ValueError(
+            f"{what} must be finite, got NaN or infinity for {bad} of {len(whole)} records; "
+            "look for divisions by zero, logarithms of zero and overflow in the loss, or for such values in the data"
+        )
+    return whole

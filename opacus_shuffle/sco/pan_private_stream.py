@@ -1,0 +1,205 @@
+"""The pan-private algorithm itself: reads a stream, and may be looked at once (SCO Algorithm 6).
+
+No shuffler: one party reads record after record. Gaussian noise enters the gradient sum before the first record of a batch and
+again after the last: what an intruder finds and what is published tell about a record what one Gaussian mechanism tells.
+
+>>> import torch
+>>> from opacus_shuffle.sco.constraints import L2Ball
+>>> from opacus_shuffle.sco.objective import Objective
+>>> def half_square(theta, batch):
+...     return (batch - theta).square().sum(dim=1) / 2
+>>> algorithm = PanPrivateAcceleratedSGD(
+...     Objective.from_loss(half_square, dimension=2), constraint=L2Ball(1.0), lipschitz=2.0, noise=0.1, batch_size=2,
+...     step_sizes=[4.0, 3.0], generator=torch.Generator().manual_seed(0))
+>>> for record in 0.1 * torch.ones(4, 1, 2):
+...     _ = algorithm.consume(record)
+>>> algorithm.finished, algorithm.state().records
+(True, 4)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opacus_shuffle.analysis import gaussian
+from opacus_shuffle.analysis.calibration import smallest_noise_multiplier
+from opacus_shuffle.randomness import check_generator, secret_generator
+from opacus_shuffle.sco.accelerated import AcceleratedIterates
+from opacus_shuffle.sco.constraints import Constraint, as_constraint
+from opacus_shuffle.sco.objective import Objective, number_of_users
+from opacus_shuffle.sco.problem import Reports
+from opacus_shuffle.validation import finite_number, one_of, open_unit_interval, positive, whole_number
+
+CALIBRATIONS = ("paper", "tight")
+
+
+def pan_private_noise(*, lipschitz: float, batch_size: int, epsilon: float, delta: float, calibration: str = "tight") -> float:
+    """ζ, the standard deviation per coordinate of each of a batch's two noises, for the mean of its gradients.
+
+    Args:
+        lipschitz: L; replacing a record moves the mean by at most 2L/b.
+        batch_size: b.
+        epsilon: ε > 0; below 1 for ``"paper"``.
+        delta: δ in (0, 1).
+        calibration: ``"paper"``: ζ² = 8L²ln(2/δ)/(b²ε²) (SCO Algorithm 6). ``"tight"``: the smallest ζ whose Gaussian mechanism
+            is (ε, δ)-DP.
+
+    Returns:
+        ζ, rounded up.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+    epsilon, delta = positive("epsilon", epsilon), open_unit_interval("delta", delta)
+    shift = 2 * positive("lipschitz", lipschitz) / whole_number("batch_size", batch_size)
+    if one_of("calibration", calibration, CALIBRATIONS) == "paper":
+        if epsilon >= 1:
+            raise ValueError(f"epsilon must be below 1 for calibration='paper' (SCO Lemma C.5), got {epsilon!r}; use 'tight'")
+        return math.nextafter(shift * math.sqrt(2 * math.log(2 / delta)) / epsilon, math.inf)
+    multiplier = smallest_noise_multiplier(lambda s: gaussian.compute_epsilon(mu=1 / s, delta=delta), target_epsilon=epsilon)
+    return math.nextafter(shift * multiplier, math.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class PanState:
+    """All that the algorithm remembers between two records; what an intruder sees.
+
+    Attributes:
+        records: How many records were read.
+        theta: θ_t, shape (d,).
+        aggregate: θ_t^ag.
+        middle: θ_t^md, where gradients are taken.
+        gradient: The running sum of the batch, with noise from before its first record.
+    """
+
+    records: int
+    theta: Tensor
+    aggregate: Tensor
+    middle: Tensor
+    gradient: Tensor
+
+
+class PanPrivateAcceleratedSGD:
+    """AC-SA on a stream, one record after the other (SCO Algorithm 6).
+
+    Args:
+        objective: Gives a record's gradient.
+        constraint: The convex set.
+        lipschitz: No gradient is longer.
+        noise: ζ (:func:`pan_private_noise`).
+        batch_size: b.
+        step_sizes: L_1, …, L_T; the algorithm ends after T·b records.
+        initial: The start, shape (d,); by default the set's point next to 0.
+        clip: Cut longer gradients instead of refusing them.
+        diameter: Of a constraint that does not tell its own.
+        generator: Of the noise, on the CPU; for tests. By default every noise has a fresh secret generator that is forgotten:
+            one that is kept would be part of the inner state, and tell past and future noise.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Formal Guarantees:
+        Given ζ by :func:`pan_private_noise`, (state at any one time between two calls, everything that :meth:`consume`
+        returned, output) is (ε, δ)-DP under replacement of one record of the stream. Let the record be in batch t. Seen before
+        the record: the state does not depend on it, and everything else does through the batch's sum, to which the second noise
+        is yet to come. Seen after the record within batch t: the state shows its sum with the first noise, and all else follows
+        from that. Seen later: all follows from the sum with both noises. Each time one Gaussian mechanism of sensitivity 2L/b
+        and standard deviation ζ at least; that batches' gradients depend on one another through θ is post-processing.
+        While a record is worked on (its gradient, a projection) there is more in memory; that is outside the model.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        *,
+        constraint: Any,
+        lipschitz: float,
+        noise: float,
+        batch_size: int,
+        step_sizes: Sequence[float],
+        initial: Tensor | None = None,
+        clip: bool = False,
+        diameter: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        check_generator("generator", generator)
+        self._noise = finite_number("noise", noise)
+        if self._noise < 0:
+            raise ValueError(f"noise must not be negative, got {noise!r}")
+        self._generator = generator
+        self._reports = Reports(objective, positive("lipschitz", lipschitz), clip)
+        self.batch_size = whole_number("batch_size", batch_size)
+        self._steps = [positive("step_sizes", step) for step in step_sizes]
+        whole_number("len(step_sizes)", len(self._steps))
+        region: Constraint = as_constraint(constraint, diameter)
+        start = torch.zeros(objective.dimension) if initial is None else initial
+        if start.shape != (objective.dimension,):
+            raise ValueError(f"initial must have shape ({objective.dimension},), got {tuple(start.shape)}")
+        self._iterates = AcceleratedIterates(
+            region.project, region.project(start.detach().to("cpu", torch.float64)), self._steps
+        )
+        self._records = 0
+        self._gradient = self._draw()
+
+    @property
+    def finished(self) -> bool:
+        """Whether T·b records were read."""
+        return self._records == self.batch_size * len(self._steps)
+
+    @property
+    def room(self) -> int:
+        """How many records the batch still takes."""
+        return 0 if self.finished else self.batch_size - self._records % self.batch_size
+
+    def consume(self, records: Any) -> Tensor | None:
+        """Reads one record, or several of the same batch at once (an intruder then comes before or after them).
+
+        Args:
+            records: A batch of the objective's, of at most :attr:`room` records.
+
+        Returns:
+            If this ended a batch, its mean gradient with both noises, shape (d,), which is not remembered; else None.
+
+        Raises:
+            ValueError: If there is no room, or a gradient is too long (without ``clip``); nothing is then read.
+        """
+        count = number_of_users(records)
+        if not 1 <= count <= self.room:
+            raise ValueError(f"records must number from 1 to {self.room}, which is what this batch still takes, got {count}")
+        rows = self._reports.rows(self._iterates.middle, records)
+        self._gradient = self._gradient + rows.sum(0) / self.batch_size
+        self._records += count
+        if self._records % self.batch_size:
+            return None
+        whole = self._gradient + self._draw()
+        self._iterates.advance(whole)
+        self._gradient = torch.zeros_like(whole) if self.finished else self._draw()
+        return whole
+
+    def state(self) -> PanState:
+        """What an intruder sees now."""
+        found = self._iterates
+        return PanState(
+            self._records, found.theta.clone(), found.aggregate.clone(), found.middle.clone(), self._gradient.clone()
+        )
+
+    def output(self) -> Tensor:
+        """The estimate, shape (d,).
+
+        Raises:
+            ValueError: If the stream has not ended.
+        """
+        if not self.finished:
+            raise ValueError(f"the output comes after {self.batch_size * len(self._steps)} records, got {self._records} so far")
+        return self._iterates.aggregate.clone()
+
+    def _draw(self) -> Tensor:
+        """A noise vector."""
+        generator = secret_generator("cpu") if self._generator is None else self._generator
+        return self._noise * torch.randn(self._reports.objective.dimension, generator=generator, dtype=torch.float64)

@@ -1,0 +1,257 @@
+r"""Proximal points p = argmin_{y ∈ Θ} f(y) + (β/2)‖y − θ‖², of many losses f at once, each with a bound on its error.
+
+Three solvers, for f convex and with subgradients of norm at most L:
+
+**Cutting planes** (:func:`by_cutting_planes`), for any such f. Let F(y) = f(y) + (β/2)‖y − θ‖², which is β-strongly convex.
+Every evaluation gives a *cut*, an affine function below f. A convex combination c(y) of cuts is one too, so that
+M(y) = c(y) + (β/2)‖y − θ‖² ≤ F(y), with its minimiser m over Θ known in closed form: the projection of θ − ∇c/β. For any y in Θ
+let gap = F(y) − M(m) ≥ 0. By strong convexity F(y) ≥ F(p) + (β/2)‖y − p‖² and F(p) ≥ M(p) ≥ M(m) + (β/2)‖p − m‖², so
+
+    ‖y − p‖² + ‖p − m‖² ≤ 2·gap/β,  and for the middle z of y and m:  ‖z − p‖² ≤ gap/β − ‖y − m‖²/4.
+
+This *certificate* takes nothing on trust but convexity (and the rounding of the evaluations, for which it has an allowance).
+The method: cut at m, and mix the new cut g into the old one, slope ḡ, with weight γ = min(1, β·G/‖g − ḡ‖²), G = F(m) − M(m). As
+a function of γ, min M has slope G at γ = 0 and curvature at least −‖g − ḡ‖²/β ≥ −C, C = 4L²/β; so it grows by min(G/2, G²/2C)
+at least. With h = F(p) − M(m) ≤ G, and h ≤ L²/2β after the cut at θ, h_t ≤ 2C/(t + 15); and if all G exceeded G* in the steps
+k..T, then (T − k + 1)·G*²/2C ≤ h_k, which for the best k gives min G ≤ 4C/(T + 15) for T ≥ 16. Hence after T steps
+
+    β‖z − p‖ ≤ L·min(1/√2, 4/√(T + 15))                                                                       (a priori)
+
+(1/√2 is what the cut at θ certifies.) Losses with one kink, as absolute and hinge losses, need three steps.
+
+**Contraction** (:func:`by_contraction`), for H-smooth f: y ↦ the projection of (H·y − ∇f(y) + βθ)/(H + β). Since y − ∇f(y)/H is
+non-expansive for convex H-smooth f, this contracts by q = H/(H + β) with fixed point p, and ‖θ − p‖ ≤ L/β (for θ in Θ), so
+that after T steps β‖y_T − p‖ ≤ L·q^T; and ‖y_T − p‖ ≤ (H/β)·‖y_T − y_{T−1}‖ in any case, which is what is reported.
+
+**Bisection** (:func:`linear_coefficients`), for h(⟨y, x⟩, target) with Θ everything: p = θ − (a/β)·x, and a is the only root of
+the increasing a − h′(⟨θ, x⟩ − κa), κ = ‖x‖²/β. It lies between 0 and h′(⟨θ, x⟩), as h′ increases.
+
+>>> import torch
+>>> from opacus_shuffle.sco.objective import Objective
+>>> loss = Objective.from_loss(lambda theta, x: (theta - x).abs().sum(1), dimension=1)
+>>> records = torch.tensor([[0.0], [2.9], [9.0]], dtype=torch.float64)
+>>> found = by_cutting_planes(loss, records, torch.full((3, 1), 3.0), beta=1.0, lipschitz=1.0, steps=20, tolerance=1e-6)
+>>> [round(value, 4) for value in found.points.flatten().tolist()]  # steps of at most 1 towards each record
+[2.0, 2.9, 4.0]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opacus_shuffle.sco.losses import Link
+from opacus_shuffle.sco.objective import Objective, take
+
+EPSILON = 2.0**-52
+_HALVINGS = 64
+# A loss may exceed its Lipschitz constant by this fraction before it is refused: what rounding does in single precision.
+_SLACK = 1e-5
+
+
+@dataclass(frozen=True)
+class ProximalPoints:
+    """What a solver found.
+
+    Attributes:
+        points: p̂, (B, d), each in Θ.
+        errors: Bounds on ‖p̂ − p‖, (B,).
+        steps: Evaluations of each record's subgradient, at most.
+    """
+
+    points: Tensor
+    errors: Tensor
+    steps: int
+
+
+def steps_for(relative: float, *, smooth_ratio: float | None) -> int:
+    """Steps that prove β‖p̂ − p‖ ≤ ``relative``·L: of the contraction with H/β = ``smooth_ratio``, or of cutting planes."""
+    if smooth_ratio is None:
+        return 1 if relative >= math.sqrt(0.5) else math.ceil((4 / relative) ** 2) - 15
+    return max(1, math.ceil(math.log(relative) / (-math.log1p(1 / smooth_ratio))))
+
+
+def relative_error(steps: int, *, smooth_ratio: float | None) -> float:
+    """What is proved of β‖p̂ − p‖/L after so many steps."""
+    if smooth_ratio is None:
+        return min(math.sqrt(0.5), 4 / math.sqrt(steps + 15))
+    return math.exp(-steps * math.log1p(1 / smooth_ratio))
+
+
+def by_cutting_planes(
+    objective: Objective,
+    batch: Any,
+    theta: Tensor,
+    *,
+    beta: float,
+    lipschitz: float,
+    steps: int,
+    tolerance: float | None = None,
+    project: Callable[[Tensor], Tensor] | None = None,
+) -> ProximalPoints:
+    """Proximal points of convex losses that need not be smooth; see the module.
+
+    Args:
+        objective: f, of each record.
+        batch: B records.
+        theta: (B, d), in Θ.
+        beta: β > 0.
+        lipschitz: L; larger subgradients are refused.
+        steps: How many cuts after the first.
+        tolerance: Records leave off when their error is certified to be at most this; by default no record leaves off.
+        project: Onto Θ, row by row; by default everything is allowed.
+
+    Returns:
+        The points with certified errors.
+
+    Raises:
+        ValueError: A subgradient is longer than ``lipschitz``, or a certificate shows that the loss is not convex.
+    """
+    inside = project or (lambda points: points)
+    theta = theta.to(torch.float64)
+    count = len(theta)
+    best_points, best_errors = theta.clone(), torch.full((count,), math.inf, dtype=torch.float64)
+    active = torch.arange(count)
+    base, slope = objective.losses_and_gradients(theta, batch)
+    _check_lipschitz(slope, lipschitz)
+    center, records = theta, batch
+    # Values are relative to f(θ), offsets to θ: what is added up then stays of the size of L²/β.
+    constant = torch.zeros_like(base)
+    offset = inside(center - slope / beta) - center
+    best, best_value = torch.zeros_like(center), torch.zeros_like(base)
+    used = 0
+    for step in range(1, steps + 1):
+        if not len(active):
+            break
+        used = step
+        value, gradient = objective.losses_and_gradients(center + offset, records)
+        _check_lipschitz(gradient, lipschitz)
+        square = beta / 2 * offset.square().sum(1)
+        primal = value - base + square
+        better = primal < best_value
+        best = torch.where(better[:, None], offset, best)
+        best_value = torch.where(better, primal, best_value)
+        linear = (slope * offset).sum(1)
+        dual = constant + linear + square
+
+        evaluated = base.abs() + value.abs() + lipschitz * (center.norm(dim=1) + offset.norm(dim=1))
+        rounding = 16 * objective.rounding * evaluated
+        rounding = rounding + EPSILON * 4 * (step + 4) * (constant.abs() + linear.abs() + square)
+        gap = best_value - dual
+        if bool((gap < -2 * rounding).any()):
+            raise ValueError(
+                "loss must be convex in theta, got one that falls below a tangent; the Moreau envelope needs convexity"
+            )
+        radius = ((gap + rounding).clamp_min(0) / beta - (best - offset).square().sum(1) / 4).clamp_min(0).sqrt()
+        improved = radius < best_errors[active]
+        rows = active[improved]
+        best_errors[rows] = radius[improved]
+        best_points[rows] = (center + (best + offset) / 2)[improved]
+
+        difference = gradient - slope
+        curvature = difference.square().sum(1)
+        weight = torch.where(curvature > 0, beta * (primal - dual).clamp_min(0) / curvature, 0.0).clamp_max(1)
+        cut = value - base - (gradient * offset).sum(1)
+        constant = constant + weight * (cut - constant)
+        slope = slope + weight[:, None] * difference
+        offset = inside(center - slope / beta) - center
+
+        if tolerance is not None:
+            keep = best_errors[active] > tolerance
+            if not bool(keep.all()):
+                active, records = active[keep], take(records, keep.nonzero()[:, 0])
+                center, base, constant, slope, offset = center[keep], base[keep], constant[keep], slope[keep], offset[keep]
+                best, best_value = best[keep], best_value[keep]
+    return ProximalPoints(best_points, best_errors, used + 1)
+
+
+def by_contraction(
+    objective: Objective,
+    batch: Any,
+    theta: Tensor,
+    *,
+    beta: float,
+    smoothness: float,
+    lipschitz: float,
+    steps: int,
+    tolerance: float | None = None,
+    project: Callable[[Tensor], Tensor] | None = None,
+) -> ProximalPoints:
+    """Proximal points of convex losses with a Lipschitz gradient; see the module.
+
+    Args:
+        objective: f, of each record.
+        batch: B records.
+        theta: (B, d), in Θ.
+        beta: β > 0.
+        smoothness: H, which is trusted.
+        lipschitz: L; larger gradients are refused.
+        steps: How many.
+        tolerance: All leave off when every error is known to be at most this; by default no sooner than after ``steps``.
+        project: Onto Θ, row by row; by default everything is allowed.
+
+    Returns:
+        The points with their errors, which are right if the loss is convex and H-smooth.
+
+    Raises:
+        ValueError: A gradient is longer than ``lipschitz``.
+    """
+    inside = project or (lambda points: points)
+    theta = theta.to(torch.float64)
+    points, errors, step = theta, torch.full((len(theta),), math.inf, dtype=torch.float64), 0
+    scale = theta.norm(dim=1) + lipschitz / beta
+    for step in range(1, steps + 1):
+        gradient = objective.gradients(points, batch)
+        _check_lipschitz(gradient, lipschitz)
+        moved = inside((smoothness * points + beta * theta - gradient) / (smoothness + beta))
+        # A step's rounding, 8 units, is amplified by 1/(1 − q) at most.
+        rounding = 8 * objective.rounding * scale * (smoothness + beta) / beta
+        proved = lipschitz / beta * relative_error(step, smooth_ratio=smoothness / beta)
+        errors = (smoothness / beta * (moved - points).norm(dim=1)).clamp_max(proved) + rounding
+        points = moved
+        if tolerance is not None and bool((errors <= tolerance).all()):
+            break
+    return ProximalPoints(points, errors, step)
+
+
+def linear_coefficients(link: Link, scores: Tensor, targets: Any, squared_norms: Tensor, beta: float) -> Tensor:
+    """The gradients of the envelopes of h(⟨θ, x⟩, y), as multiples of x.
+
+    Args:
+        link: h, convex.
+        scores: ⟨θ, x⟩, (B,).
+        targets: y, (B, ...).
+        squared_norms: ‖x‖², (B,).
+        beta: β.
+
+    Returns:
+        a ∈ ∂h(⟨θ, x⟩ − κa), κ = ‖x‖²/β, (B,); right to 2⁻⁵² of h′(⟨θ, x⟩), given h′ at the points asked for.
+    """
+    kappa = squared_norms / beta
+    # A record without features has no gradient, whatever its coefficient.
+    safe = torch.where(kappa > 0, kappa, 1.0)
+    if link.coefficient is not None:
+        return link.coefficient(scores, targets, safe)
+    far = link.derivative(scores, targets)
+    near = torch.zeros_like(far)
+    for _ in range(_HALVINGS):
+        middle = (near + far) / 2
+        # Beyond the root, as seen from 0.
+        beyond = (middle - link.derivative(scores - safe * middle, targets)) * torch.sign(far) > 0
+        near, far = torch.where(beyond, near, middle), torch.where(beyond, middle, far)
+    return (near + far) / 2
+
+
+def _check_lipschitz(gradients: Tensor, lipschitz: float) -> None:
+    """Refuses subgradients for which nothing is proved."""
+    largest = float(gradients.norm(dim=1).max()) if len(gradients) else 0.0
+    if largest > lipschitz * (1 + _SLACK):
+        raise ValueError(
+            f"lipschitz must bound every subgradient of the loss, got {lipschitz!r} and a subgradient of norm {largest:.6g}; "
+            "pass a larger one, or a constraint on which the loss has this one"
+        )

@@ -1,0 +1,124 @@
+"""Who has sent a message already: the ledger behind "each user takes part in one round".
+
+The sequentially interactive algorithms are as private as one round because no user is in two of them (parallel composition).
+That is a promise about indices, so it is checked where the batches are handed out, whoever chose them.
+
+>>> import torch
+>>> ledger = UserLedger(5)
+>>> ledger.claim(torch.tensor([3, 0])).tolist(), ledger.used
+([3, 0], 2)
+>>> ledger.claim(torch.tensor([1, 3]))
+Traceback (most recent call last):
+    ...
+ValueError: batches must use every user at most once, but user 3 is in batch 1 and was in batch 0; leave it out of one of them
+>>> ledger.used
+2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opacus_shuffle.validation import whole_number
+
+_UNUSED = -1
+
+
+class UserLedger:
+    """Hands out users, each at most once.
+
+    Args:
+        num_users: Users 0, …, num_users − 1.
+
+    Attributes:
+        num_users: As given.
+        batches: How many batches were handed out.
+
+    Raises:
+        ValueError: If ``num_users`` is not a whole number of at least 1.
+    """
+
+    def __init__(self, num_users: int) -> None:
+        self.num_users = whole_number("num_users", num_users)
+        self.batches = 0
+        self._batch_of = torch.full((self.num_users,), _UNUSED, dtype=torch.long)
+
+    @property
+    def used(self) -> int:
+        """How many users have been handed out."""
+        return int((self._batch_of != _UNUSED).sum())
+
+    def claim(self, indices: Any) -> Tensor:
+        """Marks a batch of users as used.
+
+        Args:
+            indices: Whole numbers in [0, num_users), shape (b,), b ≥ 1, all different: a tensor or a sequence.
+
+        Returns:
+            The indices as an int64 tensor of shape (b,) on the CPU.
+
+        Raises:
+            ValueError: If the batch is empty, no list of whole numbers, out of range, or holds a user who is in it twice or
+                was handed out before; nobody is then marked.
+        """
+        batch = _as_indices(indices, self.batches)
+        outside = batch[(batch < 0) | (batch >= self.num_users)]
+        if outside.numel():
+            raise ValueError(
+                f"batches must hold users from 0 to {self.num_users - 1}, but batch {self.batches} holds {int(outside[0])}; "
+                "remove it"
+            )
+        seen = batch[self._batch_of[batch] != _UNUSED]
+        if seen.numel():
+            user = int(seen[0])
+            raise ValueError(
+                f"batches must use every user at most once, but user {user} is in batch {self.batches} and was in batch "
+                f"{int(self._batch_of[user])}; leave it out of one of them"
+            )
+        ordered = batch.sort().values
+        twice = ordered[1:][ordered[1:] == ordered[:-1]]
+        if twice.numel():
+            user = int(twice[0])
+            raise ValueError(
+                f"batches must use every user at most once, but user {user} is twice in batch {self.batches}; remove one"
+            )
+        self._batch_of[batch] = self.batches
+        self.batches += 1
+        return batch
+
+    def claim_all(self, batches: Iterable[Any]) -> list[Tensor]:
+        """:meth:`claim` for one batch after the other, before anything is computed from any of them."""
+        claimed = [self.claim(batch) for batch in batches]
+        if not claimed:
+            raise ValueError("batches must hold at least one batch of users, got none; leave it out for batches at random")
+        return claimed
+
+
+def random_batches(users: Tensor, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Splits users, shape (n,), into ⌊n / batch_size⌋ batches in a random order; who is left over is in none of them."""
+    order = users[torch.randperm(len(users), generator=generator)]
+    return iter(split(order[: len(order) // batch_size * batch_size], batch_size))
+
+
+def split(users: Tensor, size: int) -> list[Tensor]:
+    """Groups of ``size`` users in order, the last one smaller if need be."""
+    return [users[first : first + size] for first in range(0, len(users), size)]
+
+
+def _as_indices(indices: Any, number: int) -> Tensor:
+    """A batch as a non-empty int64 vector."""
+    try:
+        batch = torch.as_tensor(indices).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"batches must hold tensors of user numbers, but batch {number} is {type(indices).__name__}") from None
+    whole = not (batch.is_floating_point() or batch.is_complex() or batch.dtype == torch.bool)
+    if batch.ndim != 1 or not batch.numel() or not whole:
+        raise ValueError(
+            f"batches must hold non-empty vectors of whole numbers, but batch {number} has shape {tuple(batch.shape)} and "
+            f"type {batch.dtype}; pass user numbers, not a mask"
+        )
+    return batch.long()
