@@ -1,0 +1,313 @@
+"""SCO's Table 1 on real data: excess loss over the number of users, and the slopes that the theorems say.
+
+Run ``python benchmarks/convex_optimisation.py [--rows NAME ...] [--seeds 6] [--output DIR]``, about half an hour on one
+core; ``--output`` writes the table as JSON and CSV and (where matplotlib is there) the picture. Needs scikit-learn.
+
+The population is a real data set (breast cancer: 569 × 30, logistic loss; diabetes: 442 × 10, absolute loss; rows scaled to
+norm 1, so L = 1), users are independent draws from it, so the population loss and its minimum are known exactly. ε = 0.1,
+δ = 1e-6, tight calibration: small, so that what falls with n is the price of privacy and not the 1/√n of learning.
+
+A theorem's exponent is of an upper bound for the worst loss. So each row has three slopes: the theorem's, that of the *proved
+number* (``excess_loss_bound``) over the same n, and the measured one with its standard error. The measured excess must stay
+below the proved number; it may fall faster. While the loss is still near where it started, everything falls more slowly than
+in the end, so the numbers of users are as large as time allows.
+
+>>> name, exponent, _ = ROWS["smooth, accelerated (Thm 4.3)"][:3]
+>>> name, round(exponent, 2)
+('cancer', -0.8)
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import linprog, minimize
+
+from opacus_shuffle.sco import (
+    Estimate,
+    L2Ball,
+    MoreauEnvelope,
+    Objective,
+    absolute_loss,
+    logistic_loss,
+    pan_private_accelerated_sgd,
+    shuffle_accelerated_sgd,
+    shuffle_gradient_descent,
+    shuffle_sgd,
+    shuffle_strongly_convex,
+)
+
+EPSILON, DELTA = 0.1, 1e-6
+RIDGE = 0.1
+PLAIN = (16_000, 64_000, 256_000, 1_024_000)
+SEQUENTIAL = (64_000, 256_000, 1_024_000, 4_096_000)
+FULL = (4_000, 8_000, 16_000)
+FULL_PHASES = (8_000, 16_000, 32_000)
+
+Loss = Callable[[torch.Tensor, Any], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Population:
+    """A data set taken for the whole population."""
+
+    records: tuple[torch.Tensor, torch.Tensor]
+    loss: Loss
+    radius: float
+    smoothness: float | None
+    minimum: float
+
+    @property
+    def dimension(self) -> int:
+        """Number of parameters."""
+        return self.records[0].shape[1]
+
+    def excess(self, theta: torch.Tensor) -> float:
+        """Population loss above its minimum."""
+        return float(self.loss(theta, self.records).mean()) - self.minimum
+
+    def users(self, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Independent draws."""
+        drawn = torch.randint(0, len(self.records[1]), (count,), generator=generator)
+        return self.records[0].float()[drawn], self.records[1].float()[drawn]  # four million of them in half the memory
+
+
+def ridged(loss: Loss) -> Loss:
+    """The loss plus RIDGE/2·‖θ‖²: strongly convex."""
+
+    def regularised(theta: torch.Tensor, batch: Any) -> torch.Tensor:
+        return loss(theta, batch) + RIDGE / 2 * (theta**2).sum()
+
+    return regularised
+
+
+@functools.cache
+def population(name: str) -> Population:
+    """``"cancer"`` or ``"diabetes"``, with `` + ridge`` for the strongly convex loss."""
+    from sklearn.datasets import load_breast_cancer, load_diabetes
+
+    plain, _, ridge = name.partition(" + ")
+    features, targets = (load_breast_cancer if plain == "cancer" else load_diabetes)(return_X_y=True)
+    features = (features - features.mean(0)) / features.std(0)
+    features /= np.linalg.norm(features, axis=1, keepdims=True)
+    targets = 2.0 * targets - 1 if plain == "cancer" else (targets - targets.mean()) / targets.std()
+    records = (torch.from_numpy(features), torch.from_numpy(targets))
+    loss, radius, smoothness = (logistic_loss, 4.0, 0.25) if plain == "cancer" else (absolute_loss, 2.0, None)
+    if ridge:
+        loss, smoothness = ridged(loss), None if smoothness is None else smoothness + RIDGE
+    if plain == "cancer":
+        minimum = _smooth_minimum(loss, records, radius)
+    else:
+        minimum = (_ridged_absolute if ridge else _least_absolute)(features, targets, radius)
+    return Population(records, loss, radius, smoothness, minimum)
+
+
+def _least_absolute(features: np.ndarray, targets: np.ndarray, radius: float) -> float:
+    """The smallest mean absolute error, a linear programme; its solution must lie in the ball."""
+    users, dimension = features.shape
+    cost = np.concatenate([np.zeros(dimension), np.full(users, 1 / users)])
+    sides = np.block([[features, -np.eye(users)], [-features, -np.eye(users)]])
+    found = linprog(cost, A_ub=sides, b_ub=np.concatenate([targets, -targets]), bounds=[(None, None)] * len(cost))
+    if np.linalg.norm(found.x[:dimension]) > radius:
+        raise RuntimeError("the minimum lies outside the ball")
+    return float(found.fun)
+
+
+def _ridged_absolute(features: np.ndarray, targets: np.ndarray, radius: float) -> float:
+    """The same with RIDGE/2·‖θ‖² added, by its dual: smooth, over a box."""
+
+    def dual(weights: np.ndarray) -> tuple[float, np.ndarray]:
+        theta = features.T @ weights / RIDGE
+        return float(RIDGE / 2 * theta @ theta - weights @ targets), features @ theta - targets
+
+    start = np.zeros(len(targets))
+    box = [(-1 / len(targets), 1 / len(targets))] * len(targets)
+    options = {"maxiter": 100_000, "maxfun": 1_000_000, "ftol": 1e-16, "gtol": 1e-13}
+    found = minimize(dual, start, jac=True, method="L-BFGS-B", bounds=box, options=options)
+    if np.linalg.norm(features.T @ found.x / RIDGE) > radius:
+        raise RuntimeError("the minimum lies outside the ball")
+    return -float(found.fun)
+
+
+def _smooth_minimum(loss: Loss, records: tuple[torch.Tensor, torch.Tensor], radius: float) -> float:
+    """The minimum of a smooth loss over the ball."""
+
+    def value(point: np.ndarray) -> tuple[float, np.ndarray]:
+        theta = torch.tensor(point, requires_grad=True)
+        mean = loss(theta, records).mean()
+        mean.backward()
+        return float(mean.detach()), theta.grad.numpy()
+
+    inside = {"type": "ineq", "fun": lambda p: radius**2 - p @ p, "jac": lambda p: -2 * p}
+    start = np.zeros(records[0].shape[1])
+    options = {"maxiter": 3000, "ftol": 1e-15}
+    return float(minimize(value, start, jac=True, method="SLSQP", constraints=[inside], options=options).fun)
+
+
+def ridged_envelope(smoothness: float, dimension: int, lipschitz: float) -> MoreauEnvelope:
+    """Of the absolute loss plus RIDGE/2·‖θ‖²: a proximal point of the absolute loss alone, nearer to 0 and with more weight."""
+    weight = smoothness + RIDGE
+    inner = MoreauEnvelope.generalized_linear("absolute", weight, dimension=dimension)
+
+    def prox(theta: torch.Tensor, batch: Any) -> torch.Tensor:
+        return inner.proximal_points(theta * (smoothness / weight), batch).points
+
+    objective = Objective.from_loss(ridged(absolute_loss), dimension=dimension)
+    return MoreauEnvelope(objective, smoothness, lipschitz=lipschitz, prox=prox)
+
+
+def _common(people: Population, seed: int, count: int) -> tuple[Any, dict[str, Any]]:
+    """Users and the arguments that all optimisers take."""
+    generator = torch.Generator().manual_seed(seed)
+    strong = RIDGE * people.radius if people.smoothness != 0.25 and people.loss is not absolute_loss else 0.0
+    settings = {
+        "constraint": L2Ball(people.radius),
+        "lipschitz": 1.0 + strong,
+        "epsilon": EPSILON,
+        "delta": DELTA,
+        "dimension": people.dimension,
+        "generator": generator,
+    }
+    return people.users(count, generator), settings
+
+
+def _run(method: str, people: Population, count: int, seed: int) -> Estimate:
+    """One estimate."""
+    data, settings = _common(people, seed, count)
+    smooth = {"smoothness": people.smoothness}
+    if method == "sgd":
+        return shuffle_sgd(people.loss, data, **settings)
+    if method == "accelerated":
+        return shuffle_accelerated_sgd(people.loss, data, **settings, **smooth)
+    if method == "full":
+        return shuffle_gradient_descent(people.loss, data, **settings, **smooth)
+    if method == "pan":
+        return pan_private_accelerated_sgd(people.loss, data, **settings, **smooth)
+    how = "accelerated" if method == "phases" else "gradient_descent"
+    envelope = None
+    if people.smoothness is None:
+        envelope = functools.partial(ridged_envelope, dimension=people.dimension, lipschitz=settings["lipschitz"])
+    return shuffle_strongly_convex(
+        people.loss, data, **settings, **smooth, envelope=envelope, strong_convexity=RIDGE, method=how
+    )
+
+
+ROWS: dict[str, tuple[str, float, str, tuple[int, ...]]] = {
+    "convex, SGD (Thm 4.1)": ("diabetes", -1 / 2, "sgd", PLAIN),
+    "convex, smoothed (Thm 4.7)": ("diabetes", -2 / 3, "accelerated", SEQUENTIAL),
+    "convex, full (Thm 4.9)": ("diabetes", -1.0, "full", FULL),
+    "smooth, SGD (Thm 4.1)": ("cancer", -1 / 2, "sgd", PLAIN),
+    "smooth, accelerated (Thm 4.3)": ("cancer", -4 / 5, "accelerated", SEQUENTIAL),
+    "smooth, full (Lemma B.6)": ("cancer", -1.0, "full", FULL),
+    "smooth, pan-private (Thm C.3)": ("cancer", -4 / 5, "pan", SEQUENTIAL),
+    "strongly convex (Thm 4.8)": ("diabetes + ridge", -4 / 3, "phases", SEQUENTIAL),
+    "strongly convex, smooth (Thm 4.8)": ("cancer + ridge", -2.0, "phases", SEQUENTIAL),
+    "strongly convex, full (Thm 4.9)": ("cancer + ridge", -2.0, "full phases", FULL_PHASES),
+}
+"""Population, the theorem's exponent of n in the price of privacy, method, and the numbers of users."""
+
+
+def slope(counts: tuple[int, ...], values: np.ndarray) -> tuple[float, float]:
+    """Of log mean excess over log n by least squares, with its standard error over seeds (jackknife)."""
+    x = np.log(counts)
+
+    def fit(rows: np.ndarray) -> float:
+        return float(np.polyfit(x, np.log(np.maximum(rows.mean(0), 1e-12)), 1)[0])
+
+    whole = fit(values)
+    if len(values) < 2:
+        return whole, math.nan
+    left_out = np.array([fit(np.delete(values, i, axis=0)) for i in range(len(values))])
+    return whole, float(math.sqrt((len(values) - 1) * np.var(left_out)))
+
+
+def measure(name: str, seeds: int) -> dict[str, Any]:
+    """One row of the table."""
+    where, exponent, method, counts = ROWS[name]
+    people = population(where)
+    excess, bounds = np.zeros((seeds, len(counts))), []
+    for j, count in enumerate(counts):
+        estimates = [_run(method, people, count, 1000 * j + seed) for seed in range(seeds)]
+        excess[:, j] = [people.excess(estimate.theta) for estimate in estimates]
+        bounds.append(estimates[0].excess_loss_bound)
+    found, error = slope(counts, excess)
+    proved = float(np.polyfit(np.log(counts), np.log(bounds), 1)[0])
+    return {
+        "row": name,
+        "population": where,
+        "users": list(counts),
+        "excess": excess.mean(0).tolist(),
+        "standard_error": (excess.std(0, ddof=1) / math.sqrt(seeds)).tolist() if seeds > 1 else None,
+        "bound": bounds,
+        "theorem_slope": exponent,
+        "bound_slope": proved,
+        "slope": found,
+        "slope_error": error,
+        "below_bound": bool(np.all(excess.mean(0) <= bounds)),
+    }
+
+
+def _print(row: dict[str, Any]) -> None:
+    print(
+        f"{row['row']:36} theorem {row['theorem_slope']:+.2f}  proved number {row['bound_slope']:+.2f}  measured "
+        f"{row['slope']:+.2f} ± {row['slope_error']:.2f}  {'below' if row['below_bound'] else 'ABOVE'} the proved number",
+        flush=True,
+    )
+    for users, excess, bound in zip(row["users"], row["excess"], row["bound"], strict=True):
+        print(f"    n = {users:>9,}   excess {excess:.5f}   proved at most {bound:.4f}", flush=True)
+
+
+def _write(rows: list[dict[str, Any]], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "convex_optimisation.json").write_text(json.dumps(rows, indent=1))
+    with (folder / "convex_optimisation.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["row", "users", "excess", "bound"])
+        for row in rows:
+            writer.writerows([row["row"], *values] for values in zip(row["users"], row["excess"], row["bound"], strict=True))
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return
+    figure, panels = plt.subplots(1, 3, figsize=(15, 5), sharey=True, layout="constrained")
+    kinds = ("convex,", "smooth,", "strongly")
+    for panel, kind in zip(panels, kinds, strict=True):
+        for row in rows:
+            if row["row"].startswith(kind):
+                (line,) = panel.loglog(row["users"], row["excess"], "o-", label=f"{row['row']}: {row['slope']:+.2f}")
+                users = np.array(row["users"], dtype=float)
+                guide = row["excess"][-1] * (users / users[-1]) ** row["theorem_slope"]
+                panel.loglog(users, guide, ":", color=line.get_color(), label=f"n^{row['theorem_slope']:.2f}")
+        panel.set_xlabel("users n")
+        panel.legend(fontsize=8)
+    panels[0].set_ylabel(f"excess population loss, ε = {EPSILON}, δ = {DELTA:g}")
+    figure.savefig(folder / "convex_optimisation.png", dpi=150)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS), metavar="NAME")
+    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for name in options.rows:
+        rows.append(measure(name, options.seeds))
+        _print(rows[-1])
+    if options.output:
+        _write(rows, options.output)
+
+
+if __name__ == "__main__":
+    main()
