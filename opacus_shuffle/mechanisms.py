@@ -201,7 +201,7 @@ class ShuffledSums(Mechanism):
         super().__post_init__()
         if self.dimension == 0:
             raise ValueError(
-                "shuffled_sums is described by its protocol, not by a noise_multiplier alone: build a "
+                "shuffled_sums is described by its protocol, not by a noise_multiplier alone: build an "
                 "opacus_shuffle.sco.ShuffleVectorSum, whose statement() and exact_epsilon() say what it costs, and train with "
                 "PrivacyEngine(accountant='shuffled_sums').make_private(..., aggregator=protocol)"
             )

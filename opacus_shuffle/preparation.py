@@ -8,6 +8,8 @@ Opacus calls these three builders while ``make_private`` runs; they follow its :
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import opacus
@@ -20,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle.data.epoch_start import PoissonSampler
 from opacus_shuffle.data.fixed_size_sampler import FixedSizeSampler, with_batch_sampler
-from opacus_shuffle.optimizers import allow_empty_batches, optimizer_class
+from opacus_shuffle.optimizers import VectorSumOptimizer, allow_empty_batches, optimizer_class
 from opacus_shuffle.permutation.module import make_plain
 from opacus_shuffle.randomness import secret_generator
 from opacus_shuffle.run_plan import Run
@@ -87,8 +89,13 @@ class PreparationMixin(opacus.PrivacyEngine):
             raise RuntimeError("_prepare_optimizer is called by make_private alone")
         if not distributed:
             expected_batch_size = self._run.sampling.batch_size
-        base = get_optimizer_class(clipping=clipping, distributed=distributed, grad_sample_mode=grad_sample_mode)
-        return optimizer_class(base, local_noise=self._run.local_noise)(
+        build: Callable[..., DPOptimizer]
+        if self._run.aggregator is not None:
+            build = functools.partial(VectorSumOptimizer, aggregator=self._run.aggregator)
+        else:
+            base = get_optimizer_class(clipping=clipping, distributed=distributed, grad_sample_mode=grad_sample_mode)
+            build = optimizer_class(base, local_noise=self._run.local_noise)
+        return build(
             optimizer=optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
             expected_batch_size=expected_batch_size,
             generator=self.secure_rng if self.secure_mode else noise_generator,

@@ -24,21 +24,21 @@ from typing import Any
 
 import opacus
 import torch
-from opacus.accountants.utils import get_noise_multiplier
 from torch import nn
 from torch.utils.data import DataLoader
 
-from opacus_shuffle.accountants import ShuffleAccountant, ShuffledWeightsAccountant
+from opacus_shuffle.accountants import ShuffleAccountant, ShuffledSumsAccountant, ShuffledWeightsAccountant
 from opacus_shuffle.accountants.report import PrivacyReport
-from opacus_shuffle.analysis.calibration import smallest_noise_multiplier
 from opacus_shuffle.data.epoch_start import EpochStart, call_at_epoch_start
 from opacus_shuffle.data.sampling_plan import plan_sampling
+from opacus_shuffle.noise_search import find_noise
 from opacus_shuffle.optimizers import BatchClipping, GhostLogicalBatch, LogicalBatch
 from opacus_shuffle.permutation import PermutationSpec
 from opacus_shuffle.permutation.module import ShuffleGradSampleModule, make_shuffled
 from opacus_shuffle.preparation import PreparationMixin
 from opacus_shuffle.randomness import secret_generator
 from opacus_shuffle.run_plan import plan_run
+from opacus_shuffle.sco.vector_sum import ShuffleVectorSum
 from opacus_shuffle.shuffled_dpsgd import calibrate_run, plan_sum
 from opacus_shuffle.validation import (
     flag,
@@ -48,6 +48,7 @@ from opacus_shuffle.validation import (
     reject_unknown,
     whole_number,
 )
+from opacus_shuffle.vector_sum_training import calibrate_aggregator, multiplier_for, trained_entries
 from opacus_shuffle.weight_shuffling import WeightShufflingMixin, plan_shuffling
 
 
@@ -70,7 +71,7 @@ class ShuffleMixin(PreparationMixin, WeightShufflingMixin):
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         data_loader: DataLoader,
-        noise_multiplier: float,
+        noise_multiplier: float | None = None,
         max_grad_norm: float | list[float],
         criterion: Any = None,
         batch_first: bool = True,
@@ -88,6 +89,7 @@ class ShuffleMixin(PreparationMixin, WeightShufflingMixin):
         batch_clip: float | None = None,
         dimension: str | int = "model",
         unshuffled_noise_multiplier: float | None = None,
+        aggregator: ShuffleVectorSum | None = None,
         **unknown: Any,
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private`, with these differences.
@@ -96,17 +98,17 @@ class ShuffleMixin(PreparationMixin, WeightShufflingMixin):
             module: As Opacus's.
             optimizer: As Opacus's.
             data_loader: Its sampler is replaced by the one that the accountant accounts for: Poisson for
-                ``shuffled_checkin`` and ``shuffled_fw``, fixed-size without replacement for ``subsampled_shuffle`` and
-                ``shuffle_gauss``.
+                ``shuffled_checkin`` and ``shuffled_fw``, fixed-size without replacement for the others.
             noise_multiplier: With ``local_noise=True`` each record's own σ (the sum carries √k·σ·C, k the records really in
-                the batch), else the multiplier of the sum, as in Opacus. Above 0 (0 is allowed with Opacus's accountants).
+                the batch), else the multiplier of the sum, as in Opacus. Above 0 (0 is allowed with Opacus's accountants). Not
+                with an ``aggregator``.
             max_grad_norm: C, or one per parameter with ``clipping="per_layer"``.
             criterion: As Opacus's (ghost clipping only); by default a fresh ``CrossEntropyLoss``.
             batch_first: As Opacus's.
             loss_reduction: As Opacus's.
             poisson_sampling: Leave it out. ``False`` with ``shuffle_gauss`` keeps your own loader.
             clipping: ``"flat"``, ``"per_layer"``; ``"adaptive"`` with Opacus's accountants only.
-            noise_generator: On the parameters' device; by default seeded by the operating system.
+            noise_generator: On the parameters' device, on the CPU with an ``aggregator``; by default seeded by the system.
             grad_sample_mode: ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``.
             wrap_model: As Opacus's.
             rand_on_empty: As Opacus's.
@@ -127,6 +129,9 @@ class ShuffleMixin(PreparationMixin, WeightShufflingMixin):
                 ``"layers"``: each by itself, the smallest asking for most; or a number.
             unshuffled_noise_multiplier: ``shuffled_fw`` alone: σ₀ ≥ σ of parameters that are not shuffled (line 16); by
                 default σ.
+            aggregator: ``shuffled_sums`` alone, and needed there: the protocol of one round, which sums the gradients in place
+                of Gaussian noise, with ``num_users`` the batch size, ``dimension`` the trainable parameters' entries and
+                ``max_norm`` = ``max_grad_norm``.
             **unknown: The five keywords of ``clipping="adaptive"``; any other is refused.
 
         Returns:
@@ -135,6 +140,7 @@ class ShuffleMixin(PreparationMixin, WeightShufflingMixin):
         Raises:
             ValueError: If anything does not fit; nothing is changed then.
         """
+        noise_multiplier = multiplier_for(self.accountant, aggregator, noise_multiplier, secure_mode=self.secure_mode)
         run = plan_run(
             self.accountant,
             module=module,
@@ -152,6 +158,7 @@ class ShuffleMixin(PreparationMixin, WeightShufflingMixin):
             flags={"wrap_model": wrap_model, "batch_first": batch_first, "rand_on_empty": rand_on_empty},
             unknown=unknown,
             parameters=inspect.signature(self.make_private).parameters,
+            aggregator=aggregator,
         )
         spec = plan_shuffling(
             module,
@@ -191,6 +198,8 @@ class ShuffleMixin(PreparationMixin, WeightShufflingMixin):
                 self.accountant.num_users = run.sampling.num_users
                 self.accountant.batch_size = run.sampling.batch_size
                 self.accountant.local_noise = local_noise
+            if isinstance(self.accountant, ShuffledSumsAccountant) and aggregator is not None:
+                self.accountant.describe_protocol(aggregator, once=True)
             if isinstance(self.accountant, ShuffledWeightsAccountant) and shuffled_sum is not None:
                 self.accountant.describe_weights(**shuffled_sum.weights(), once=True)
             result = super().make_private(
@@ -235,8 +244,7 @@ class ShuffleMixin(PreparationMixin, WeightShufflingMixin):
         if isinstance(private_optimizer, GhostLogicalBatch):
             private_optimizer.watch(private_module)
         if isinstance(private_optimizer, LogicalBatch):
-            if isinstance(self.accountant, ShuffleAccountant) and run.sampling.kind != "poisson":
-                private_optimizer.records_per_round = run.sampling.batch_size
+            private_optimizer.records_per_round = run.records_per_round
             if isinstance(result[-1].batch_sampler, EpochStart):
                 call_at_epoch_start(result[-1].batch_sampler, private_optimizer.discard_partial_batch)
         # Opacus's hook has the rate 1/L; a fixed-size batch has B/n.
@@ -258,6 +266,7 @@ class ShuffleMixin(PreparationMixin, WeightShufflingMixin):
         local_noise: bool = False,
         bound: str | None = None,
         adjacency: str | None = None,
+        aggregator: str | None = None,
         **keywords: Any,
     ) -> Any:
         """:meth:`make_private` with the smallest noise whose ε after ``epochs`` epochs does not exceed the target.
@@ -279,6 +288,8 @@ class ShuffleMixin(PreparationMixin, WeightShufflingMixin):
             bound: ``"paper"`` (default), ``"tight"``, ``"certified"`` or ``"certified_sharp"`` (``shuffled_fw`` has
                 ``"paper_optimised"`` in place of the last); not with Opacus's own accountants.
             adjacency: ``"zero_out"`` (default), or ``"replace"`` with the certified bounds.
+            aggregator: ``shuffled_sums`` alone, and needed there: the calibration of the protocol that is built. ``"tight"``
+                has the least noise by ``bound="certified"``, its default; ``"paper"`` is SCO Algorithm 5, without sampling.
             **keywords: Passed on to :meth:`make_private`, which refuses unknown ones.
 
         Raises:
@@ -298,7 +309,10 @@ class ShuffleMixin(PreparationMixin, WeightShufflingMixin):
                 f"target_epsilon={target_epsilon}",
                 stacklevel=2,
             )
-        if isinstance(self.accountant, ShuffledWeightsAccountant):
+        budget: dict[str, Any] = {"target_epsilon": target_epsilon, "target_delta": target_delta, "steps": steps}
+        budget |= {"bound": bound, "adjacency": adjacency}
+        noise_multiplier = None
+        if isinstance(self.accountant, ShuffledWeightsAccountant) and aggregator is None:
             found = calibrate_run(
                 self.accountant,
                 plan,
@@ -315,29 +329,13 @@ class ShuffleMixin(PreparationMixin, WeightShufflingMixin):
             )
             self._falls_back = bool(keywords.get("shuffle_weights")) and "shuffle_weights" not in found
             noise_multiplier, keywords = found.pop("noise_multiplier"), found
-        elif isinstance(self.accountant, ShuffleAccountant):
-            probe = type(self.accountant)(num_users=plan.num_users, batch_size=plan.batch_size, local_noise=local_noise)
-
-            def epsilon(noise_multiplier: float) -> float:
-                probe.history = [(noise_multiplier, plan.sample_rate, steps)]
-                return probe.bound(target_delta, bound=bound or "paper", adjacency=adjacency or "zero_out").epsilon
-
-            noise_multiplier = smallest_noise_multiplier(epsilon, target_epsilon=target_epsilon)
-            epsilon(noise_multiplier)
-            probe.warn_of_assumption(target_delta, bound=bound or "paper", adjacency=adjacency or "zero_out")
-        else:
-            if bound is not None or adjacency is not None:
-                raise ValueError(
-                    f"accountant {self.accountant.mechanism()!r} has one ε only, got bound={bound!r}, adjacency={adjacency!r}: "
-                    "leave them out or use a shuffle accountant"
-                )
-            noise_multiplier = get_noise_multiplier(
-                target_epsilon=target_epsilon,
-                target_delta=target_delta,
-                sample_rate=plan.sample_rate,
-                steps=steps,
-                accountant=self.accountant.mechanism(),
+        elif aggregator is not None or isinstance(self.accountant, ShuffledSumsAccountant):
+            trained = trained_entries(optimizer)
+            keywords["aggregator"] = calibrate_aggregator(
+                self.accountant, plan, aggregator=aggregator, dimension=trained, max_grad_norm=max_grad_norm, **budget
             )
+        else:
+            noise_multiplier = find_noise(self.accountant, plan, local_noise=local_noise, **budget)
         try:
             return self.make_private(
                 module=module,
@@ -386,7 +384,7 @@ class PrivacyEngine(ShuffleMixin, opacus.PrivacyEngine):
     """Drop-in for :class:`opacus.PrivacyEngine`; see :class:`ShuffleMixin` for what it adds.
 
     Args:
-        accountant: ``"shuffle_gauss"``, ``"subsampled_shuffle"``, ``"shuffled_checkin"``, ``"shuffled_fw"``, or any of Opacus's
-            own.
+        accountant: ``"shuffle_gauss"``, ``"subsampled_shuffle"``, ``"shuffled_checkin"``, ``"shuffled_fw"``,
+            ``"shuffled_sums"``, or any of Opacus's own.
         secure_mode: As Opacus's.
     """

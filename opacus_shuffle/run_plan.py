@@ -25,9 +25,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from opacus_shuffle.accountants import ShuffleAccountant, ShuffledWeightsAccountant
+from opacus_shuffle.accountants import ShuffleAccountant, ShuffledSumsAccountant, ShuffledWeightsAccountant
 from opacus_shuffle.data.sampling_plan import SamplingPlan, plan_sampling
+from opacus_shuffle.sco.vector_sum import ShuffleVectorSum
 from opacus_shuffle.validation import finite_number, flag, instance_of, noise_level, one_of, positive, reject_unknown
+from opacus_shuffle.vector_sum_training import check_aggregator, trained_entries
 
 LOCAL_NOISE_MODES = ("hooks", "functorch", "ew", "ghost")
 PARALLEL = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel, FSDPModule)
@@ -42,11 +44,13 @@ ADAPTIVE_KEYWORDS = (  # what clipping="adaptive" takes besides: Opacus hands th
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """How batches are drawn, whether reports carry their own noise, and where the parameters live."""
+    """How batches are drawn, whether reports carry their own noise, where it is drawn, and the protocol that sums, if any."""
 
     sampling: SamplingPlan
     local_noise: bool
     device: torch.device
+    aggregator: ShuffleVectorSum | None = None
+    records_per_round: int | None = None
 
 
 def plan_run(
@@ -67,6 +71,7 @@ def plan_run(
     flags: Mapping[str, Any] | None = None,
     unknown: Mapping[str, Any] | None = None,
     parameters: Iterable[str] = (),
+    aggregator: ShuffleVectorSum | None = None,
 ) -> Run:
     """The plan for these arguments of ``make_private``.
 
@@ -90,6 +95,8 @@ def plan_run(
     if local_noise:
         if isinstance(accountant, ShuffledWeightsAccountant):
             raise ValueError("shuffled_fw adds the noise to the sum, at the server: leave out local_noise=True")
+        if isinstance(accountant, ShuffledSumsAccountant):
+            raise ValueError("shuffled_sums has its noise in the reports' own bits: leave out local_noise=True")
         if not ours:
             raise ValueError(
                 f"local_noise=True needs an accountant that knows it, got {mechanism!r}: use 'shuffle_gauss', "
@@ -107,19 +114,26 @@ def plan_run(
     devices = {parameter.device for parameter in trainable}
     if len(devices) != 1:
         raise ValueError(f"optimizer must hold trainable parameters, all on one device, got {sorted(map(str, devices))}")
-    (device,) = devices
+    (device,) = devices if aggregator is None else (torch.device("cpu"),)
     if noise_generator is not None:
         instance_of("noise_generator", noise_generator, (torch.Generator,))
         if noise_generator.device.type != device.type:
-            raise ValueError(f"noise_generator lives on {noise_generator.device}, the parameters on {device}: make one there")
+            what = "parameters are" if aggregator is None else "aggregator's noise is drawn"
+            raise ValueError(f"noise_generator lives on {noise_generator.device}, the {what} on {device}: make one there")
     sampling = plan_sampling(mechanism, data_loader, poisson_sampling)
+    if aggregator is not None:
+        entries = trained_entries(optimizer)
+        norm, mode = max_grad_norm, grad_sample_mode
+        check_aggregator(aggregator, sampling, dimension=entries, max_grad_norm=norm, clipping=clipping, grad_sample_mode=mode)
     if isinstance(accountant, ShuffleAccountant) and accountant.num_users is not None:
         known, asked = (accountant.num_users, accountant.local_noise), (sampling.num_users, local_noise)
         if known != asked:
             raise ValueError(
                 f"this engine accounts for (num_users, local_noise) = {known}, got {asked}: use a new PrivacyEngine"
             )
-    return Run(sampling, local_noise, device)
+    # Where everyone is in every round, drop-outs are covered by the aggregator; in a sample their place might be another's.
+    fixed = ours and sampling.kind != "poisson" and (aggregator is None or sampling.sample_rate < 1)
+    return Run(sampling, local_noise, device, aggregator, sampling.batch_size if fixed else None)
 
 
 def _check_norms(max_grad_norm: Any, clipping: str, parameters: int) -> None:

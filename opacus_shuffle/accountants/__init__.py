@@ -13,6 +13,7 @@ from opacus.accountants.registry import create_accountant
 
 from opacus_shuffle.accountants import baselines as _registers_its_baselines  # noqa: F401
 from opacus_shuffle.accountants import shuffle_gaussian_bounds as _registers_its_bounds  # noqa: F401
+from opacus_shuffle.accountants import shuffled_sums_bounds as _registers_its_own  # noqa: F401
 from opacus_shuffle.accountants import shuffled_weights_bounds as _registers_its_bounds_too  # noqa: F401
 from opacus_shuffle.accountants.base import ShuffleAccountant
 from opacus_shuffle.accountants.bounds import (
@@ -28,6 +29,7 @@ from opacus_shuffle.accountants.bounds import (
 from opacus_shuffle.accountants.shuffle_gauss import ShuffleGaussAccountant
 from opacus_shuffle.accountants.shuffled_checkin import ShuffledCheckInAccountant
 from opacus_shuffle.accountants.shuffled_fw import ShuffledWeightsAccountant
+from opacus_shuffle.accountants.shuffled_sums import ShuffledSumsAccountant
 from opacus_shuffle.accountants.subsampled_shuffle import SubsampledShuffleAccountant
 
 ACCOUNTANTS: tuple[type[ShuffleAccountant], ...] = (
@@ -36,11 +38,13 @@ ACCOUNTANTS: tuple[type[ShuffleAccountant], ...] = (
     ShuffledCheckInAccountant,
     ShuffledWeightsAccountant,
 )
+"""Those whose runs a few plain numbers describe; ``shuffled_sums`` needs its protocol."""
 
 
 def register_accountants() -> None:
     """Register every accountant with Opacus; again under a reload, never over a stranger's of the same name."""
-    for accountant in ACCOUNTANTS:
+    everyone: tuple[type[ShuffleAccountant], ...] = (*ACCOUNTANTS, ShuffledSumsAccountant)
+    for accountant in everyone:
         register_accountant(accountant.mechanism(), accountant, force=_registered_by_us(accountant))
 
 
@@ -63,6 +67,7 @@ __all__ = [
     "ShuffleAccountant",
     "ShuffleGaussAccountant",
     "ShuffledCheckInAccountant",
+    "ShuffledSumsAccountant",
     "ShuffledWeightsAccountant",
     "SubsampledShuffleAccountant",
     "baselines_of",

@@ -1,4 +1,4 @@
-"""Opacus's optimizers with local noise or clipped sums, with notes on what was summed, and with step hooks that add up."""
+"""Opacus's optimizers with local noise, clipped or shuffled sums, with notes on what was summed, and step hooks that add up."""
 
 from __future__ import annotations
 
@@ -7,5 +7,14 @@ from opacus_shuffle.optimizers.empty_batches import allow_empty_batches
 from opacus_shuffle.optimizers.local_gaussian import optimizer_class
 from opacus_shuffle.optimizers.logical_batch import GhostLogicalBatch, LogicalBatch
 from opacus_shuffle.optimizers.step_hooks import ComposedStepHooks
+from opacus_shuffle.optimizers.vector_sum import VectorSumOptimizer
 
-__all__ = ["BatchClipping", "ComposedStepHooks", "GhostLogicalBatch", "LogicalBatch", "allow_empty_batches", "optimizer_class"]
+__all__ = [
+    "BatchClipping",
+    "ComposedStepHooks",
+    "GhostLogicalBatch",
+    "LogicalBatch",
+    "VectorSumOptimizer",
+    "allow_empty_batches",
+    "optimizer_class",
+]

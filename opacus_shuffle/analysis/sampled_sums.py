@@ -1,0 +1,193 @@
+r"""Rounds of noised sums over a secret sample of fixed size, where a record is replaced by any other: what sampling gains.
+
+Let the sum of a round be μ-Gaussian-private under replacement, but for a probability ``lost``: its hockey sticks are at most
+H_α(G_μ) + lost with G_μ = (N(μ, 1), N(0, 1)). Every round draws its B of n records anew, without replacement; γ = B/n.
+
+One round
+    Write M = (1 − γ)M₀ + γM₁ and M′ = (1 − γ)M₀ + γM₁′: without the record, and with it or its replacement. For α ≥ 1 Balle,
+    Barthe and Gaboardi (2018, Theorem 2) give H_α(M‖M′) = γ·H_α̃(M₁‖(1 − β)M₀ + βM₁′) with α̃ = 1 + (α − 1)/γ, and the three are
+    pairwise neighbours: samples with and without the record are coupled by exchanging it for another. Hence, in either order,
+    H_α(M‖M′) ≤ h(α) + γ·lost with h(α) = γ·H_α̃(G_μ) for α ≥ 1, and for α < 1, because the orders may be exchanged,
+    h(α) = α·h(1/α) + 1 − α.
+    h is the curve of a pair of laws: it is convex on either side of 1 (there it is the perspective of a convex function), and
+    at 1 its slope rises, from γ(2Φ(μ/2) − 1) − Φ(μ/2) to −Φ(−μ/2), by (1 − γ)(2Φ(μ/2) − 1) ≥ 0. That pair's likelihood ratio R
+    under the second law has, with A = (1 − γ)N(0, 1) + γN(μ, 1) and B = N(0, 1),
+    above 1: R = A/B at z ~ B, z > μ/2; below 1: R = B/A at z ~ A, z > μ/2; at 1: an atom of (1 − γ)(2Φ(μ/2) − 1).
+    Masses and means add up to 1 (both parts' masses are each other's means).
+Rounds
+    Curves on all of α ≥ 0 compose: (P, Q) may be replaced by any pair of measures whose curve is above it, round by round and
+    adaptively, here by that pair with mass γ·lost more, where everything is learnt.
+On a grid
+    The part above 1 comes from the upper law of N(μ, 1)/N(0, 1) (:mod:`opacus_shuffle.analysis.ratio_law`), whose curve is
+    above h for α ≥ 1. Its mirror image is the part below. What is left for the atom at 1 is no less than before: an atom split
+    towards 1 and c leaves less above 1 than it had, counted with its mirror image.
+
+γ = 1 is the Gaussian mechanism. A record that becomes zero is a replacement too.
+
+>>> rounds = [(SampledRound(mu=0.5, sample_rate=0.01), 1000)]
+>>> round(compute_epsilon(rounds, delta=1e-6), 3)
+0.827
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.optimize import brentq
+
+from opacus_shuffle.analysis import gaussian, privacy_loss
+from opacus_shuffle.analysis.privacy_loss import Mixture
+from opacus_shuffle.analysis.ratio_law import TAILS, RatioLaw, mean_law
+from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, tail_for
+from opacus_shuffle.validation import finite_number, open_unit_interval, positive, sampling_rate, whole_number
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampledRound:
+    """One round on a fresh secret sample of fixed size.
+
+    Attributes:
+        mu: μ of the sum under replacement, were everyone in it.
+        sample_rate: γ, the share of all records in the sample.
+        lost: The probability that μ does not cover.
+    """
+
+    mu: float
+    sample_rate: float = 1.0
+    lost: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 1e-9 <= positive("mu", self.mu) <= 1e6:
+            raise ValueError(f"mu must lie in [1e-9, 1e6], got {self.mu!r}")
+        sampling_rate("sample_rate", self.sample_rate)
+        if not 0 <= finite_number("lost", self.lost) < 1:
+            raise ValueError(f"lost must lie in [0, 1), got {self.lost!r}")
+
+
+Rounds = Sequence[tuple[SampledRound, int]]
+
+
+def sampled_law(*, mu: float, sample_rate: float, tail: float = TAILS[0]) -> RatioLaw:
+    """An upper law of one round's R under the second data set; its hockey sticks are the same in both directions.
+
+    Args:
+        mu: μ of the sum under replacement.
+        sample_rate: γ in (0, 1].
+        tail: See :func:`opacus_shuffle.analysis.ratio_law.mean_law`, whose limits are also these.
+
+    Formal Guarantees:
+        Above h of the module's text at every α, for every data set.
+    """
+    gamma = sampling_rate("sample_rate", sample_rate)
+    whole = mean_law(noise_multiplier=1 / mu, num_users=1, tail=tail)
+    above = whole.offsets > 1 - whole.centre  # before scaling: 1 is a point of the grid, exactly
+    sampled = whole.scaled(gamma)
+    offsets, masses = sampled.offsets[above], sampled.masses[above]
+    mirrored = (-offsets / (1 + offsets) if sampled.centre else 1 / offsets)[::-1]
+    mirrored_masses = (masses * (offsets + sampled.centre))[::-1]
+    rest = max(1.0 - float(masses.sum() + mirrored_masses.sum()) - sampled.infinite, 0.0)
+    law_offsets = np.concatenate([mirrored, [1 - sampled.centre], offsets])
+    law_masses = np.concatenate([mirrored_masses, [rest], masses])
+    if sampled.infinite > 0:
+        law_offsets, law_masses = np.append(-sampled.centre, law_offsets), np.append(sampled.infinite, law_masses)
+    return RatioLaw(law_offsets, law_masses, sampled.centre, sampled.infinite, sampled.scale)
+
+
+def compute_epsilon(rounds: Rounds, *, delta: float) -> float:
+    """ε at δ after all rounds, rounded up; ``inf`` where ``lost`` leaves nothing of δ or μ is too large for a law.
+
+    Args:
+        rounds: Rounds, each with its number of repetitions, at least 1; later ones may depend on earlier ones' sums.
+        delta: δ in (0, 1).
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Formal Guarantees:
+        Proved for every data set, replacement adjacency, samples of fixed size that stay secret.
+
+    Source: this library's; one round is Balle, Barthe and Gaboardi 2018, Theorems 2 and 10.
+    """
+    delta = open_unit_interval("delta", delta)
+    counts: dict[SampledRound, int] = {}
+    for each, count in rounds:
+        counts[each] = counts.get(each, 0) + whole_number("repetitions", count)
+    return _compute_epsilon(tuple(counts.items()), delta) if counts else 0.0
+
+
+@functools.lru_cache(maxsize=256)
+def _compute_epsilon(rounds: tuple[tuple[SampledRound, int], ...], delta: float) -> float:
+    """See :func:`compute_epsilon`."""
+    if all(each.sample_rate == 1.0 for each, _ in rounds):
+        lost = math.fsum(each.lost * count for each, count in rounds)
+        total = math.sqrt(math.fsum(each.mu**2 * count for each, count in rounds))
+        return gaussian.compute_epsilon(mu=total, delta=delta - lost) if lost < delta else math.inf
+    gaussians = [(ShuffledRound(noise_multiplier=1 / each.mu, num_users=1), count) for each, count in rounds]
+    tail = tail_for(gaussians, delta)
+    if tail is None:
+        return math.inf
+    mixtures = [
+        (
+            Mixture(
+                ((1.0, sampled_law(mu=each.mu, sample_rate=each.sample_rate, tail=tail)),), lost=each.sample_rate * each.lost
+            ),
+            count,
+        )
+        for each, count in rounds
+    ]
+    return privacy_loss.compute_epsilon(mixtures, delta=delta)
+
+
+def largest_mu(*, epsilon: float, delta: float, rounds: int, sample_rate: float, lost: float = 0.0) -> float:
+    """The largest μ (to 1e-6, rounded down) of each of ``rounds`` sampled rounds that are (ε, δ)-DP together.
+
+    Args:
+        epsilon: ε > 0 of all rounds.
+        delta: δ in (0, 1) of all rounds.
+        rounds: T.
+        sample_rate: γ.
+        lost: Of each round.
+
+    Returns:
+        μ at which :func:`compute_epsilon`, or the Gaussian bound without any gain from sampling, was found within ε.
+
+    Raises:
+        ValueError: If an argument is out of range, or ``lost`` leaves nothing of δ.
+    """
+    target, delta = positive("epsilon", epsilon), open_unit_interval("delta", delta)
+    count = whole_number("rounds", rounds)
+    if count * lost >= delta:
+        raise ValueError(f"lost={lost!r} in each of {count} rounds leaves nothing of delta={delta!r}: ask for a larger delta")
+
+    def spent(mu: float) -> float:
+        everyone = gaussian.compute_epsilon(mu=mu * math.sqrt(count), delta=delta - count * lost)
+        if everyone <= target:
+            return everyone
+        each = SampledRound(mu=mu, sample_rate=sample_rate, lost=lost)
+        return min(everyone, compute_epsilon([(each, count)], delta=delta))
+
+    def excess(log_mu: float) -> float:
+        value = spent(math.exp(log_mu))
+        difference = math.log(max(value, 1e-300)) - math.log(target)
+        return max(difference, 1e-16) if value > target else difference
+
+    low = high = math.log(1e-3)
+    while low > math.log(1e-9) and excess(low) > 0:
+        low, high = max(low - 2.0, math.log(1e-9)), low
+    if excess(low) > 0:
+        raise ValueError(
+            f"no mu above 1e-9 keeps {count} rounds within epsilon={epsilon!r}: ask for more, or take fewer rounds"
+        )
+    while excess(high) <= 0:
+        low, high = high, high + 2.0
+        if high > math.log(1e6):
+            raise ValueError(f"epsilon={epsilon!r} at delta={delta!r} allows any mu up to 1e6: this needs no noise")
+    root = float(brentq(excess, low, high, xtol=2e-7))
+    step = 1e-7
+    while excess(root) > 0:  # step off the solver's tolerance to the safe side
+        root, step = root - step, 2 * step
+    return math.exp(root)
