@@ -20,8 +20,6 @@ from opacus.accountants import IAccountant
 
 from opacus_shuffle.accountants import ShuffledSumsAccountant, bounds_of
 from opacus_shuffle.accountants.shuffled_sums import noise_multiplier_of
-from opacus_shuffle.analysis.binomial_sums import LOST_SHARE
-from opacus_shuffle.analysis.sampled_sums import largest_mu
 from opacus_shuffle.data.sampling_plan import SamplingPlan
 from opacus_shuffle.mechanisms import ShuffledSums
 from opacus_shuffle.sco.vector_sum import ShuffleVectorSum
@@ -161,13 +159,15 @@ def calibrate_aggregator(
         )
     one_of("adjacency", "replace" if adjacency is None else adjacency, ("zero_out", "replace"))
     norm = positive("max_grad_norm", max_grad_norm)
-    mu = None
-    if aggregator == "tight":
-        lost = LOST_SHARE * target_delta / steps
-        rate = sampling.sample_rate
-        mu = largest_mu(epsilon=target_epsilon, delta=target_delta, rounds=steps, sample_rate=rate, lost=lost)
     protocol = ShuffleVectorSum.for_rounds(
-        sampling.batch_size, dimension, norm, target_epsilon, target_delta, rounds=steps, calibration=aggregator, mu=mu
+        sampling.batch_size,
+        dimension,
+        norm,
+        target_epsilon,
+        target_delta,
+        rounds=steps,
+        calibration=aggregator,
+        sample_rate=sampling.sample_rate if aggregator == "tight" else 1.0,
     )
     probe = ShuffledSumsAccountant(num_users=sampling.num_users, aggregator=protocol)
     probe.history = [(probe.noise_multiplier, sampling.sample_rate, steps)]

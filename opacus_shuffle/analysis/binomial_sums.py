@@ -56,10 +56,13 @@ from opacus_shuffle.analysis.ratio_law import RatioLaw
 from opacus_shuffle.validation import finite_number, open_unit_interval, sampling_rate, whole_number
 
 RELATIVE_ERROR = 1e-9
-"""Slopes and tails are enlarged by this fraction: above the error of SciPy's binomial distribution (1e-12)."""
+"""Slopes and tails are enlarged by this fraction, or 1e-14 standard deviations of the noise if that is more: above the error of
+SciPy's binomial distribution (2e-15 standard deviations, relatively)."""
+
+MOST_TRIALS = 2**50
 
 _BLOCKS = 2**16
-"""Outcomes beyond this number are taken in blocks, each with its worst case: the slope then exceeds c by 0.2 % at most."""
+"""Outcomes beyond this number are taken in blocks, each with its worst case: the slope then exceeds c by 0.3 % at most."""
 
 _CELLS = 4096
 LOST_SHARE = 1e-6
@@ -80,12 +83,19 @@ class BinomialNoise:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trials", whole_number("trials", self.trials))
+        if self.trials > MOST_TRIALS:
+            raise ValueError(f"trials must not exceed 2**50, beyond which no tails are known well, got {self.trials}")
         object.__setattr__(self, "probability", open_unit_interval("probability", self.probability))
 
     @property
     def variance(self) -> float:
         """m·p·(1 − p)."""
         return self.trials * self.probability * (1 - self.probability)
+
+    @property
+    def relative_error(self) -> float:
+        """What covers the error of this law's tails and probabilities."""
+        return max(RELATIVE_ERROR, 1e-14 * math.sqrt(self.variance))
 
     @property
     def reflected(self) -> BinomialNoise:
@@ -149,7 +159,8 @@ def _upward(noise: BinomialNoise, shift: int, epsilon: float) -> float:
     moved, stayed = binom.sf(thresholds - shift, m, p), binom.sf(thresholds, m, p)
     with np.errstate(divide="ignore"):
         against = np.exp(np.minimum(np.log(stayed) + epsilon, 1.0))  # e^ε alone might overflow
-    return float(np.clip(np.max(moved * (1 + RELATIVE_ERROR) - against * (1 - RELATIVE_ERROR)), 0.0, 1.0))
+    margin = noise.relative_error
+    return float(np.clip(np.max(moved * (1 + margin) - against * (1 - margin)), 0.0, 1.0))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -184,9 +195,9 @@ def gaussian_bound(noise: BinomialNoise, *, shift: int, tail: float) -> Gaussian
     # The largest probability in a block (ends[i], ends[i + 1]]: at the end that is nearer to the mode, or the mode's own.
     mode = min(math.floor((m + 1) * p), m)
     largest = binom.pmf(np.clip(mode, ends[:-1] + 1, ends[1:]), m, p)
-    slope = float(np.max(largest / np.minimum(densities[:-1], densities[1:]))) * (1 + RELATIVE_ERROR)
+    slope = float(np.max(largest / np.minimum(densities[:-1], densities[1:]))) * (1 + noise.relative_error)
     lost = binom.cdf(lowest + shift, m, p) + binom.sf(highest - shift, m, p)
-    return GaussianBound(slope, float(lost) * (1 + RELATIVE_ERROR))
+    return GaussianBound(slope, float(lost) * (1 + noise.relative_error))
 
 
 def _largest_with_tail(noise: BinomialNoise, tail: float) -> int:
@@ -195,7 +206,7 @@ def _largest_with_tail(noise: BinomialNoise, tail: float) -> int:
     low, high = -1, math.ceil(m * p)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if binom.cdf(middle, m, p) * (1 + RELATIVE_ERROR) <= tail else (low, middle)
+        low, high = (middle, high) if binom.cdf(middle, m, p) * (1 + noise.relative_error) <= tail else (low, middle)
     return low
 
 
@@ -258,9 +269,18 @@ def lower_epsilon(rounds: Rounds, *, delta: float, sample_rate: float = 1.0) -> 
         delta: δ in (0, 1).
         sample_rate: With which probability the user takes part in a round, unseen, where all others hold what the user's
             value becomes.
+
+    Returns:
+        ε ≥ 0, rounded down; ``inf`` where nothing that the user sends in some round could also come from the other value.
     """
     delta = open_unit_interval("delta", delta)
     rate = sampling_rate("sample_rate", sample_rate)
+    if any(each.shift > each.noise.trials for each, _ in rounds):
+        if rate == 1:
+            return math.inf
+        rounds = [(each, count) for each, count in rounds if each.shift <= each.noise.trials]
+        if not rounds:
+            return 0.0
     ends = []
     for reflected in (False, True):
         laws = [(Mixture.of(_shift_law(each, reflected).scaled(rate)), count) for each, count in rounds]
@@ -279,7 +299,7 @@ def _shift_law(each: SumRound, reflected: bool) -> RatioLaw:
     ends = np.unique(np.round(np.linspace(first, last, min(_CELLS, last - first) + 1)))
     stayed = _cell_masses(ends, m, p)
     moved = _cell_masses(ends - each.shift, m, p)
-    keep = stayed > 0
+    keep = (stayed > 0) & (moved > 0)  # the rest would be learnt for certain: leaving it out lowers ε
     return RatioLaw(moved[keep] / stayed[keep], stayed[keep], 0.0, 0.0, each.shift / deviation)
 
 

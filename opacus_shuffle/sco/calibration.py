@@ -20,9 +20,11 @@ import functools
 import math
 from collections.abc import Callable
 
+from opacus_shuffle.analysis import sampled_sums
 from opacus_shuffle.analysis.advanced_composition import step_budget
 from opacus_shuffle.analysis.binomial_sums import (
     LOST_SHARE,
+    MOST_TRIALS,
     BinomialNoise,
     SumRound,
     gaussian_bound,
@@ -40,7 +42,6 @@ OVERHEAD = 0.05
 """How far above its limit the variance of the tight calibration may stay for the sake of fewer bits."""
 
 _PACE = 1.25
-_MOST_TRIALS = 2**50
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +90,6 @@ def check_privacy(epsilon: float, delta: float, honest_fraction: float, calibrat
             "users"
         )
     one_of("calibration", calibration, CALIBRATIONS)
-    if calibration == "paper" and fraction < 1 and epsilon * fraction > 1:
-        raise ValueError(
-            f"calibration='paper' with honest_fraction={honest_fraction!r} needs epsilon * honest_fraction <= 1 (SCO Corollary "
-            f"A.9), got epsilon={epsilon!r}: use calibration='tight' or a smaller epsilon"
-        )
     return float(epsilon), float(delta), fraction, calibration
 
 
@@ -109,6 +105,7 @@ def paper_vector_plan(
 
     ``granularity`` is max(2Δ₂√n, √d, 4) as printed: it depends on the unit in which ``max_norm`` is measured.
     """
+    _check_drop_outs(epsilon, honest_fraction)
     share = delta / (dimension + 1)
     return _paper_plan(
         granularity=max(2 * max_norm * math.sqrt(num_users), math.sqrt(dimension), 4.0),
@@ -125,6 +122,7 @@ def paper_scalar_plan(*, num_users: int, max_value: float, epsilon: float, delta
     Lemma 3.1 asks for g ≥ Δ√n alone, but its proof takes ln((1+α)/(1−α)) ≤ 3α with α = ε/(3g) "small": that needs α ≤ 0.858,
     so g ≥ ε/2.57 besides (at n = 1, Δ = 1, ε = 15 the printed g = 1 gives α = 5).
     """
+    _check_drop_outs(epsilon, honest_fraction)
     local = epsilon * honest_fraction
     return _paper_plan(
         granularity=max(max_value * math.sqrt(num_users), local / 2.57, 3.0 if honest_fraction < 1 else 1.0),
@@ -135,13 +133,22 @@ def paper_scalar_plan(*, num_users: int, max_value: float, epsilon: float, delta
     )
 
 
+def _check_drop_outs(epsilon: float, honest_fraction: float) -> None:
+    """Claim A.8 is for ε ≤ 1 of a protocol in which all are honest."""
+    if honest_fraction < 1 and epsilon * honest_fraction > 1:
+        raise ValueError(
+            f"calibration='paper' with honest_fraction={honest_fraction!r} needs epsilon * honest_fraction <= 1 in each round "
+            f"(SCO Corollary A.9), got epsilon={epsilon!r}: use calibration='tight' or a smaller epsilon"
+        )
+
+
 def _paper_plan(*, granularity: float, epsilon: float, delta: float, num_users: int, honest_fraction: float) -> GridPlan:
     """The smallest b above 180g²ln(2/δ)/(ε²n), and p = 90g²ln(2/δ)/(bε²n)."""
     if granularity > 2**40:
         raise ValueError(f"the paper's grid would have {granularity:.3g} steps: measure values in a larger unit")
     g = math.ceil(granularity - 1e-9)
     half = 90 * g**2 * math.log(2 / delta) / (epsilon**2 * num_users)
-    if 2 * half * num_users > _MOST_TRIALS:
+    if 2 * half * num_users > MOST_TRIALS:
         raise ValueError(
             f"calibration='paper' would send {2 * half:.3g} noise bits per user and coordinate: use calibration='tight' or a "
             "larger epsilon"
@@ -186,8 +193,9 @@ def tight_scalar_plan(*, num_users: int, epsilon: float, delta: float, honest_fr
 
 def _cheapest(num_users: int, honest: int, largest_granularity: Callable[[BinomialNoise], int], *, limit: float) -> GridPlan:
     """The fewest noise bits whose variance, of all users' sum, is near its limit (in units of the range squared)."""
-    bits = max(1, math.floor(0.5 / OVERHEAD))  # rounding alone costs 1/bits
-    while bits * honest <= _MOST_TRIALS:
+    # Rounding alone costs 1/bits of the noise, and a grid of one step at least has a standard deviation of 1/μ.
+    bits = max(1, math.floor(0.5 / OVERHEAD), math.floor(min(4 * limit / honest, MOST_TRIALS)))
+    while bits * honest <= MOST_TRIALS:
         noise = BinomialNoise(trials=bits * honest, probability=0.5)
         g = largest_granularity(noise)
         if g >= 1:
@@ -201,8 +209,11 @@ def _cheapest(num_users: int, honest: int, largest_granularity: Callable[[Binomi
     )
 
 
-def round_mu(*, epsilon: float, delta: float, rounds: int = 1) -> float:
-    """μ of each of ``rounds`` equal rounds with the same users that are (ε, δ)-DP together, rounded down."""
+def round_mu(*, epsilon: float, delta: float, rounds: int = 1, sample_rate: float = 1.0) -> float:
+    """μ of each of ``rounds`` equal rounds that are (ε, δ)-DP together, rounded down: of the same users, or of samples."""
+    if sample_rate < 1:
+        lost = LOST_SHARE * delta / rounds
+        return sampled_sums.largest_mu(epsilon=epsilon, delta=delta, rounds=rounds, sample_rate=sample_rate, lost=lost)
     return largest_mu(epsilon=epsilon, delta=delta * (1 - LOST_SHARE)) / math.sqrt(whole_number("rounds", rounds))
 
 

@@ -8,6 +8,7 @@ plus one binomial per coordinate has the same law as what the bits add up to.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,13 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from opacus_shuffle.analysis import binomial_sums
+from opacus_shuffle.analysis import binomial_sums, sampled_sums
 from opacus_shuffle.analysis.binomial_sums import LOST_SHARE, SumRound, gaussian_equivalent
+from opacus_shuffle.analysis.sampled_sums import SampledRound
 from opacus_shuffle.randomness import check_generator, secret_generator
 from opacus_shuffle.sco.calibration import GridPlan
 from opacus_shuffle.sco.messages import Messages, shuffled
 from opacus_shuffle.sco.statement import PrivacyStatement
-from opacus_shuffle.validation import instance_of, whole_number
+from opacus_shuffle.validation import instance_of, one_of, whole_number
 
 _CHUNK = 2**17
 """Numbers that are rounded at a time: what a processor's cache holds."""
@@ -42,6 +44,7 @@ class GridSum:
     calibration: str
     honest_fraction: float
     rounds: int = 1
+    sample_rate: float = 1.0
     round_epsilon: float
     round_delta: float
     _plan: GridPlan
@@ -111,9 +114,12 @@ class GridSum:
         count = self.rounds if rounds is None else whole_number("rounds", rounds)
         repeated = [(self.sum_round, count)]
         upper = binomial_sums.compute_epsilon(repeated, delta=delta)
+        if self.sample_rate < 1:
+            each = SampledRound(mu=self.mu, sample_rate=self.sample_rate, lost=self.lost)
+            upper = min(upper, sampled_sums.compute_epsilon([(each, count)], delta=delta))
         if (delta, count) == (self.delta, self.rounds):
             upper = min(upper, self.epsilon)
-        return min(binomial_sums.lower_epsilon(repeated, delta=delta), upper), upper
+        return min(binomial_sums.lower_epsilon(repeated, delta=delta, sample_rate=self.sample_rate), upper), upper
 
     def statement(
         self,
@@ -134,22 +140,27 @@ class GridSum:
         Raises:
             ValueError: If a user takes part in more rounds than the protocol is made for.
         """
-        each = self.rounds if rounds_per_user is None else whole_number("rounds_per_user", rounds_per_user)
+        one_of("interaction", interaction, ("one round", "sequential", "full"))
+        whole = self.rounds if rounds is None else whole_number("rounds", rounds)
+        each = min(self.rounds, whole) if rounds_per_user is None else whole_number("rounds_per_user", rounds_per_user)
         if each > self.rounds:
             raise ValueError(
-                f"rounds_per_user={each} is more than this protocol is made for ({self.rounds}): build it with "
-                f"ShuffleVectorSum.for_rounds(..., rounds={each})"
+                f"rounds_per_user={each} is more than this protocol is made for ({self.rounds}): let every user take part in "
+                f"fewer, or make a vector protocol for as many (its class method takes rounds={each})"
             )
+        if each > whole:
+            raise ValueError(f"rounds_per_user={each} is more than there are rounds, rounds={whole}: leave it out")
         return PrivacyStatement(
             epsilon=self.epsilon,
             delta=self.delta,
             interaction=interaction,
-            rounds=self.rounds if rounds is None else whole_number("rounds", rounds),
+            rounds=whole,
             rounds_per_user=each,
             num_users=self.num_users if num_users is None else whole_number("num_users", num_users),
             bits_per_user=each * self.bits_per_user,
             calibration=self.calibration,
             honest_fraction=self.honest_fraction,
+            sample_rate=self.sample_rate,
         )
 
     # One user, the shuffler, the analyzer
@@ -172,7 +183,7 @@ class GridSum:
         Raises:
             ValueError: If there are none, too many or too few of them, or some are not this protocol's.
         """
-        given = list(messages)
+        given = [messages] if isinstance(messages, Messages) else list(messages)
         if not given:
             raise ValueError("messages must hold at least one user's messages, got none")
         for each in given:
@@ -214,8 +225,8 @@ class GridSum:
         """The sum of the users' randomly rounded points, in grid steps: int64, shape (d,).
 
         Args:
-            points: Shape (n, d), dense or sparse; or an iterable of such blocks of rows, for data that memory does not hold. A
-                tensor expanded from one row (stride 0) costs no more than that row.
+            points: X of shape (n, d), dense or sparse; or an iterable of such blocks of rows, where memory does not hold it.
+                A tensor expanded from one row (stride 0) costs no more than that row.
             generator: On the CPU; by default secret.
         """
         return self._encode(points, _draws(generator))[0]
@@ -223,23 +234,25 @@ class GridSum:
     def _encode(self, points: Any, draws: torch.Generator) -> tuple[torch.Tensor, int]:
         """The sum and the number of rows."""
         if isinstance(points, torch.Tensor | np.ndarray):
-            return self._encode_block(torch.as_tensor(points).detach(), draws)
-        if not isinstance(points, Iterable):
-            raise ValueError(f"points must be a tensor of shape (n, {self.dimension}) or blocks of such rows, got {points!r}")
+            return self._encode_block(real_numbers("X", points), draws)
+        if isinstance(points, str | bytes) or not isinstance(points, Iterable):
+            raise ValueError(f"X must be a tensor of shape (n, {self.dimension}) or blocks of such rows, got {points!r}")
         total, rows = torch.zeros(self.dimension, dtype=torch.int64), 0
         for block in points:
             if not isinstance(block, torch.Tensor | np.ndarray):
-                raise ValueError(f"blocks must be tensors of shape (rows, {self.dimension}), got a {type(block).__name__}")
-            counts, more = self._encode_block(torch.as_tensor(block).detach(), draws)
+                raise ValueError(
+                    f"X must be a tensor or hold tensors of shape (rows, {self.dimension}), got a {type(block).__name__} in it"
+                )
+            counts, more = self._encode_block(real_numbers("X", block), draws)
             total, rows = total + counts, rows + more
         return total, rows
 
     def _encode_block(self, block: torch.Tensor, draws: torch.Generator) -> tuple[torch.Tensor, int]:
         """One block of rows."""
         if block.ndim != 2 or block.shape[1] != self.dimension:
-            raise ValueError(f"points must have shape (n, {self.dimension}), got {tuple(block.shape)}")
-        if block.is_complex() or block.dtype == torch.bool:
-            raise ValueError(f"points must be real numbers, got {block.dtype}")
+            raise ValueError(f"X must have shape (n, {self.dimension}), got {tuple(block.shape)}")
+        if block.layout == torch.sparse_coo and block.dense_dim():
+            raise ValueError("X must be sparse in both dimensions, got a hybrid tensor: pass X.to_dense()")
         rows, total = len(block), torch.zeros(self.dimension, dtype=torch.int64)
         if rows == 0:
             return total, 0
@@ -283,6 +296,9 @@ class GridSum:
             ValueError: If so many reports are not covered.
         """
         reports = self._check_reports(num_reports)
+        instance_of("counts", counts, (torch.Tensor,))
+        if counts.shape != (self.dimension,):
+            raise ValueError(f"counts must have shape ({self.dimension},), got {tuple(counts.shape)}")
         expected = reports * self.noise_bits * self.bit_probability
         return (counts.to(torch.float64) - expected) * (self._span / self.granularity) + reports * self._low
 
@@ -319,6 +335,19 @@ class GridSum:
     def _checked_entries(self, row: torch.Tensor, values: torch.Tensor, rows: int) -> torch.Tensor:
         """The same for the entries of sparse rows."""
         raise NotImplementedError
+
+
+def real_numbers(name: str, value: Any) -> torch.Tensor:
+    """A tensor of real numbers, detached; refused if the value is none."""
+    try:
+        if isinstance(value, np.ndarray) and not value.flags.writeable:
+            value = value.copy()
+        numbers = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} must be a tensor of real numbers, got {reprlib.repr(value)}") from None
+    if numbers.is_complex() or numbers.dtype == torch.bool:
+        raise ValueError(f"{name} must hold real numbers, got {numbers.dtype}")
+    return numbers
 
 
 def _draws(generator: torch.Generator | None) -> torch.Generator:

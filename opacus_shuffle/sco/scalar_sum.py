@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from opacus_shuffle.sco.calibration import check_privacy, paper_scalar_plan, tight_scalar_plan
-from opacus_shuffle.sco.grid_sum import TOLERANCE, GridSum
+from opacus_shuffle.sco.grid_sum import TOLERANCE, GridSum, real_numbers
 from opacus_shuffle.sco.messages import Messages
 from opacus_shuffle.validation import positive, whole_number
 
@@ -73,7 +73,7 @@ class ShuffleScalarSum(GridSum):
 
     def randomize(self, x: Any, generator: torch.Generator | None = None) -> Messages:
         """One user's messages for a number ``x`` in [0, ``max_value``]; ``generator`` is secret by default."""
-        point = torch.as_tensor(x, dtype=torch.float64).detach()
+        point = real_numbers("x", x)
         if point.numel() != 1:
             raise ValueError(f"x must be one number, got shape {tuple(point.shape)}")
         return self._randomize(self._checked(point.reshape(1, 1))[0], generator)
@@ -93,7 +93,7 @@ class ShuffleScalarSum(GridSum):
             isinstance(x, list | tuple) and any(isinstance(block, torch.Tensor | np.ndarray) for block in x)
         ):
             return float(self._simulate(_column(x), generator))
-        if not isinstance(x, Iterable):
+        if isinstance(x, str | bytes) or not isinstance(x, Iterable):
             raise ValueError(f"x must be a vector of numbers, one per user, got {x!r}")
         return float(self._simulate((_column(block) for block in x), generator))
 
@@ -114,7 +114,7 @@ class ShuffleScalarSum(GridSum):
 
 def _column(values: Any) -> torch.Tensor:
     """Numbers as the one coordinate of points."""
-    vector = torch.as_tensor(values)
+    vector = real_numbers("x", values)
     if vector.ndim != 1:
         raise ValueError(f"x must have shape (n,), one number per user, got {tuple(vector.shape)}")
     return vector.unsqueeze(1)

@@ -42,6 +42,7 @@ class PrivacyStatement:
             they like.
         adjacency: ``"replace"``: one user's value becomes another.
         guarantee: PROVED: for every data set.
+        sample_rate: γ: if below 1, every round's users are a fresh, secret, uniform sample of that share of all.
         lower: A value that the smallest valid ε at δ is not below, rounded down, where it is known.
     """
 
@@ -57,6 +58,7 @@ class PrivacyStatement:
     adjacency: str = "replace"
     guarantee: Guarantee = Guarantee.PROVED
     lower: float | None = None
+    sample_rate: float = 1.0
 
     @property
     def adversary(self) -> str:
@@ -82,7 +84,10 @@ class PrivacyStatement:
         ]
         if self.honest_fraction < 1:
             lines.append(f"  holds if:   at least {self.honest_fraction:.3g} of every round's users follow the protocol")
-        lines.append(f"  rounds:     {self.rounds:,}, of which a user takes part in {self.rounds_per_user:,}")
+        often = f"of which a user takes part in {self.rounds_per_user:,}"
+        if self.sample_rate < 1:
+            often = f"each of a fresh, secret sample of {self.sample_rate:.3g} of all users"
+        lines.append(f"  rounds:     {self.rounds:,}, {often}")
         if self.bits_per_user is not None:
             lines.append(f"  sends:      {self.bits_per_user:,} bits per user")
         lines.append(f"  noise:      calibrated by {self.calibration!r}")

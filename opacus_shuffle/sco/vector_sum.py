@@ -28,9 +28,9 @@ from opacus_shuffle.sco.calibration import (
     round_mu,
     tight_vector_plan,
 )
-from opacus_shuffle.sco.grid_sum import TOLERANCE, GridSum
+from opacus_shuffle.sco.grid_sum import TOLERANCE, GridSum, real_numbers
 from opacus_shuffle.sco.messages import Messages
-from opacus_shuffle.validation import positive, whole_number
+from opacus_shuffle.validation import positive, sampling_rate, whole_number
 
 
 class ShuffleVectorSum(GridSum):
@@ -95,7 +95,7 @@ class ShuffleVectorSum(GridSum):
         rounds: int,
         calibration: str = "paper",
         honest_fraction: float = 1.0,
-        mu: float | None = None,
+        sample_rate: float = 1.0,
     ) -> ShuffleVectorSum:
         """The protocol of each of several rounds in which the same users take part, (ε, δ)-DP all together.
 
@@ -109,21 +109,26 @@ class ShuffleVectorSum(GridSum):
             calibration: ``"paper"``: every round gets ε/(2√(2T·ln(1/δ))) and δ/(T+1) (SCO Algorithm 5). ``"tight"``: μ of a
                 round is 1/√T of the total's.
             honest_fraction: See there.
-            mu: For ``"tight"``: what each round may be instead, where sampling of the users was accounted for.
+            sample_rate: γ: every round's ``num_users`` users are a fresh, secret, uniform sample without replacement of
+                ``num_users``/γ users in all; with ``"tight"`` and everyone honest only.
 
         Raises:
-            ValueError: If an argument is out of range.
+            ValueError: If an argument is out of range, or sampling is asked for where it is not covered.
         """
         protocol = cls.__new__(cls)
         protocol._set(num_users, dimension, max_norm, epsilon, delta, calibration, honest_fraction)
         protocol.rounds = whole_number("rounds", rounds)
-        if calibration == "tight":
-            each = round_mu(epsilon=protocol.epsilon, delta=protocol.delta, rounds=rounds) if mu is None else positive("mu", mu)
-            protocol._calibrate(each)
-        elif mu is not None:
-            raise ValueError(f"mu goes with calibration='tight', got mu={mu!r} and calibration={calibration!r}")
-        else:
-            protocol._calibrate(None)
+        protocol.sample_rate = sampling_rate("sample_rate", sample_rate)
+        if protocol.sample_rate < 1 and (calibration != "tight" or protocol.honest_fraction < 1):
+            raise ValueError(
+                f"sample_rate={sample_rate!r} takes calibration='tight' and honest_fraction=1, got {calibration!r} and "
+                f"{honest_fraction!r}: what a secret sample gains is not proved for others"
+            )
+        protocol._calibrate(
+            round_mu(epsilon=protocol.epsilon, delta=protocol.delta, rounds=protocol.rounds, sample_rate=protocol.sample_rate)
+            if calibration == "tight"
+            else None
+        )
         return protocol
 
     def _set(
@@ -181,7 +186,7 @@ class ShuffleVectorSum(GridSum):
         Raises:
             ValueError: If ``x`` has another shape, or is longer than ``max_norm``.
         """
-        point = torch.as_tensor(x).detach()
+        point = real_numbers("x", x)
         if point.shape != (self.dimension,):
             raise ValueError(f"x must have shape ({self.dimension},), got {tuple(point.shape)}")
         return self._randomize(self._checked(point.unsqueeze(0))[0], generator)
