@@ -258,9 +258,10 @@ def measure(name: str, seeds: int) -> dict[str, Any]:
 
 
 def _print(row: dict[str, Any]) -> None:
+    error = f" ± {row['slope_error']:.2f}" if math.isfinite(row["slope_error"]) else " (one seed)"
     print(
         f"{row['row']:36} theorem {row['theorem_slope']:+.2f}  proved number {row['bound_slope']:+.2f}  measured "
-        f"{row['slope']:+.2f} ± {row['slope_error']:.2f}  {'below' if row['below_bound'] else 'ABOVE'} the proved number",
+        f"{row['slope']:+.2f}{error}  {'below' if row['below_bound'] else 'ABOVE'} the proved number",
         flush=True,
     )
     for users, excess, bound in zip(row["users"], row["excess"], row["bound"], strict=True):
@@ -297,9 +298,9 @@ def _write(rows: list[dict[str, Any]], folder: Path) -> None:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS), metavar="NAME")
-    parser.add_argument("--seeds", type=int, default=6)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS), metavar="NAME", help=" | ".join(ROWS))
+    parser.add_argument("--seeds", type=int, default=6, help="runs per row and number of users (6)")
+    parser.add_argument("--output", type=Path, help="a folder for JSON, CSV and PNG")
     options = parser.parse_args()
     rows = []
     for name in options.rows:

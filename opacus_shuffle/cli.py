@@ -23,16 +23,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from opacus_shuffle._version import __version__
-from opacus_shuffle.accountants import PrivacyAssumptionWarning, PrivacyBound
+from opacus_shuffle.accountants import ACCOUNTANTS, PrivacyAssumptionWarning, PrivacyBound
 from opacus_shuffle.accountants.bounds import ADJACENCIES, Guarantee
 from opacus_shuffle.accountants.report import contradiction
 from opacus_shuffle.accounting import compute_noise_multiplier, privacy_bound, privacy_report
 from opacus_shuffle.data import DATASETS
-from opacus_shuffle.mechanisms import MECHANISMS
 from opacus_shuffle.rounding import round_up
 from opacus_shuffle.training import DEFAULT_NOISE_MULTIPLIER, TrainingSettings, train
 
 BOUNDS = ("paper", "paper_optimised", "tight", "certified", "certified_sharp")
+ACCOUNTED = [accountant.mechanism() for accountant in ACCOUNTANTS]
+"""What plain numbers describe: shuffled_sums takes a protocol, from Python."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -239,9 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="{epsilon,noise,report,plot,train,audit}")
 
     numbers = argparse.ArgumentParser(add_help=False)
-    numbers.add_argument(
-        "--mechanism", "--accountant", required=True, choices=list(MECHANISMS), help="how a round's users are chosen"
-    )
+    numbers.add_argument("--mechanism", "--accountant", required=True, choices=ACCOUNTED, help="how a round's users are chosen")
     numbers.add_argument(
         "--num-users",
         required=True,
@@ -309,9 +308,7 @@ def _parser() -> argparse.ArgumentParser:
         help="train a small CNN on real images in the shuffle model; ends with accuracy and a table of epsilon",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    job.add_argument(
-        "--accountant", "--mechanism", choices=list(MECHANISMS), default=default.accountant, help="with its sampler"
-    )
+    job.add_argument("--accountant", "--mechanism", choices=ACCOUNTED, default=default.accountant, help="with its sampler")
     budget = job.add_mutually_exclusive_group()
     budget.add_argument(
         "--noise-multiplier",

@@ -218,6 +218,12 @@ class ShuffledSums(Mechanism):
         object.__setattr__(self, "sample_rate", reports / self.num_users)
 
     @property
+    def bits_per_report(self) -> int:
+        """What one record sends in a round."""
+        honest = max(1, math.ceil(self.expected_reports * self.honest_fraction - 1e-9))
+        return self.dimension * (self.granularity + self.noise_trials // honest)
+
+    @property
     def mu(self) -> float:
         """μ of one round that everyone takes part in, replacement adjacency."""
         return 2 / self.noise_multiplier

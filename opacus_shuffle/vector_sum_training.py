@@ -47,6 +47,10 @@ def multiplier_for(accountant: IAccountant, aggregator: Any, noise_multiplier: A
         return noise_multiplier
     if not ours:
         raise ValueError(f"aggregator goes with accountant='shuffled_sums', got {name!r}: use that one, or leave it out")
+    if aggregator in ("tight", "paper"):
+        raise ValueError(
+            f"aggregator must be a ShuffleVectorSum here, got {aggregator!r}: make_private_with_epsilon builds one for a budget"
+        )
     instance_of("aggregator", aggregator, (ShuffleVectorSum,))
     if noise_multiplier is not None:
         raise ValueError(
@@ -145,6 +149,10 @@ def calibrate_aggregator(
     if isinstance(aggregator, ShuffleVectorSum):
         raise ValueError(
             "make_private_with_epsilon builds the aggregator itself: pass 'tight' or 'paper', or call make_private"
+        )
+    if aggregator is None:
+        raise ValueError(
+            "shuffled_sums needs an aggregator, got None: pass aggregator='tight' (or 'paper'), the protocol's calibration"
         )
     one_of("aggregator", aggregator, ("tight", "paper"))
     bound = (

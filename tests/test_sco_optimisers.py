@@ -105,7 +105,7 @@ def test_accelerated_sgd_finds_the_minimiser_without_noise(silent, radius):
     least, _ = best_in_ball(logistic_loss, base, 3, radius)
     options = {"constraint": L2Ball(radius), "lipschitz": 1.0, "smoothness": 0.25, "dimension": 3, "batches": batches}
     steps = [0.5 / (t + 1) for t in range(1, 301)]  # as for no sampling error: 2β/(t+1)
-    estimate = shuffle_accelerated_sgd(logistic_loss, data, step_sizes=steps, **options, **BUDGET)
+    estimate = shuffle_accelerated_sgd(logistic_loss, data, inverse_step_sizes=steps, **options, **BUDGET)
     proved = 2 / (301 * 302) * (radius + 0.25 * radius**2)
     assert -1e-9 <= float(logistic_loss(estimate.theta, base).mean()) - least <= proved
 
@@ -127,7 +127,7 @@ def test_the_first_step_goes_downhill(silent, run):
     options = {} if run is shuffle_sgd else {"smoothness": 1.0}
     size = {"rounds": 2, "step_size": 0.1, "average": False} if run is shuffle_gradient_descent else {"batch_size": 5}
     size = {**size, "step_size": 0.1, "average": False} if run is shuffle_sgd else size
-    size = {**size, "step_sizes": [10.0, 10.0]} if run is shuffle_accelerated_sgd else size
+    size = {**size, "inverse_step_sizes": [10.0, 10.0]} if run is shuffle_accelerated_sgd else size
     estimate = run(half_square, data, constraint=L2Ball(5.0), lipschitz=10.0, dimension=2, **options, **size, **BUDGET)
     after_one = 0.05  # 0 − 0.1·(0 − 0.5)
     scale = accelerated = 1.0
@@ -384,8 +384,8 @@ def test_a_known_distance_improves_the_bound_and_a_callable_needs_one():
         ({"initial": torch.tensor([0.0, math.nan])}, "initial must hold 2 finite numbers"),
         ({"clip": 1}, "clip must be True or False"),
         ({"generator": 0}, "generator must be a Generator"),
-        ({"step_sizes": [1.0]}, "one L_t for each of the 2 rounds, got 1"),
-        ({"step_sizes": [1.0, 0.0]}, "step_sizes must be positive"),
+        ({"inverse_step_sizes": [1.0]}, "one L_t for each of the 2 rounds, got 1"),
+        ({"inverse_step_sizes": [1.0, 0.0]}, "inverse_step_sizes must be positive"),
         ({"envelope": lambda beta: None}, "envelope must be left out"),
     ],
 )

@@ -41,7 +41,13 @@ class Quadratic(Linear):
 def stream(objective, noise=0.0, batch_size=3, rounds=3, constraint=FAR, lipschitz=1e6, **options):
     steps = [5.0 / (t + 1) for t in range(1, rounds + 1)]
     return PanPrivateAcceleratedSGD(
-        objective, constraint=constraint, lipschitz=lipschitz, noise=noise, batch_size=batch_size, step_sizes=steps, **options
+        objective,
+        constraint=constraint,
+        lipschitz=lipschitz,
+        noise=noise,
+        batch_size=batch_size,
+        inverse_step_sizes=steps,
+        **options,
     )
 
 
@@ -59,7 +65,7 @@ def views(records, draws, *, batch_size=3, rounds=3, noise=0.7):
     """What is seen at each time, with everything that is published: one vector per intrusion time."""
     algorithm = scripted(PanPrivateAcceleratedSGD, iter(draws))(
         Linear(1), constraint=FAR, lipschitz=1e6, noise=noise, batch_size=batch_size,
-        step_sizes=[5.0 / (t + 1) for t in range(1, rounds + 1)]
+        inverse_step_sizes=[5.0 / (t + 1) for t in range(1, rounds + 1)]
     )  # fmt: skip
     states, published = [algorithm.state()], []
     for record in records:
@@ -229,7 +235,7 @@ def test_the_statement_is_about_one_intrusion():
         ({"calibration": "loose"}, "calibration must be one of"),
         ({"batch_size": 101}, "batch_size must not exceed the 100 records"),
         ({"batch_size": 0}, "batch_size must be a whole number"),
-        ({"step_sizes": [1.0]}, "one L_t for each of the 10 rounds"),
+        ({"inverse_step_sizes": [1.0]}, "one L_t for each of the 10 rounds"),
     ],
 )
 def test_nonsense_is_refused(change, message):
@@ -245,7 +251,7 @@ def test_nonsense_is_refused(change, message):
         ({"initial": torch.zeros(3)}, r"initial must have shape \(2,\)"),
         ({"lipschitz": 0.0}, "lipschitz must be positive"),
         ({"batch_size": 1.5}, "batch_size"),
-        ({"rounds": 0}, "step_sizes"),
+        ({"rounds": 0}, "inverse_step_sizes"),
         ({"generator": 1}, "generator"),
     ],
 )

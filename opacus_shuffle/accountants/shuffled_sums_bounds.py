@@ -33,11 +33,13 @@ from opacus_shuffle.analysis.binomial_sums import BinomialNoise, SumRound
 from opacus_shuffle.analysis.sampled_sums import SampledRound
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, unshuffled_epsilon
 from opacus_shuffle.mechanisms import Mechanism, ShuffledSums
+from opacus_shuffle.rounding import round_up
 
 MESSAGES = "sees every shuffled message of every round (bits with their coordinate)"
 SERVER = "the server"
 _DISTANCE = {"zero_out": 1.0, "replace": 2.0}
 _LARGEST_PAPER_EPSILON = 15.0
+_SECRET, _SEEN = "secret samples of fixed size, under replacement", "samples that are seen"
 
 
 def sums(mechanism: Mechanism) -> ShuffledSums:
@@ -91,8 +93,17 @@ def _certified(rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable
     """Exact composition of what covers the rounds."""
     refuse_orders("certified", orders)
     covering = [(SampledRound(mu=sums(e).mu, sample_rate=e.sample_rate, lost=sums(e).lost), count) for e, count in rounds]
-    epsilon, how = gaussian_epsilon(covering, delta=delta, adjacency=adjacency)
-    meaning = f"Gaussian mechanisms that cover the binomial noise, composed exactly; the smallest value came from {how}"
+    found = gaussian_epsilons(covering, delta=delta, adjacency=adjacency)
+    epsilon = min(found.values())
+    meaning = "Gaussian mechanisms that cover the binomial noise, composed exactly"
+    if _SECRET in found:
+        seen = max(found[_SEEN], epsilon) if _SEEN in found else math.inf
+        meaning += (
+            f"; counts on the shuffler to draw and hide who takes part in each round (if that is seen: {round_up(seen)})"
+            if epsilon < seen < math.inf
+            else "; holds even if it is seen who takes part in each round"
+        )
+    meaning += f"; a record sends {max(sums(each).bits_per_report for each, _ in rounds):,} bits a round"
     lower = _lower(rounds, delta) if adjacency == "replace" else None
     lower = None if lower is None else min(lower, epsilon)
     return BoundValue(epsilon, Guarantee.PROVED, EVERY, lower, adversary=MESSAGES, meaning=meaning)
@@ -126,15 +137,15 @@ def _pair_lower(rounds: tuple[tuple[ShuffledSums, int], ...], delta: float) -> f
 def _central(rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[float] | None) -> BoundValue:
     """DP-SGD with Gaussian noise of the same standard deviation on the same samples."""
     server = [(SampledRound(mu=2 / sums(each).noise_std, sample_rate=each.sample_rate), count) for each, count in rounds]
-    epsilon, how = gaussian_epsilon(server, delta=delta, adjacency=adjacency)
-    meaning = f"a trusted server draws the same samples and adds Gaussian noise of the same size to the sum ({how})"
+    epsilon = min(gaussian_epsilons(server, delta=delta, adjacency=adjacency).values())
+    meaning = "a trusted server draws the same samples and adds Gaussian noise of the same size to the sum"
     return BoundValue(
         epsilon, Guarantee.PROVED, EVERY, trusted=SERVER, adversary="sees the noised sum of every round", meaning=meaning
     )
 
 
-def gaussian_epsilon(rounds: list[tuple[SampledRound, int]], *, delta: float, adjacency: str = "replace") -> tuple[float, str]:
-    """ε of rounds of the Gaussian mechanism on samples of fixed size, and which way it was found.
+def gaussian_epsilons(rounds: list[tuple[SampledRound, int]], *, delta: float, adjacency: str = "replace") -> dict[str, float]:
+    """ε of rounds of the Gaussian mechanism on samples of fixed size, by what is known of the samples; at least one is finite.
 
     Raises:
         ValueError: If what the rounds lose leaves nothing of δ.
@@ -143,20 +154,16 @@ def gaussian_epsilon(rounds: list[tuple[SampledRound, int]], *, delta: float, ad
     everyone = all(each.sample_rate == 1 for each, _ in rounds)
     found: dict[str, float] = {}
     if not everyone:
-        found["secret samples of fixed size, under replacement"] = sampled_sums.compute_epsilon(rounds, delta=delta)
+        found[_SECRET] = sampled_sums.compute_epsilon(rounds, delta=delta)
     if lost < delta:
         seen = [  # a record is in each independent sample with probability γ: its own coin, as far as it is concerned
             (ShuffledRound(noise_multiplier=2 / each.mu, num_users=1, sample_rate=each.sample_rate, sampling="check_in"), count)
             for each, count in rounds
         ]
-        way = "everyone taking part in every round" if everyone else "letting it be seen who takes part in each round"
-        found[way] = unshuffled_epsilon(seen, delta=delta - lost, distance=_DISTANCE[adjacency])
-    if not found:
+        found[_SEEN] = unshuffled_epsilon(seen, delta=delta - lost, distance=_DISTANCE[adjacency])
+    if not found or not math.isfinite(min(found.values())):
         raise _nothing_left(delta, lost)
-    how = min(found, key=lambda name: found[name])
-    if not math.isfinite(found[how]):
-        raise _nothing_left(delta, lost)
-    return found[how], how
+    return found
 
 
 def _nothing_left(delta: float, lost: float) -> ValueError:

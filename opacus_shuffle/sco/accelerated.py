@@ -55,7 +55,7 @@ def shuffle_accelerated_sgd(
     diameter: float | None = None,
     batch_size: int | None = None,
     batches: Iterable[Any] | None = None,
-    step_sizes: Sequence[float] | None = None,
+    inverse_step_sizes: Sequence[float] | None = None,
     parameters: str = "calibrated",
     calibration: str = "tight",
     honest_fraction: float = 1.0,
@@ -81,7 +81,7 @@ def shuffle_accelerated_sgd(
         diameter: See there.
         batch_size: See there.
         batches: See there.
-        step_sizes: L_1, …, L_T, one per round; the step itself is 1/L_t. By default the proved bound's best.
+        inverse_step_sizes: L_1, …, L_T, one per round; the step itself is 1/L_t. By default the proved bound's best.
         parameters: ``"calibrated"``; ``"printed"``: Theorem 4.3's formulas as they stand, which need not converge
             (:mod:`opacus_shuffle.sco.schedules`); no excess loss is proved where they need not.
         calibration: See there.
@@ -116,7 +116,7 @@ def shuffle_accelerated_sgd(
         envelope=envelope,
         batch_size=batch_size,
         batches=batches,
-        step_sizes=step_sizes,
+        inverse_step_sizes=inverse_step_sizes,
         printed=one_of("parameters", parameters, PARAMETERS) == "printed",
     )
     start = Start(problem.initial, problem.distance)
@@ -137,8 +137,8 @@ class AcceleratedIterates:
     is the new aggregate over again. Here they are AC-SA's, as in Algorithm 4: θ_1, then with α_{t+1} and the new aggregate.
     """
 
-    def __init__(self, project: Callable[[Tensor], Tensor], start: Tensor, step_sizes: Sequence[float]) -> None:
-        self._project, self._step_sizes = project, step_sizes
+    def __init__(self, project: Callable[[Tensor], Tensor], start: Tensor, inverse_step_sizes: Sequence[float]) -> None:
+        self._project, self._step_sizes = project, inverse_step_sizes
         self.step = 1
         self.theta = self.aggregate = self.middle = start
 
@@ -175,7 +175,7 @@ class Choices:
     envelope: Envelope | None = None
     batch_size: int | None = None
     batches: Iterable[Any] | None = None
-    step_sizes: Sequence[float] | None = None
+    inverse_step_sizes: Sequence[float] | None = None
     printed: bool = False
 
 
@@ -226,7 +226,7 @@ def run_accelerated(
         {
             "batch_size": min(rounds.sizes),
             "rounds": len(groups),
-            "step_sizes": steps,
+            "inverse_step_sizes": steps,
             "smoothness": smoothness,
             "lipschitz": problem.lipschitz,
             "distance": start.distance,
@@ -259,12 +259,12 @@ def plan_batch_size(problem: Problem, oracle: Oracle, num_users: int, distance: 
 
 def choose_steps(choices: Choices, rounds: int, smoothness: float, deviation: float, distance: float) -> list[float]:
     """The user's L_t, or the defaults."""
-    if choices.step_sizes is None:
+    if choices.inverse_step_sizes is None:
         make = printed_step_sizes if choices.printed else accelerated_step_sizes
         return make(rounds=rounds, smoothness=smoothness, deviation=deviation, distance=distance)
-    steps = [positive("step_sizes", step) for step in choices.step_sizes]
+    steps = [positive("inverse_step_sizes", step) for step in choices.inverse_step_sizes]
     if len(steps) != rounds:
-        raise ValueError(f"step_sizes must hold one L_t for each of the {rounds} rounds, got {len(steps)}")
+        raise ValueError(f"inverse_step_sizes must hold one L_t for each of the {rounds} rounds, got {len(steps)}")
     return steps
 
 

@@ -31,7 +31,7 @@ from opacus_shuffle.analysis.binomial_sums import (
     hockey_stick,
     largest_mu,
 )
-from opacus_shuffle.validation import finite_number, one_of, open_unit_interval, positive, whole_number
+from opacus_shuffle.validation import finite_number, one_of, positive, whole_number
 
 CALIBRATIONS = ("paper", "tight")
 
@@ -81,7 +81,7 @@ def check_privacy(epsilon: float, delta: float, honest_fraction: float, calibrat
             f"epsilon must not exceed {LARGEST_EPSILON:g}, got {epsilon!r}: SCO Theorem 3.2 says nothing beyond, and e^15 is "
             "no protection worth its name; choose a smaller one"
         )
-    if open_unit_interval("delta", delta) >= 0.5:
+    if positive("delta", delta) >= 0.5:
         raise ValueError(f"delta must be below 1/2 (SCO Theorem 3.2), got {delta!r}; 1/num_users**1.1 is a usual choice")
     fraction = finite_number("honest_fraction", honest_fraction)
     if not SMALLEST_HONEST_FRACTION - 1e-12 <= fraction <= 1:

@@ -127,7 +127,7 @@ class GridSum:
         rounds: int | None = None,
         rounds_per_user: int | None = None,
         num_users: int | None = None,
-        interaction: str = "one round",
+        interaction: str | None = None,
     ) -> PrivacyStatement:
         """(ε, δ) of what the protocol is made for, with its meaning.
 
@@ -135,12 +135,11 @@ class GridSum:
             rounds: Rounds of the whole run; by default as many as the protocol is made for.
             rounds_per_user: Rounds that one user takes part in: at most as many as the protocol is made for.
             num_users: Users of the whole run; by default those of one round.
-            interaction: ``"one round"``, ``"sequential"`` or ``"full"``.
+            interaction: ``"one round"``, ``"sequential"`` or ``"full"``; by default the first for one round, else the last.
 
         Raises:
             ValueError: If a user takes part in more rounds than the protocol is made for.
         """
-        one_of("interaction", interaction, ("one round", "sequential", "full"))
         whole = self.rounds if rounds is None else whole_number("rounds", rounds)
         each = min(self.rounds, whole) if rounds_per_user is None else whole_number("rounds_per_user", rounds_per_user)
         if each > self.rounds:
@@ -150,13 +149,15 @@ class GridSum:
             )
         if each > whole:
             raise ValueError(f"rounds_per_user={each} is more than there are rounds, rounds={whole}: leave it out")
+        kind = ("one round" if whole == 1 else "full") if interaction is None else interaction
+        one_of("interaction", kind, ("one round", "sequential", "full"))
         return PrivacyStatement(
             epsilon=self.epsilon,
             delta=self.delta,
-            interaction=interaction,
+            interaction=kind,
             rounds=whole,
             rounds_per_user=each,
-            num_users=self.num_users if num_users is None else whole_number("num_users", num_users),
+            num_users=round(self.num_users / self.sample_rate) if num_users is None else whole_number("num_users", num_users),
             bits_per_user=each * self.bits_per_user,
             calibration=self.calibration,
             honest_fraction=self.honest_fraction,
@@ -198,6 +199,8 @@ class GridSum:
 
     def _check(self, messages: Any) -> None:
         """Refuse what this protocol did not send."""
+        if isinstance(messages, list | tuple):
+            raise ValueError("messages must be what shuffle(...) answered, got a list: call shuffle on it first")
         instance_of("messages", messages, (Messages,))
         expected = (self.dimension, self.granularity + self.noise_bits, self.granularity)
         found = (len(messages.bits), messages.bits_per_report, messages.granularity)
@@ -215,7 +218,7 @@ class GridSum:
             between = f"{fewest} to {self.num_users}" if fewest < self.num_users else str(fewest)
             raise ValueError(
                 f"this protocol is for {between} users (num_users={self.num_users}, honest_fraction="
-                f"{self.honest_fraction:.3g}), got {reports}: the noise of the others would be missing"
+                f"{self.honest_fraction:.3g}), got {reports}: fewer have too little noise, more were not planned for"
             )
         return reports
 

@@ -333,11 +333,11 @@ def as_double(x: Tensor) -> Tensor:
 
 def one_loss(value: Any, name: str) -> Tensor:
     """The loss of a batch of one as a number."""
-    if not isinstance(value, Tensor) or value.numel() != 1 or value.ndim > 1:
+    if not isinstance(value, Tensor) or value.numel() != 1:
         found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
-            f"{name} must return one loss per record, of shape (1,) or () for a batch of one, got {found}; "
-            "sum or average over everything but the records"
+            f"{name} must return one loss per record (it is called with one record at a time), got {found}: sum or average "
+            "over everything but the records, with reduction='sum' or 'mean' say"
         )
     return value.reshape(())
 

@@ -57,7 +57,7 @@ def pan_private_accelerated_sgd(
     dimension: int | None = None,
     diameter: float | None = None,
     batch_size: int | None = None,
-    step_sizes: Sequence[float] | None = None,
+    inverse_step_sizes: Sequence[float] | None = None,
     parameters: str = "calibrated",
     calibration: str = "tight",
     clip: bool = False,
@@ -78,7 +78,7 @@ def pan_private_accelerated_sgd(
         dimension: See there.
         diameter: See there.
         batch_size: See there.
-        step_sizes: See there.
+        inverse_step_sizes: See there.
         parameters: See there. ``"printed"`` takes Theorem 4.3's formulas; the paper gives none for the stream.
         calibration: ``"paper"`` or ``"tight"``, see :func:`~opacus_shuffle.sco.pan_private_stream.pan_private_noise`.
         clip: See there.
@@ -110,7 +110,7 @@ def pan_private_accelerated_sgd(
         smoothness=None if smoothness is None else positive("smoothness", smoothness),
         envelope=envelope,
         batch_size=batch_size,
-        step_sizes=step_sizes,
+        inverse_step_sizes=inverse_step_sizes,
         printed=one_of("parameters", parameters, PARAMETERS) == "printed",
     )
     budget = PanBudget(epsilon, delta, calibration)
@@ -212,7 +212,7 @@ def run_pan_private(
         lipschitz=reports.limit,
         noise=budget.noise(reports.limit, size),
         batch_size=size,
-        step_sizes=steps,
+        inverse_step_sizes=steps,
         initial=start.theta,
         clip=problem.clip,
         generator=generator,
@@ -230,7 +230,7 @@ def run_pan_private(
             "batch_size": size,
             "rounds": len(groups),
             "noise": budget.noise(reports.limit, size),
-            "step_sizes": steps,
+            "inverse_step_sizes": steps,
             "smoothness": smoothness,
             "lipschitz": problem.lipschitz,
             "distance": start.distance,

@@ -10,7 +10,7 @@ again after the last: what an intruder finds and what is published tell about a 
 ...     return (batch - theta).square().sum(dim=1) / 2
 >>> algorithm = PanPrivateAcceleratedSGD(
 ...     Objective.from_loss(half_square, dimension=2), constraint=L2Ball(1.0), lipschitz=2.0, noise=0.1, batch_size=2,
-...     step_sizes=[4.0, 3.0], generator=torch.Generator().manual_seed(0))
+...     inverse_step_sizes=[4.0, 3.0], generator=torch.Generator().manual_seed(0))
 >>> for record in 0.1 * torch.ones(4, 1, 2):
 ...     _ = algorithm.consume(record)
 >>> algorithm.finished, algorithm.state().records
@@ -94,7 +94,7 @@ class PanPrivateAcceleratedSGD:
         lipschitz: No gradient is longer.
         noise: ζ (:func:`pan_private_noise`).
         batch_size: b.
-        step_sizes: L_1, …, L_T; the algorithm ends after T·b records.
+        inverse_step_sizes: L_1, …, L_T; the algorithm ends after T·b records.
         initial: The start, shape (d,); by default the set's point next to 0.
         clip: Cut longer gradients instead of refusing them.
         diameter: Of a constraint that does not tell its own.
@@ -122,7 +122,7 @@ class PanPrivateAcceleratedSGD:
         lipschitz: float,
         noise: float,
         batch_size: int,
-        step_sizes: Sequence[float],
+        inverse_step_sizes: Sequence[float],
         initial: Tensor | None = None,
         clip: bool = False,
         diameter: float | None = None,
@@ -135,8 +135,8 @@ class PanPrivateAcceleratedSGD:
         self._generator = generator
         self._reports = Reports(objective, positive("lipschitz", lipschitz), clip)
         self.batch_size = whole_number("batch_size", batch_size)
-        self._steps = [positive("step_sizes", step) for step in step_sizes]
-        whole_number("len(step_sizes)", len(self._steps))
+        self._steps = [positive("inverse_step_sizes", step) for step in inverse_step_sizes]
+        whole_number("len(inverse_step_sizes)", len(self._steps))
         region: Constraint = as_constraint(constraint, diameter)
         start = torch.zeros(objective.dimension) if initial is None else initial
         if start.shape != (objective.dimension,):

@@ -99,7 +99,7 @@ def accelerated_step_sizes(*, rounds: int, smoothness: float, deviation: float, 
 
 
 def accelerated_bound(
-    step_sizes: Sequence[float],
+    inverse_step_sizes: Sequence[float],
     *,
     smoothness: float,
     deviation: float,
@@ -111,7 +111,7 @@ def accelerated_bound(
     r"""Excess loss of AC-SA, at most; None if L_t > α_t β fails.
 
     Args:
-        step_sizes: L_1, …, L_T; the step itself is 1/L_t.
+        inverse_step_sizes: L_1, …, L_T; the step itself is 1/L_t.
         smoothness: β.
         deviation: σ with E‖ξ_t‖² ≤ σ², ξ_t the error of the gradient in round t, unbiased given the past.
         distance: D with E‖θ_1 − θ*‖² ≤ D².
@@ -133,7 +133,7 @@ def accelerated_bound(
         Γ_T Σ(t+1)·bias·diameter ≤ bias·diameter. For L_t = (2β+s)/(t+1): L_t − α_tβ ≥ s/(t+1), hence at most
         2/((T+1)(T+2))·[start_gap + (2β+s)D²/2] + σ²(2T+3)/(6s), least at s = (σ/D)√((T+1)(T+2)(2T+3)/6).
     """
-    steps = np.asarray(step_sizes, dtype=np.float64)
+    steps = np.asarray(inverse_step_sizes, dtype=np.float64)
     times = np.arange(1, len(steps) + 1)
     spare = steps - 2 / (times + 2) * smoothness
     if np.any(spare < 0) or (deviation > 0 and np.any(spare == 0)):

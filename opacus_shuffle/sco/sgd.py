@@ -51,8 +51,10 @@ def shuffle_sgd(
     """Minimises users' mean loss by one pass of projected SGD, each batch's gradients summed by a shuffle protocol.
 
     Args:
-        loss: A function ``loss(theta, batch)`` of a vector and a batch that answers one loss per record, an
-            :class:`~opacus_shuffle.sco.objective.Objective` (a Moreau envelope, say), or a pair ``(module, criterion)``.
+        loss: A function ``loss(theta, batch)`` of a vector and a batch that answers one loss per record (it is called on
+            batches of one: a record's loss must not depend on others), an :class:`~opacus_shuffle.sco.objective.Objective` (a
+            Moreau envelope, say), or a pair ``(module, criterion)``. A module is left as it is: to use the estimate, pass
+            ``objective = ModuleObjective(module, criterion)`` and call ``objective.load(estimate.theta)``.
         data: A tensor, or a tuple, list or dict of tensors, whose first dimension is the users.
         constraint: The convex set: :class:`~opacus_shuffle.sco.constraints.L2Ball`, ``Box``, an object with ``project`` and
             ``diameter``, or a projection theta -> theta (then ``diameter`` is needed).
