@@ -64,6 +64,14 @@ def positive(name: str, value: Any) -> float:
     return number
 
 
+def moderate(name: str, value: Any) -> float:
+    """A positive float in [1e-100, 1e100]: its square neither vanishes nor overflows."""
+    number = positive(name, value)
+    if not 1e-100 <= number <= 1e100:
+        raise ValueError(f"{name} must lie in [1e-100, 1e100], got {value!r}: measure it in another unit")
+    return number
+
+
 def open_unit_interval(name: str, value: Any) -> float:
     """A float strictly between 0 and 1, as every δ must be."""
     number = finite_number(name, value)

@@ -94,6 +94,12 @@ def check_aggregator(
             f"the aggregator sums num_users={aggregator.num_users} reports, a batch holds {sampling.batch_size} records: build "
             f"it with num_users={sampling.batch_size}"
         )
+    if aggregator.honest_fraction < 1 and sampling.sample_rate < 1:
+        raise ValueError(
+            f"the aggregator's honest_fraction is {aggregator.honest_fraction:.3g}, but batches are samples of the data set: "
+            "who of a sample is honest is random, and dishonest ones know who of them is in it; build it with "
+            "honest_fraction=1, or take all records in every batch"
+        )
     if aggregator.dimension != dimension:
         raise ValueError(
             f"the aggregator's dimension is {aggregator.dimension}, the optimizer trains {dimension} entries: build it with "
@@ -107,8 +113,12 @@ def check_aggregator(
 
 
 def trained_entries(optimizer: torch.optim.Optimizer) -> int:
-    """How many numbers the optimizer trains."""
-    return sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    """How many numbers the optimizer trains, at least one."""
+    instance_of("optimizer", optimizer, (torch.optim.Optimizer,))
+    entries = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    if not entries:
+        raise ValueError("optimizer must hold trainable parameters, got none that requires_grad")
+    return entries
 
 
 def calibrate_aggregator(

@@ -17,9 +17,6 @@ from opacus_shuffle.analysis import binomial_sums
 from opacus_shuffle.sco.calibration import GridPlan
 from opacus_shuffle.sco.vector_sum import ShuffleVectorSum
 
-UNLIKELY = 1e-6
-REACH = 7.0
-
 
 def binomial_law(trials, probability):
     """(first, probabilities) of all outcomes within 14 standard deviations; beyond lies less than 1e-40."""

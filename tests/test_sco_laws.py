@@ -23,7 +23,6 @@ from opacus_shuffle.sco.messages import Messages
 from opacus_shuffle.sco.vector_sum import ShuffleVectorSum
 
 UNLIKELY = 1e-6
-REACH = 7.0
 
 
 PLAN = GridPlan(41, 6, 0.3, 4)

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from opacus_shuffle.accountants.bounds import Guarantee
+from opacus_shuffle.analysis import binomial_sums
 from opacus_shuffle.sco.vector_sum import ShuffleVectorSum
-
-UNLIKELY = 1e-6
-REACH = 7.0
 
 
 def test_the_papers_protocol_has_theorem_a6s_numbers():
@@ -34,7 +32,7 @@ def test_the_papers_protocol_has_theorem_a6s_numbers():
 
 def test_the_statement_says_what_a_user_sends_and_gets():
     protocol = ShuffleVectorSum.for_rounds(90, 4, 1.0, 1.0, 1e-5, rounds=6, calibration="tight", honest_fraction=0.5)
-    statement = protocol.statement(rounds=20, rounds_per_user=3, num_users=400, interaction="full")
+    statement = protocol.statement(rounds=20, rounds_per_user=3, num_users=400, interaction="sequential")
     assert (statement.epsilon, statement.delta, statement.rounds, statement.rounds_per_user) == (1.0, 1e-5, 20, 3)
     assert statement.bits_per_user == 3 * 4 * (protocol.granularity + protocol.noise_bits)
     assert (statement.num_users, statement.honest_fraction, statement.calibration) == (400, 0.5, "tight")
@@ -231,3 +229,42 @@ def test_bad_arguments_are_refused_with_their_name_and_value(name, value):
 def test_what_sampling_gains_is_for_the_tight_calibration_and_honest_users(way):
     with pytest.raises(ValueError, match=r"sample_rate=0.5.*tight.*honest_fraction=1"):
         ShuffleVectorSum.for_rounds(9, 2, 1.0, 1.0, 0.1, rounds=2, sample_rate=0.5, **way)
+
+
+@pytest.mark.parametrize("layout", ["csr", "coo"])
+def test_entries_that_a_sparse_row_holds_twice_count_together_towards_its_norm(layout):
+    copies, value = 64, 1 / 8  # a row of norm 8, none of whose entries shows it
+    if layout == "csr":
+        rows = torch.tensor([0] + [copies] * 50)
+        X = torch.sparse_csr_tensor(rows, torch.zeros(copies).long(), torch.full((copies,), value), size=(50, 3))
+    else:
+        where = torch.zeros(2, copies, dtype=torch.long)
+        X = torch.sparse_coo_tensor(where, torch.full((copies,), value), size=(50, 3), is_coalesced=True)
+    with pytest.raises(ValueError, match="norm 8"):
+        HELD.simulate(X)
+
+
+@pytest.mark.parametrize("max_norm", [1e-200, 5e-324, 1e200])
+def test_units_in_which_squares_vanish_or_overflow_are_refused(max_norm):
+    with pytest.raises(ValueError, match=r"max_norm must lie in .* another unit"):
+        ShuffleVectorSum(50, 3, max_norm, 1.0, 1e-2, "tight")
+
+
+def test_a_statement_of_full_interaction_is_of_all_its_rounds():
+    with pytest.raises(ValueError, match="rounds_per_user=10 is more"):
+        HELD.statement(rounds=10, interaction="full")
+    assert HELD.statement(rounds=10, interaction="sequential").rounds_per_user == 1
+    with pytest.raises(ValueError, match="does not go with rounds=10"):
+        HELD.statement(rounds=10, interaction="one round")
+
+
+@pytest.mark.parametrize("rounds", [1, 5])
+def test_one_rounds_own_epsilon_is_that_of_everyone_in_it(rounds):
+    protocol = ShuffleVectorSum.for_rounds(50, 3, 1.0, 1.0, 1e-3, rounds=rounds, calibration="tight", sample_rate=0.1)
+    one = [(protocol.sum_round, 1)]
+    assert protocol.round_epsilon >= binomial_sums.lower_epsilon(one, delta=protocol.round_delta) > 1
+
+
+def test_probabilities_beyond_known_tails_are_refused():
+    with pytest.raises(ValueError, match="delta must be at least 1e-200"):
+        ShuffleVectorSum(50, 3, 1.0, 1.0, 1e-250, "tight")

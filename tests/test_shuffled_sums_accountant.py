@@ -233,7 +233,7 @@ def test_one_round_of_the_paper_s_protocol_is_what_it_was_made_for():
 def test_the_paper_s_rounds_meet_the_budget_they_were_made_for_at_any_number_of_steps():
     for steps in (2, 20, 500):
         protocol = ShuffleVectorSum.for_rounds(50, 200, 1.0, epsilon=2.0, delta=1e-5, rounds=steps)
-        spent = accountant_of(protocol, steps=steps).bound(1e-5).epsilon
+        spent = accountant_of(protocol, steps=steps).bound(1e-5, bound="paper").epsilon
         assert spent <= 2.0
         each, share = protocol.round_epsilon, 1e-5 / (steps + 1)
         advanced = steps * each**2 / 2 + each * math.sqrt(2 * steps * math.log(1 / share))

@@ -9,7 +9,7 @@ protocol is stands beside it, and is one and the same for all rounds.
 >>> for _ in range(1000):
 ...     accountant.step(noise_multiplier=accountant.noise_multiplier, sample_rate=0.01)
 >>> [round(accountant.bound(1e-5, bound=name).epsilon, 2) for name in ("paper", "certified")]
-[978.23, 0.28]
+[963.6, 0.27]
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.accountants.base import ShuffleAccountant
+from opacus_shuffle.accountants.bounds import PrivacyBound
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.mechanisms import Mechanism, ShuffledSums
+from opacus_shuffle.validation import noise_level, positive, whole_number
 
 if TYPE_CHECKING:
     from opacus_shuffle.sco.vector_sum import ShuffleVectorSum
@@ -135,6 +137,10 @@ class ShuffledSumsAccountant(ShuffleAccountant):
         """
         return super().get_epsilon(delta, bound=bound, **options)
 
+    def bound(self, delta: float, *, bound: str = "certified", **options: Any) -> PrivacyBound:
+        """As :meth:`get_epsilon`, with the meaning attached; needs a history."""
+        return super().bound(delta, bound=bound, **options)
+
     def report(self, delta: float, *, adjacency: str = "zero_out") -> PrivacyReport:
         """Every bound, and what a trusted server with the same noise would give; needs a history."""
         return PrivacyReport(self.rounds(), delta=delta, adjacency=adjacency, simulated=True)
@@ -184,7 +190,7 @@ class ShuffledSumsAccountant(ShuffleAccountant):
             keys = {*_FIELDS, "noise_multiplier", "reports", "max_norm"}
             if not isinstance(saved, dict) or set(saved) != keys:
                 raise ValueError(f"protocol in state_dict must hold {', '.join(sorted(keys))}, got {saved!r}")
-            if self.protocol is not None and saved != self.protocol:
+            if self.protocol is not None and not _same(saved, self.protocol):
                 raise ValueError(
                     f"state_dict speaks of {saved}, this accountant of {self.protocol}: make the same run private, with the "
                     "same protocol"
@@ -194,10 +200,35 @@ class ShuffledSumsAccountant(ShuffleAccountant):
         probe = type(self)()
         probe.protocol = saved
         ShuffleAccountant.load_state_dict(probe, state_dict)
+        if saved is not None:
+            if probe.batch_size not in (None, saved["reports"]):
+                raise ValueError(f"batch_size={probe.batch_size} in state_dict, its protocol sums {saved['reports']} reports")
+            users = probe.num_users or whole_number("reports", saved["reports"])
+            probe._round(noise_level("noise_multiplier", saved["noise_multiplier"]), users, saved["reports"] / users)
+            positive("max_norm", saved["max_norm"])
         if probe.history:
             probe.rounds()  # refuses what no such run can have
+        known = self.protocol
         super().load_state_dict(state_dict)
-        self.protocol = None if saved is None else dict(saved)
+        self.protocol = known if known is not None or saved is None else dict(saved)
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two descriptions are of one protocol: what was computed may differ as much as another SciPy's tails do."""
+    loose = {"noise_multiplier": 1e-6, "lost": 1.0, "epsilon": 1e-6}
+    return set(one) == set(other) and all(
+        one[key] == other[key]
+        or (
+            key in loose
+            and all(isinstance(v, float) for v in (one[key], other[key]))
+            and _near(one[key], other[key], loose[key])
+        )
+        for key in one
+    )
+
+
+def _near(one: float, other: float, tolerance: float) -> bool:
+    return abs(one - other) <= tolerance * max(abs(one), abs(other))
 
 
 def describe(aggregator: ShuffleVectorSum) -> dict[str, Any]:

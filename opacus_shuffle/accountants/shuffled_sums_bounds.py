@@ -26,7 +26,7 @@ import functools
 import math
 from collections.abc import Iterable
 
-from opacus_shuffle.accountants.bounds import BoundValue, Guarantee, Rounds, register_bound
+from opacus_shuffle.accountants.bounds import BoundValue, Guarantee, NotCovered, Rounds, register_bound
 from opacus_shuffle.accountants.shuffle_gaussian_bounds import EVERY, refuse_orders
 from opacus_shuffle.analysis import advanced_composition, binomial_sums, gaussian, sampled_sums
 from opacus_shuffle.analysis.binomial_sums import BinomialNoise, SumRound
@@ -65,7 +65,10 @@ def round_epsilon(each: ShuffledSums, delta: float) -> float:
         if epsilon <= largest * (1 + 1e-9):
             return epsilon
     if delta <= each.lost:
-        raise _nothing_left(delta, each.lost)
+        raise NotCovered(
+            f"bound='paper' shares delta among the rounds, and each round's share ({delta:.3g}) is below what its binomial "
+            f"tails take ({each.lost:.3g}): use bound='certified', or a larger delta"
+        )
     return gaussian.compute_epsilon(mu=each.mu, delta=delta - each.lost)
 
 

@@ -52,6 +52,8 @@ class EncodedSum(_Base):
 
     aggregator: ShuffleVectorSum
     num_records: int
+    noise_multiplier: float
+    _agreed: tuple[Any, float] | None = None
     _counts: torch.Tensor | None = None
     _released: bool = False
 
@@ -63,15 +65,16 @@ class EncodedSum(_Base):
         """
         if self._released:
             raise ValueError("this batch has been released already: call optimizer.zero_grad() after optimizer.step()")
+        self.check_agreement()
+        if self.accumulated_iterations != 1:
+            raise ValueError(
+                f"gradients of {self.accumulated_iterations} batches were accumulated: a record might be in two of them; call "
+                "optimizer.step() and zero_grad() after each, or split batches with BatchMemoryManager"
+            )
         for parameter in self.params:
             _check_processed_flag(parameter.grad_sample)
         samples = self.grad_samples
         entries = sum(parameter.numel() for parameter in self.params)
-        if entries != self.aggregator.dimension:
-            raise ValueError(
-                f"dimension of the aggregator is {self.aggregator.dimension}, the trainable parameters have {entries} entries: "
-                "were some frozen or thawed after make_private?"
-            )
         if not math.isclose(self.max_grad_norm, self.aggregator.max_norm, rel_tol=1e-6):
             raise ValueError(
                 f"max_grad_norm is {self.max_grad_norm}, the aggregator is made for max_norm={self.aggregator.max_norm}: its "
@@ -85,18 +88,45 @@ class EncodedSum(_Base):
         for parameter in self.params:
             _mark_as_processed(parameter.grad_sample)
 
+    def check_agreement(self) -> None:
+        """Refuse, before anything is released, what is not accounted.
+
+        Raises:
+            ValueError: If the protocol, its multiplier, or what is trained has changed.
+        """
+        if self._agreed is None:
+            return
+        aggregator, multiplier = self._agreed
+        if self.aggregator is not aggregator:
+            raise ValueError(
+                "optimizer.aggregator was changed after make_private: shuffled_sums accounts for the protocol that "
+                "make_private got; call it on a new engine"
+            )
+        if self.noise_multiplier != multiplier:
+            raise ValueError(
+                f"noise_multiplier of the optimizer is {self.noise_multiplier}, the protocol's is {multiplier}: its noise is "
+                "fixed, no schedule changes it; leave noise_multiplier alone"
+            )
+        entries = sum(parameter.numel() for parameter in self.params)
+        if entries != aggregator.dimension:
+            raise ValueError(
+                f"dimension of the aggregator is {aggregator.dimension}, the trainable parameters have {entries} entries: were "
+                "some frozen or thawed after make_private?"
+            )
+
     def _clipped(self, samples: list[torch.Tensor], rows: slice) -> torch.Tensor:
         """These records' clipped gradients, one per row: float64 on the CPU."""
         blocks = [sample[rows].detach().to("cpu", torch.float64) for sample in samples]
         gradients = torch.cat([block.reshape(len(block), -1) for block in blocks], dim=1)
-        norms = torch.linalg.vector_norm(gradients, dim=1)
-        if not bool(torch.isfinite(norms).all()):
-            raise ValueError(
-                "per-record gradients must be finite, got NaN or infinity: lower the learning rate, or check the data"
-            )
+        largest = gradients.abs().amax(dim=1, keepdim=True)
+        # An error would be an event that everyone sees and no ε speaks of: what is not finite is reported as zero.
+        unusable = ~torch.isfinite(largest)
+        gradients.masked_fill_(unusable, 0.0)
+        scale = largest.masked_fill(unusable, 0.0).clamp_min(1.0)  # lest squares overflow
+        norms = scale * torch.linalg.vector_norm(gradients / scale, dim=1, keepdim=True)
         # Opacus's factor; in double precision, no clipped norm exceeds the bound.
         bound = min(self.max_grad_norm, self.aggregator.max_norm)
-        return gradients.mul_((bound / (norms + 1e-6)).clamp(max=1.0).unsqueeze(1))
+        return gradients.mul_((bound / (norms + 1e-6)).clamp(max=1.0))
 
     def add_noise(self) -> None:
         """Draw the reports' noise bits, and decode the counts into ``.grad``.
@@ -104,13 +134,14 @@ class EncodedSum(_Base):
         Raises:
             ValueError: If nothing was counted, it was released before, or there are too few or too many records.
         """
-        if self._counts is None or self._released:
+        if self._counts is None:
             raise ValueError(
                 "there is no new sum to release: call loss.backward() first, and optimizer.zero_grad() after step()"
             )
+        self.check_agreement()
         records = self.num_records
         noised = self._counts + self.aggregator.draw_noise(records, self.generator)
-        self._released = True
+        self._released, self._counts = True, None  # beside the estimate, the counts would tell the noise
         estimate = self.aggregator.decode(noised, records)
         sizes = [parameter.numel() for parameter in self.params]
         for parameter, piece in zip(self.params, torch.split(estimate, sizes), strict=True):
@@ -138,3 +169,13 @@ class VectorSumOptimizer(ComposedStepHooks, VectorSumBatch, DPOptimizer):
     def __init__(self, optimizer: torch.optim.Optimizer, *, aggregator: ShuffleVectorSum, **keywords: Any) -> None:
         super().__init__(optimizer, **keywords)
         self.aggregator = aggregator
+        self._agreed = (aggregator, float(self.noise_multiplier))
+
+    def pre_step(self, closure: Any = None) -> bool | None:
+        """As Opacus's, which passes raw gradients on where nothing requires a gradient any more.
+
+        Raises:
+            ValueError: If parameters were frozen or thawed after ``make_private``.
+        """
+        self.check_agreement()
+        return super().pre_step(closure)

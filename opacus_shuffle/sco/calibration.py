@@ -31,12 +31,13 @@ from opacus_shuffle.analysis.binomial_sums import (
     hockey_stick,
     largest_mu,
 )
-from opacus_shuffle.validation import finite_number, one_of, positive, whole_number
+from opacus_shuffle.validation import finite_number, moderate, one_of, positive, whole_number
 
 CALIBRATIONS = ("paper", "tight")
 
 LARGEST_EPSILON = 15.0
 SMALLEST_HONEST_FRACTION = 1 / 3
+SMALLEST_DELTA = 1e-200
 
 OVERHEAD = 0.05
 """How far above its limit the variance of the tight calibration may stay for the sake of fewer bits."""
@@ -81,7 +82,9 @@ def check_privacy(epsilon: float, delta: float, honest_fraction: float, calibrat
             f"epsilon must not exceed {LARGEST_EPSILON:g}, got {epsilon!r}: SCO Theorem 3.2 says nothing beyond, and e^15 is "
             "no protection worth its name; choose a smaller one"
         )
-    if positive("delta", delta) >= 0.5:
+    if positive("delta", delta) < SMALLEST_DELTA:
+        raise ValueError(f"delta must be at least {SMALLEST_DELTA:g}, below which tails are not known, got {delta!r}")
+    if delta >= 0.5:
         raise ValueError(f"delta must be below 1/2 (SCO Theorem 3.2), got {delta!r}; 1/num_users**1.1 is a usual choice")
     fraction = finite_number("honest_fraction", honest_fraction)
     if not SMALLEST_HONEST_FRACTION - 1e-12 <= fraction <= 1:
@@ -202,7 +205,7 @@ def _cheapest(num_users: int, honest: int, largest_granularity: Callable[[Binomi
             plan = GridPlan(g, bits, 0.5, honest)
             if plan.variance(num_users) / g**2 <= (1 + OVERHEAD) * limit * num_users / honest:
                 return plan
-        bits = math.ceil(bits * _PACE)
+        bits = math.ceil(bits * (_PACE if g >= 8 else 2.0))  # on so coarse a grid whole steps are far apart
     raise ValueError(
         f"no protocol with fewer than 2**50 noise bits gets there for num_users={num_users}: raise epsilon or delta, or take "
         "fewer rounds"
@@ -242,7 +245,7 @@ def noise_variance(*, dimension: int, max_norm: float, epsilon: float, delta: fl
         delta: δ in (0, ½).
         calibration: ``"paper"`` or ``"tight"``.
     """
-    dimension, norm = whole_number("dimension", dimension), positive("max_norm", max_norm)
+    dimension, norm = whole_number("dimension", dimension), moderate("max_norm", max_norm)
     epsilon, delta, _, calibration = check_privacy(epsilon, delta, 1.0, calibration)
     if calibration == "tight":
         return (2 * norm / round_mu(epsilon=epsilon, delta=delta)) ** 2

@@ -119,7 +119,7 @@ class GridSum:
             upper = min(upper, sampled_sums.compute_epsilon([(each, count)], delta=delta))
         if (delta, count) == (self.delta, self.rounds):
             upper = min(upper, self.epsilon)
-        return min(binomial_sums.lower_epsilon(repeated, delta=delta, sample_rate=self.sample_rate), upper), upper
+        return binomial_sums.lower_epsilon(repeated, delta=delta, sample_rate=self.sample_rate), upper
 
     def statement(
         self,
@@ -141,7 +141,12 @@ class GridSum:
             ValueError: If a user takes part in more rounds than the protocol is made for.
         """
         whole = self.rounds if rounds is None else whole_number("rounds", rounds)
-        each = min(self.rounds, whole) if rounds_per_user is None else whole_number("rounds_per_user", rounds_per_user)
+        kind = ("one round" if whole == 1 else "full") if interaction is None else interaction
+        one_of("interaction", kind, ("one round", "sequential", "full"))
+        if rounds_per_user is not None:
+            each = whole_number("rounds_per_user", rounds_per_user)
+        else:
+            each = whole if kind == "full" else min(self.rounds, whole)
         if each > self.rounds:
             raise ValueError(
                 f"rounds_per_user={each} is more than this protocol is made for ({self.rounds}): let every user take part in "
@@ -149,8 +154,11 @@ class GridSum:
             )
         if each > whole:
             raise ValueError(f"rounds_per_user={each} is more than there are rounds, rounds={whole}: leave it out")
-        kind = ("one round" if whole == 1 else "full") if interaction is None else interaction
-        one_of("interaction", kind, ("one round", "sequential", "full"))
+        if (kind == "one round" and whole != 1) or (kind == "full" and each != whole):
+            raise ValueError(
+                f"interaction={kind!r} does not go with rounds={whole} and rounds_per_user={each}: say 'sequential' where a "
+                "user takes part in some rounds only"
+            )
         return PrivacyStatement(
             epsilon=self.epsilon,
             delta=self.delta,
@@ -273,7 +281,9 @@ class GridSum:
 
     def _encode_sparse(self, block: torch.Tensor, draws: torch.Generator) -> torch.Tensor:
         """Rows of which only some entries are not zero: the zeros of a coordinate are one binomial."""
-        entries = block.to_sparse_coo().coalesce()  # type: ignore[no-untyped-call]
+        # Anew: a tensor may be marked as coalesced, and CSR always is, while an entry is there twice.
+        found = block.to_sparse_coo()  # type: ignore[no-untyped-call]
+        entries = torch.sparse_coo_tensor(found._indices(), found._values(), found.shape, is_coalesced=False).coalesce()
         (row, column), values = entries.indices().cpu(), entries.values().to("cpu", torch.float64)
         values = self._checked_entries(row, values, len(block))
         place = (values - self._low) * (self.granularity / self._span)

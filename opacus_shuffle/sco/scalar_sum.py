@@ -18,7 +18,7 @@ import torch
 from opacus_shuffle.sco.calibration import check_privacy, paper_scalar_plan, tight_scalar_plan
 from opacus_shuffle.sco.grid_sum import TOLERANCE, GridSum, real_numbers
 from opacus_shuffle.sco.messages import Messages
-from opacus_shuffle.validation import positive, whole_number
+from opacus_shuffle.validation import moderate, whole_number
 
 
 class ShuffleScalarSum(GridSum):
@@ -52,7 +52,7 @@ class ShuffleScalarSum(GridSum):
         honest_fraction: float = 1.0,
     ) -> None:
         self.num_users = whole_number("num_users", num_users)
-        self.max_value = positive("max_value", max_value)
+        self.max_value = moderate("max_value", max_value)
         self.epsilon, self.delta, self.honest_fraction, self.calibration = check_privacy(
             epsilon, delta, honest_fraction, calibration
         )

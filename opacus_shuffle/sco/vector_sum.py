@@ -30,7 +30,7 @@ from opacus_shuffle.sco.calibration import (
 )
 from opacus_shuffle.sco.grid_sum import TOLERANCE, GridSum, real_numbers
 from opacus_shuffle.sco.messages import Messages
-from opacus_shuffle.validation import positive, sampling_rate, whole_number
+from opacus_shuffle.validation import moderate, sampling_rate, whole_number
 
 
 class ShuffleVectorSum(GridSum):
@@ -143,7 +143,7 @@ class ShuffleVectorSum(GridSum):
     ) -> None:
         self.num_users = whole_number("num_users", num_users)
         self.dimension = whole_number("dimension", dimension)
-        self.max_norm = positive("max_norm", max_norm)
+        self.max_norm = moderate("max_norm", max_norm)
         self.epsilon, self.delta, self.honest_fraction, self.calibration = check_privacy(
             epsilon, delta, honest_fraction, calibration
         )
@@ -172,7 +172,7 @@ class ShuffleVectorSum(GridSum):
             honest_fraction=self.honest_fraction,
         )
         self.round_epsilon, self.round_delta = self.epsilon, self.delta
-        if self.rounds > 1:
+        if self.rounds > 1 or self.sample_rate < 1:
             self.round_delta = self.delta / (self.rounds + 1)
             self.round_epsilon = binomial_sums.compute_epsilon([(self.sum_round, 1)], delta=self.round_delta)
 
@@ -240,6 +240,7 @@ class ShuffleVectorSum(GridSum):
         return (
             f"ShuffleVectorSum(num_users={self.num_users}, dimension={self.dimension}, max_norm={self.max_norm:g}, "
             f"epsilon={self.epsilon:g}, delta={self.delta:g}, calibration={self.calibration!r}, "
-            f"honest_fraction={self.honest_fraction:g}): rounds={self.rounds}, granularity={self.granularity}, "
+            f"honest_fraction={self.honest_fraction:g}): rounds={self.rounds}, sample_rate={self.sample_rate:g}, "
+            f"granularity={self.granularity}, "
             f"noise_bits={self.noise_bits}, bit_probability={self.bit_probability:.4g}, {self.bits_per_user} bits per user"
         )
