@@ -163,7 +163,7 @@ def ridged_envelope(smoothness: float, dimension: int, lipschitz: float) -> More
         return inner.proximal_points(theta * (smoothness / weight), batch).points
 
     objective = Objective.from_loss(ridged(absolute_loss), dimension=dimension)
-    return MoreauEnvelope(objective, smoothness, lipschitz=lipschitz, prox=prox)
+    return MoreauEnvelope(objective, smoothness, lipschitz=lipschitz, prox=prox, prox_elementwise=True)
 
 
 def _common(people: Population, seed: int, count: int) -> tuple[Any, dict[str, Any]]:
