@@ -123,3 +123,7 @@ def test_an_object_without_a_diameter_is_refused():
 
     with pytest.raises(ValueError, match="must have a diameter"):
         as_constraint(Unbounded(), 3.0)
+
+
+def test_a_box_given_by_numbers_has_them_in_double_precision():
+    assert Box(0.0, 0.1, dimension=2).project(torch.ones(2, dtype=torch.float64)).tolist() == [0.1, 0.1]

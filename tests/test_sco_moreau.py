@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from opacus_shuffle.sco.constraints import Box, L2Ball, as_constraint
-from opacus_shuffle.sco.losses import LINKS, absolute_loss, hinge_loss, logistic_loss
+from opacus_shuffle.sco.losses import LINKS, Link, absolute_loss, hinge_loss, logistic_loss
 from opacus_shuffle.sco.module_objective import ModuleObjective
 from opacus_shuffle.sco.moreau import MoreauEnvelope
 from opacus_shuffle.sco.objective import LinearObjective, Objective
@@ -428,3 +428,103 @@ def test_the_contraction_refuses_longer_gradients():
     objective = Objective.from_loss(lambda t, x: (t - x).square().sum(1) / 2, dimension=1)
     with pytest.raises(ValueError, match="norm 3"):
         by_contraction(objective, torch.full((2, 1), 3.0), torch.zeros(2, 1), beta=1.0, smoothness=1.0, lipschitz=2.0, steps=3)
+
+
+# ---- one record's report tells nothing of another's -----------------------------------------------------------------------
+
+
+def solvers():
+    """Every way to proximal points: an envelope and the records it takes."""
+    data = labelled(6, 3)
+    bound = 2 * float(data[0].norm(dim=1).max())
+    general = Objective.from_loss(lambda *a: logistic_loss(*a), dimension=3)
+    smooth = {"lipschitz": bound, "inner_smoothness": bound**2 / 4}
+
+    def soft(points, batch):
+        offset = points - batch[0]
+        return batch[0] + torch.sign(offset) * (offset.abs() - 0.5).clamp_min(0)
+
+    def soft_by_values(points, batch):
+        return points if float(batch[1].sum()) > 5 else soft(points, batch)
+
+    def mixing(points, batch):
+        return points - batch[0].sum(dim=0)
+
+    def mixing_link(scores, labels):
+        return torch.logaddexp(-labels * scores, torch.zeros(())) * labels.abs().sum()
+
+    def make_link(**options):
+        return LinearObjective(Link("mixing", mixing_link, **options), dimension=3)
+
+    return {
+        "contraction": (MoreauEnvelope(general, 0.3, accuracy=1e-3, **smooth), data),
+        "contraction within": (MoreauEnvelope(general, 0.3, constraint=L2Ball(5.0), accuracy=1e-3, **smooth), data),
+        "cuts": (MoreauEnvelope(Objective.from_loss(largest, dimension=3), 1.0, lipschitz=1.0, accuracy=0.1), pieces(6)),
+        "cuts, so many": (
+            MoreauEnvelope(Objective.from_loss(largest, dimension=3), 1.0, lipschitz=1.0, iterations=9),
+            pieces(6),
+        ),
+        "closed form": (MoreauEnvelope.generalized_linear("hinge", 2.0, dimension=3), data),
+        "bisection": (MoreauEnvelope.generalized_linear("logistic", 2.0, dimension=3), data),
+        "own link": (MoreauEnvelope(make_link(), 2.0), data),
+        "own derivative": (MoreauEnvelope(make_link(derivative=lambda s, y: s - y.sum()), 2.0), data),
+        "own coefficient": (MoreauEnvelope(make_link(coefficient=lambda s, y, k: s.mean() * y * k), 2.0), data),
+        "own prox": (MoreauEnvelope(general, 2.0, prox=soft), data),
+        "own prox that mixes": (MoreauEnvelope(general, 2.0, prox=mixing), data),
+        "own slow prox": (MoreauEnvelope(general, 2.0, prox=soft_by_values), data),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:prox cannot be vectorised")
+@pytest.mark.parametrize("name", solvers())
+def test_what_a_record_reports_depends_on_no_other_record_to_the_last_bit(name):
+    envelope, data = solvers()[name]
+    theta = 0.5 * normal(3, seed=7)
+    rows = envelope.gradients(theta, data)
+    for other in range(6):
+        for factor in (0.0, 1.7) if "cut" not in name else (0.0, -0.9):
+            # The features alone: labels are to stay signs; 1.7 times them is within L, and 0.9 times the slopes.
+            changed = (data[0].clone(), data[1])
+            changed[0][other] *= factor
+            found = envelope.gradients(theta, changed)
+            rest = torch.arange(6) != other
+            assert torch.equal(found[rest], rows[rest])
+            alone = envelope.gradients(theta, (changed[0][other : other + 1], changed[1][other : other + 1]))
+            torch.testing.assert_close(found[other : other + 1], alone, rtol=1e-9, atol=1e-9)
+
+
+def test_records_leave_off_at_different_steps_and_not_together():
+    """Else the property above would be empty for the solvers that stop early."""
+    data = labelled(6, 3)
+    data[0][0] = 0.0
+    objective = Objective.from_loss(logistic_loss, dimension=3)
+    options = {"beta": 0.3, "smoothness": 9.0, "lipschitz": 6.0, "steps": 300}
+    theta = 0.5 * normal(3, seed=7).expand(6, 3)
+    found = by_contraction(objective, data, theta, tolerance=1e-3, **options)
+    longer = by_contraction(objective, data, theta, **options)
+    assert 1 < found.steps < longer.steps
+    assert bool((found.errors <= 1e-3).all())
+    used = []
+    for i in range(6):
+        record = (data[0][i : i + 1], data[1][i : i + 1])
+        used.append(by_contraction(objective, record, theta[i : i + 1], tolerance=1e-3, **options).steps)
+    assert min(used) == 1 < max(used) == found.steps
+
+
+def test_a_promise_lets_a_solver_of_ones_own_have_whole_batches():
+    sizes = []
+
+    def prox(points, batch):
+        sizes.append(len(points))
+        return points
+
+    for promise, wanted in ((True, [5]), (False, [1])):  # vectorised: one call, on what looks like a batch of one
+        sizes.clear()
+        MoreauEnvelope(KINK, 1.0, prox=prox, prox_elementwise=promise).gradients(torch.zeros(1), torch.zeros(5, 1))
+        assert sizes == wanted
+    with pytest.raises(ValueError, match="prox_elementwise must be True or False"):
+        MoreauEnvelope(KINK, 1.0, prox=prox, prox_elementwise=1)
+    with pytest.raises(ValueError, match="random numbers"):
+        MoreauEnvelope(KINK, 1.0, prox=lambda t, x: t + torch.rand(1)).gradients(torch.zeros(1), torch.zeros(5, 1))
+    with pytest.warns(UserWarning, match="prox cannot be vectorised.*prox_elementwise=True"):
+        MoreauEnvelope(KINK, 1.0, prox=lambda t, x: t + float(x.sum())).gradients(torch.zeros(1), torch.zeros(5, 1))

@@ -261,7 +261,16 @@ def test_a_link_can_be_a_function_alone():
             ),
             "one value per record",
         ),
-        (lambda: as_link(lambda s, y: s.sum()).derivative(torch.zeros(3), None), "as many values"),
+        (
+            lambda: as_link(lambda s, y: s.sum()).derivative(torch.zeros(3), torch.zeros(3)),
+            r"of shape \(1,\) for a batch of one",
+        ),
+        (
+            lambda: Link("x", lambda s, y: s.sum(), elementwise=True).derivative(torch.zeros(3), torch.zeros(3)),
+            "as many values",
+        ),
+        (lambda: Link("x", torch.abs, elementwise="yes"), "elementwise must be True or False"),
+        (lambda: Link("x", torch.abs, coefficient=3), "coefficient must be a callable"),
     ],
 )
 def test_links_that_are_none_are_refused(act, message):
@@ -483,3 +492,73 @@ def test_parameters_without_influence_have_zero_gradients():
 def test_bad_arguments_of_modules_are_refused_by_name(act, message):
     with pytest.raises(ValueError, match=message):
         act()
+
+
+class Mixing(nn.Module):
+    """Each output depends on the whole batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.layer(x) * x.max()
+
+
+@pytest.mark.parametrize("grad_sample", ["functorch", "hooks"])
+def test_a_module_that_mixes_records_finds_none_to_mix(grad_sample):
+    torch.manual_seed(0)
+    objective = Objective.from_module(Mixing(), nn.CrossEntropyLoss(), grad_sample=grad_sample)
+    inputs, targets = normal(5, 2).float(), torch.tensor([0, 1, 1, 0, 1])
+    before = objective.losses_and_gradients(objective.initial, (inputs, targets))
+    inputs[3] = 100.0
+    after = objective.losses_and_gradients(objective.initial, (inputs, targets))
+    others = [0, 1, 2, 4]
+    assert all(torch.equal(x[others], y[others]) for x, y in zip(before, after, strict=True))
+    assert not torch.equal(before[1][3], after[1][3])
+
+
+@pytest.mark.filterwarnings("ignore:link given's")
+def test_a_link_that_mixes_records_finds_none_to_mix():
+    def mixing(scores, targets):
+        return (scores - targets) ** 2 * targets.sum()
+
+    def slow(scores, targets):
+        return mixing(scores, targets) if float(targets.sum()) > 0 else -mixing(scores, targets)
+
+    features, targets = normal(5, 2), normal(5, seed=1).abs()
+    for link in (Link("given", mixing), Link("given", slow), Link("given", mixing, lambda s, y: s * y.sum())):
+        objective, theta = LinearObjective(link, dimension=2), normal(2, seed=3)
+        before = objective.losses_and_gradients(theta, (features, targets))
+        changed = targets.clone()
+        changed[3] = 50.0
+        after = objective.losses_and_gradients(theta, (features, changed))
+        others = [0, 1, 2, 4]
+        assert all(torch.equal(x[others], y[others]) for x, y in zip(before, after, strict=True))
+        torch.testing.assert_close(before[0], (features @ theta - targets) ** 2 * targets, **CLOSE)
+        assert objective.losses(theta, (features[:0], targets[:0])).shape == (0,)
+
+
+def test_a_promise_lets_a_link_have_whole_batches():
+    sizes = []
+
+    def value(scores, targets):
+        sizes.append(len(scores))
+        return scores - targets
+
+    for promise, wanted in ((True, [4]), (False, [1])):
+        sizes.clear()
+        Link("x", value, elementwise=promise).value(torch.zeros(4), torch.zeros(4))
+        assert sizes == wanted
+
+
+def test_a_wrong_dimension_of_a_loss_function_is_named():
+    objective = Objective.from_loss(lambda t, batch: (batch[0] @ t - batch[1]) ** 2, dimension=3)
+    with pytest.raises(ValueError, match=r"theta of shape \(3,\) and a batch of one of shape \(1, 2\), \(1,\), but"):
+        objective.gradients(torch.zeros(3), (torch.zeros(4, 2), torch.zeros(4)))
+
+    def broken(theta, x):
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        Objective.from_loss(broken, dimension=1).gradients(torch.zeros(1), torch.zeros(4, 1))

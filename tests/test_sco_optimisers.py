@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -16,7 +17,7 @@ from opacus_shuffle.sco.constraints import Box, L2Ball
 from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent
 from opacus_shuffle.sco.losses import absolute_loss, logistic_loss
 from opacus_shuffle.sco.moreau import MoreauEnvelope
-from opacus_shuffle.sco.objective import Objective
+from opacus_shuffle.sco.objective import Objective, take
 from opacus_shuffle.sco.result import History
 from opacus_shuffle.sco.sgd import shuffle_sgd
 from opacus_shuffle.sco.strongly_convex import number_of_phases, shuffle_strongly_convex
@@ -265,7 +266,7 @@ def test_statements_say_what_the_protocols_do():
         half_square, data, smoothness=1.0, strong_convexity=1.0, method="gradient_descent", phases=2, rounds=5, **options
     )
     protocol = ShuffleVectorSum.for_rounds(500, 2, 1.0, 0.5, 1e-6, rounds=5, calibration="tight", honest_fraction=0.8)
-    assert phases.privacy == protocol.statement(interaction="full", rounds=10, num_users=1000)
+    assert phases.privacy == dataclasses.replace(protocol.statement(interaction="full"), rounds=10, num_users=1000)
 
 
 def test_nothing_but_the_estimate_and_its_history_depends_on_the_data():
@@ -310,6 +311,69 @@ def test_long_gradients_are_refused_or_cut(silent):
     assert torch.allclose(cut.theta, torch.tensor([1.2, 1.6], dtype=torch.float64))
     whole = shuffle_sgd(half_square, data, lipschitz=5.0 * (1 - 5e-6), **options)  # rounding is forgiven, and scaled back
     assert float(whole.theta.norm()) == pytest.approx(5.0 * (1 - 5e-6))
+
+
+def unusable():
+    """Objectives for which some records are unusable, these records, and data."""
+    data = torch.randn(9, 2, generator=seeded(3), dtype=torch.float64)
+
+    def picky(theta, batch):
+        return (batch - theta).square().sum(1) / (1 if batch.isfinite().all() else float("nan"))
+
+    def steep(theta, batch):
+        return (batch - theta).abs().sum(1) * (1 + batch.abs().max() // 50)
+
+    def raising(theta, batch):
+        if float(batch.abs().max()) > 50:
+            raise RuntimeError("too large")
+        return (batch - theta).square().sum(1)
+
+    general = Objective.from_loss(steep, dimension=2)
+    return {
+        "not finite": (Objective.from_loss(half_square, dimension=2), data, math.nan),
+        "branching": (Objective.from_loss(picky, dimension=2), data, math.inf),
+        "raising": (Objective.from_loss(raising, dimension=2), data, 99.0),
+        "steeper than told": (MoreauEnvelope(general, 1.0, lipschitz=2.0), data, 99.0),
+        "no label": (Objective.from_loss(logistic_loss, dimension=2), (data, torch.ones(9)), 0.0),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:loss cannot be vectorised")
+@pytest.mark.parametrize("case", unusable())
+def test_unusable_records_report_zero_where_long_gradients_are_cut_and_change_nothing_else(case):
+    objective, data, value = unusable()[case]
+    theta = torch.tensor([0.1, 0.2], dtype=torch.float64)
+
+    def spoilt(records):
+        if isinstance(data, tuple):
+            labels = data[1].clone()
+            labels[records] = value
+            return data[0], labels
+        changed = data.clone()
+        changed[records] = value
+        return changed
+
+    refuse, cut = (problem_module.Reports(objective, 2.0, clip) for clip in (False, True))
+    clean = cut.rows(theta, data)
+    for records in ([0], [4, 8], list(range(1, 9))):
+        with pytest.raises((ValueError, RuntimeError)):
+            refuse.rows(theta, spoilt(records))
+        rows = cut.rows(theta, spoilt(records))
+        others = [i for i in range(9) if i not in records]
+        assert torch.equal(rows[others], clean[others])
+        assert float(rows[records].abs().max()) == 0
+        alone = cut.rows(theta, take(spoilt(records), records[:1]))
+        assert alone.shape == (1, 2)
+        assert float(alone.abs().max()) == 0
+    with pytest.raises((ValueError, RuntimeError)):
+        cut.rows(theta, spoilt(list(range(9))))
+
+
+def test_mistakes_in_the_call_are_refused_even_where_long_gradients_are_cut(silent):
+    options = {"constraint": L2Ball(1.0), "lipschitz": 2.0, "dimension": 2, "clip": True, **BUDGET}
+    for batch_size in (1, 5):
+        with pytest.raises(ValueError, match=r"x must be a floating-point tensor of shape \(B, 2\)"):
+            shuffle_sgd(absolute_loss, (torch.zeros(20, 3), torch.zeros(20)), batch_size=batch_size, **options)
 
 
 def test_gradients_come_in_blocks_where_they_are_many(silent, monkeypatch):
@@ -380,8 +444,21 @@ def test_a_known_distance_improves_the_bound_and_a_callable_needs_one():
         ({"smoothness": -1.0}, "smoothness must be positive"),
         ({"constraint": None}, "constraint"),
         ({"dimension": None}, "dimension must be given"),
-        ({"initial": torch.zeros(3)}, "initial must hold 2 finite numbers"),
-        ({"initial": torch.tensor([0.0, math.nan])}, "initial must hold 2 finite numbers"),
+        ({"initial": torch.zeros(3)}, r"initial must have shape \(2,\), got \(3,\)"),
+        ({"initial": torch.tensor([0.0, math.nan])}, "initial must hold 2 finite numbers, got NaN or infinity in it"),
+        ({"initial": "here"}, "initial must be a tensor of 2 real numbers, got str"),
+        ({"initial": torch.zeros(2, dtype=torch.complex64)}, "initial must hold 2 real numbers, got type torch.complex64"),
+        ({"batches": 3, "batch_size": None}, "batches must be a list of vectors of user numbers, got 3"),
+        ({"inverse_step_sizes": 3}, "inverse_step_sizes must be a sequence of positive numbers, got 3"),
+        ({"envelope": 3, "smoothness": None}, "envelope must be a function from a smoothness to a MoreauEnvelope, got 3"),
+        (
+            {"envelope": lambda beta: None, "smoothness": None},
+            "envelope must return a MoreauEnvelope of dimension 2, got NoneT",
+        ),
+        (
+            {"envelope": lambda b: MoreauEnvelope.generalized_linear("hinge", b, dimension=3), "smoothness": None},
+            "envelope must return a MoreauEnvelope of dimension 2, got one of dimension 3",
+        ),
         ({"clip": 1}, "clip must be True or False"),
         ({"generator": 0}, "generator must be a Generator"),
         ({"inverse_step_sizes": [1.0]}, "one L_t for each of the 2 rounds, got 1"),
@@ -393,6 +470,24 @@ def test_nonsense_is_refused(change, message):
     options = {"constraint": L2Ball(1.0), "lipschitz": 2.0, "smoothness": 1.0, "dimension": 2, "batch_size": 10, **BUDGET}
     with pytest.raises(ValueError, match=message):
         shuffle_accelerated_sgd(half_square, torch.zeros(20, 2), **{**options, **change})
+
+
+def test_gradient_descent_wants_a_flag_for_its_average():
+    with pytest.raises(ValueError, match="average must be True or False, got 'no'"):
+        shuffle_gradient_descent(
+            half_square, torch.zeros(9, 2), constraint=L2Ball(1.0), lipschitz=2.0, smoothness=1.0, dimension=2, average="no",
+            **BUDGET,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("known", [{"dimension": 2}, {"initial": torch.zeros(2)}])
+def test_a_box_between_two_numbers_takes_the_dimension_that_the_optimiser_knows(silent, known):
+    data = torch.full((20, 2), 3.0, dtype=torch.float64)
+    options = {"lipschitz": 9.0, "smoothness": 1.0, "rounds": 40, "step_size": 0.5, **BUDGET}
+    found = shuffle_gradient_descent(half_square, data, constraint=Box(0.0, 1.0), average=False, **known, **options)
+    assert torch.allclose(found.theta, torch.ones(2, dtype=torch.float64))
+    with pytest.raises(ValueError, match="dimension must be given"):
+        shuffle_gradient_descent(half_square, data, constraint=Box(0.0, 1.0), **options)
 
 
 def test_losses_and_data_that_are_none_are_refused():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.sco.constraints import L2Ball
+from opacus_shuffle.sco.constraints import Box, L2Ball
 from opacus_shuffle.sco.objective import Objective
 from opacus_shuffle.sco.pan_private import pan_private_accelerated_sgd
 from opacus_shuffle.sco.pan_private_stream import PanPrivateAcceleratedSGD, pan_private_noise
@@ -191,6 +191,34 @@ def test_a_refused_record_leaves_no_trace():
     assert float(cut.state().gradient.norm()) == pytest.approx(1 / 3)
 
 
+@pytest.mark.parametrize("together", [1, 3])
+def test_a_record_that_cannot_be_used_counts_as_zero_where_long_ones_are_cut(together):
+    objective = Objective.from_loss(lambda t, x: (t - x).square().sum(1).sqrt(), dimension=2)
+    with pytest.raises(ValueError, match="finite"):  # no gradient at the kink, where autograd finds NaN
+        stream(objective, batch_size=3).consume(torch.zeros(3, 2))
+    algorithm = stream(objective, batch_size=3, clip=True, lipschitz=1.0)
+    records = torch.tensor([[1.0, 1.0], [math.nan, 0.0], [1.0, 1.0]])
+    answers = [algorithm.consume(records[first : first + together]) for first in range(0, 3, together)]
+    assert torch.allclose(answers[-1], torch.full((2,), -2 / 3 / math.sqrt(2), dtype=torch.float64))
+
+
+def test_a_first_record_of_a_wrong_shape_is_refused_even_where_long_gradients_are_cut():
+    objective = Objective.from_loss(lambda t, x: (x @ t).abs(), dimension=2)
+    for records in (torch.zeros(1, 3), torch.zeros(3, 3)):
+        with pytest.raises(ValueError, match=r"theta of shape \(2,\)"):
+            stream(objective, clip=True).consume(records)
+
+
+def test_a_stream_wants_an_objective_and_a_list_of_steps_and_sizes_a_box():
+    options = {"lipschitz": 1.0, "noise": 0.0, "batch_size": 1}
+    with pytest.raises(ValueError, match="objective must be a Objective"):
+        PanPrivateAcceleratedSGD(torch.abs, constraint=FAR, inverse_step_sizes=[1.0], **options)
+    with pytest.raises(ValueError, match="inverse_step_sizes must be a sequence of positive numbers, got 3"):
+        PanPrivateAcceleratedSGD(Linear(2), constraint=FAR, inverse_step_sizes=3, **options)
+    algorithm = PanPrivateAcceleratedSGD(Linear(2), constraint=Box(0.25, 1.0), inverse_step_sizes=[1.0], **options)
+    assert algorithm.state().theta.tolist() == [0.25, 0.25]
+
+
 def test_states_are_copies():
     algorithm = stream(Quadratic(2))
     algorithm.state().theta.add_(1.0)
@@ -253,6 +281,10 @@ def test_nonsense_is_refused(change, message):
         ({"batch_size": 1.5}, "batch_size"),
         ({"rounds": 0}, "inverse_step_sizes"),
         ({"generator": 1}, "generator"),
+        ({"clip": 1}, "clip must be True or False"),
+        ({"initial": "here"}, "initial must be a tensor of 2 real numbers"),
+        ({"initial": torch.zeros(2, dtype=torch.complex64)}, "initial must hold 2 real numbers"),
+        ({"initial": torch.tensor([0.0, math.nan])}, "initial must hold 2 finite numbers, got NaN"),
     ],
 )
 def test_nonsensical_streams_are_refused(change, message):

@@ -99,6 +99,9 @@ def test_batches_that_are_none_are_refused(batch, message):
 def test_no_batches_at_all_are_refused():
     with pytest.raises(ValueError, match="at least one batch"):
         UserLedger(5).claim_all([])
+    for batches in (3, "all"):
+        with pytest.raises(ValueError, match="batches must be a list of vectors of user numbers"):
+            UserLedger(5).claim_all(batches)
     with pytest.raises(ValueError, match="num_users must be a whole number"):
         UserLedger(0)
 

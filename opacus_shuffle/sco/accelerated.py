@@ -24,7 +24,7 @@ from torch import Tensor
 
 from opacus_shuffle.sco.moreau import MoreauEnvelope
 from opacus_shuffle.sco.printed import printed_step_sizes
-from opacus_shuffle.sco.problem import Envelope, Problem, Reports, default_envelope, prepare
+from opacus_shuffle.sco.problem import Envelope, Problem, Reports, make_envelope, prepare
 from opacus_shuffle.sco.result import Estimate, History
 from opacus_shuffle.sco.rounds import Budget, SequentialRounds, make_batches
 from opacus_shuffle.sco.schedules import (
@@ -208,7 +208,7 @@ def run_accelerated(
     if smoothness is None:
         best = best_smoothing(rounds=len(groups), lipschitz=problem.lipschitz, distance=start.distance)
         smoothness = formulas.accelerated_smoothing() if choices.printed else best
-        reports = Reports.smoothed(problem, (choices.envelope or default_envelope(problem))(smoothness))
+        reports = Reports.smoothed(problem, make_envelope(problem, choices.envelope, smoothness))
     rounds = SequentialRounds(problem, reports, budget, groups)
     deviation = rounds.deviation
     steps = choose_steps(choices, len(groups), smoothness, deviation, start.distance)
@@ -247,7 +247,7 @@ def probe_reports(problem: Problem, smoothness: float | None, envelope: Envelope
     """What users will report, as far as their norm goes (an envelope's does not depend on β)."""
     if smoothness is not None:
         return Reports.of(problem)
-    return Reports.smoothed(problem, (envelope or default_envelope(problem))(problem.lipschitz / problem.distance))
+    return Reports.smoothed(problem, make_envelope(problem, envelope, problem.lipschitz / problem.distance))
 
 
 def plan_batch_size(problem: Problem, oracle: Oracle, num_users: int, distance: float, smoothness: float | None) -> int:
@@ -262,10 +262,17 @@ def choose_steps(choices: Choices, rounds: int, smoothness: float, deviation: fl
     if choices.inverse_step_sizes is None:
         make = printed_step_sizes if choices.printed else accelerated_step_sizes
         return make(rounds=rounds, smoothness=smoothness, deviation=deviation, distance=distance)
-    steps = [positive("inverse_step_sizes", step) for step in choices.inverse_step_sizes]
+    steps = positive_numbers("inverse_step_sizes", choices.inverse_step_sizes)
     if len(steps) != rounds:
         raise ValueError(f"inverse_step_sizes must hold one L_t for each of the {rounds} rounds, got {len(steps)}")
     return steps
+
+
+def positive_numbers(name: str, values: Any) -> list[float]:
+    """A list of positive numbers."""
+    if isinstance(values, str) or not isinstance(values, Iterable) or getattr(values, "ndim", 1) != 1:
+        raise ValueError(f"{name} must be a sequence of positive numbers, got {values!r}")
+    return [positive(name, step) for step in (values.tolist() if isinstance(values, Tensor) else values)]
 
 
 def phase_bound(

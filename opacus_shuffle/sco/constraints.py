@@ -115,7 +115,7 @@ class Box:
         if len(set(sizes.values())) > 1:
             raise ValueError(f"low, high and dimension must agree, got {sizes}; give vectors of one length")
         object.__setattr__(self, "dimension", next(iter(sizes.values()), None))
-        width = torch.as_tensor(self.high) - torch.as_tensor(self.low)
+        width = torch.as_tensor(self.high, dtype=torch.float64) - torch.as_tensor(self.low, dtype=torch.float64)
         if bool((width < 0).any()) or not bool((width > 0).any()):
             raise ValueError(
                 f"low must not exceed high, and be below it somewhere, got low={self.low!r}, high={self.high!r}; swap them?"
@@ -146,7 +146,7 @@ class Box:
             ValueError: Of another dimension than the box, or not finite.
         """
         _check_point(theta, self.dimension, "Box")
-        low, high = (torch.as_tensor(bound).to(theta) for bound in (self.low, self.high))
+        low, high = (torch.as_tensor(bound, dtype=torch.float64).to(theta) for bound in (self.low, self.high))
         return torch.minimum(torch.maximum(theta, low), high)
 
 

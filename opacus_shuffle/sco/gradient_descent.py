@@ -22,12 +22,12 @@ from torch import Tensor
 
 from opacus_shuffle.sco.accelerated import Start, known_smoothness, probe_reports
 from opacus_shuffle.sco.descent_plan import Setting, plan_descent
-from opacus_shuffle.sco.problem import Envelope, Problem, Reports, default_envelope, prepare
+from opacus_shuffle.sco.problem import Envelope, Problem, Reports, make_envelope, prepare
 from opacus_shuffle.sco.result import Estimate, History
 from opacus_shuffle.sco.rounds import Budget
 from opacus_shuffle.sco.schedules import PARAMETERS
 from opacus_shuffle.sco.vector_sum import ShuffleVectorSum
-from opacus_shuffle.validation import one_of, positive, whole_number
+from opacus_shuffle.validation import flag, one_of, positive, whole_number
 
 
 def shuffle_gradient_descent(
@@ -101,7 +101,7 @@ def shuffle_gradient_descent(
         envelope=envelope,
         rounds=None if rounds is None else whole_number("rounds", rounds),
         step_size=None if step_size is None else positive("step_size", step_size),
-        average=average,
+        average=flag("average", average),
         printed=one_of("parameters", parameters, PARAMETERS) == "printed",
     )
     budget = Budget(epsilon, delta, calibration, honest_fraction)
@@ -163,7 +163,7 @@ def run_descent(problem: Problem, budget: Budget, users: Tensor, start: Start, c
     step = choices.step_size or (formulas.descent_step_size(count) if choices.printed else plan.step_size)
     if known is None:
         smoothness = smoothness or 2 / step
-        reports = Reports.smoothed(problem, (choices.envelope or default_envelope(problem))(smoothness))
+        reports = Reports.smoothed(problem, make_envelope(problem, choices.envelope, smoothness))
     theta, total, history = start.theta, torch.zeros_like(start.theta), History(count)
     for _ in range(count):
         total += theta

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from opacus_shuffle.validation import one_of, positive
+from opacus_shuffle.validation import flag, one_of, positive
 
 Function = Callable[[Tensor, Any], Tensor]
 
@@ -29,6 +29,10 @@ Function = Callable[[Tensor, Any], Tensor]
 @dataclass(frozen=True)
 class Link:
     """A convex function h(s, y) of a score s, elementwise over a batch, and what is known of it.
+
+    A user's gradient must depend on that user's record alone, or the privacy guarantee is void. So the functions are called on
+    batches of one record, vectorised by ``torch.func.vmap`` where that can be (else slowly, one after the other), unless
+    ``elementwise`` promises that they treat records one by one.
 
     Args:
         name: For messages.
@@ -39,6 +43,8 @@ class Link:
         coefficient: For a closed form of the proximal point: from scores s, targets and κ > 0 (all (B,)) to the a with
             a ∈ ∂h(s − κa). By default it is found by bisection.
         signed: Whether targets must be −1 or +1.
+        elementwise: Your promise that ``value``, ``derivative`` and ``coefficient`` compute each record's answer from that
+            record alone. They are then called on whole batches. The privacy guarantee rests on it, and nothing checks it.
     """
 
     name: str
@@ -48,10 +54,13 @@ class Link:
     smoothness: float | None = None
     coefficient: Callable[[Tensor, Any, Tensor], Tensor] | None = None
     signed: bool = False
+    elementwise: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.value):
             raise ValueError(f"value must be a callable h(scores, targets), got {self.value!r}")
+        if not flag("elementwise", self.elementwise):
+            self._separate_records()
         if self.derivative is None:
             object.__setattr__(self, "derivative", self._differentiate)
         for name in ("lipschitz", "smoothness"):
@@ -66,6 +75,18 @@ class Link:
         """
         if self.signed and not (isinstance(targets, Tensor) and targets.ndim == 1 and bool((targets.abs() == 1).all())):
             raise ValueError(f"y must hold -1 and +1 only, in shape (B,), for the {self.name} loss; use 2 * y - 1 for 0 and 1")
+
+    def _separate_records(self) -> None:
+        """Has the functions called on batches of one."""
+        from opacus_shuffle.sco.each_record import EachRecord
+
+        remedy = "; if it treats records one by one as it is, say so by Link(..., elementwise=True)"
+        for name in ("value", "derivative", "coefficient"):
+            function = getattr(self, name)
+            if function is not None and not isinstance(function, EachRecord):
+                if not callable(function):
+                    raise ValueError(f"{name} must be a callable, got {function!r}")
+                object.__setattr__(self, name, EachRecord(function, f"link {self.name}'s {name}", remedy))
 
     def _differentiate(self, scores: Tensor, targets: Any) -> Tensor:
         """h′ by one backward pass: the sum's gradient, since h is elementwise."""
@@ -181,6 +202,7 @@ LINKS: dict[str, Link] = {
         lipschitz=1.0,
         smoothness=0.25,
         signed=True,
+        elementwise=True,
     ),
     "absolute": Link(
         "absolute",
@@ -189,6 +211,7 @@ LINKS: dict[str, Link] = {
         lipschitz=1.0,
         # The residual shrinks by κ, but not beyond zero.
         coefficient=lambda s, y, k: ((s - y) / k).clamp(-1, 1),
+        elementwise=True,
     ),
     "hinge": Link(
         "hinge",
@@ -198,6 +221,7 @@ LINKS: dict[str, Link] = {
         # The margin grows by κ, but not beyond one.
         coefficient=lambda s, y, k: -y * ((1 - y * s) / k).clamp(0, 1),
         signed=True,
+        elementwise=True,
     ),
     "squared": Link(
         "squared",
@@ -205,6 +229,7 @@ LINKS: dict[str, Link] = {
         lambda s, y: s - y,
         smoothness=1.0,
         coefficient=lambda s, y, k: (s - y) / (1 + k),
+        elementwise=True,
     ),
 }
 """The links by name."""

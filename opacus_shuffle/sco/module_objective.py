@@ -13,6 +13,7 @@ torch.Size([5, 23])
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,9 +51,10 @@ class ModuleObjective(Objective):
             (BatchNorm) are refused, and so are dropouts in training mode: the theorems need one fixed loss per record, so
             switch them off (p = 0, or ``module.eval()``).
         criterion: From outputs and targets to a loss; called on batches of one, so its reduction does not matter.
-        grad_sample: "functorch" (``torch.func``) or "hooks" (Opacus's ``GradSampleModule``, often faster for convolutions);
-            both give the same gradients. Inside Moreau envelopes, where every record has a θ of its own, only "functorch" will
-            do.
+        grad_sample: "functorch" (``torch.func``, vectorised: the fast one) or "hooks" (Opacus's ``GradSampleModule``, for
+            modules that ``torch.func`` cannot differentiate; called on one record at a time, which is slow). Both give the same
+            gradients, and each record's depends on that record alone, whatever the module does with a batch. Inside Moreau
+            envelopes, where every record has a θ of its own, only "functorch" will do.
         chunk_size: See :class:`~opacus_shuffle.sco.objective.Objective`.
 
     Attributes:
@@ -172,26 +174,31 @@ class ModuleObjective(Objective):
         return one_loss(self._criterion(outputs, map_data(lambda x: x.unsqueeze(0), targets)), "criterion")
 
     def _by_hooks(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        """By Opacus."""
+        """By Opacus, on batches of one: a module that mixes the records of a batch then has none to mix."""
         if theta.ndim != 1:
             raise ValueError(
                 "grad_sample must be 'functorch' where every record has its own theta, as in a Moreau envelope, got 'hooks'"
             )
-        inputs, targets = batch
         with torch.no_grad():
             for parameter, piece in zip(self._parameters, self._pieces(theta), strict=True):
                 parameter.copy_(piece)
+        count = number_of_users(batch)
+        pairs = [self._one_by_hooks(map_data(operator.itemgetter(slice(i, i + 1)), batch)) for i in range(count)]
+        return torch.stack([loss for loss, _ in pairs]), torch.stack([row for _, row in pairs])
+
+    def _one_by_hooks(self, record: Any) -> tuple[Tensor, Tensor]:
+        """Loss () and gradient (d,) of a batch of one, at the copy's parameters."""
+        inputs, target = record
         wrapped: Any = self._wrapped
         try:
             with torch.enable_grad(), no_random_draws("module"):
                 args, keywords = _arguments(inputs)
-                losses = self._criteria(wrapped(*args, **keywords), targets)
-                torch.autograd.backward(losses.sum())
-            count = len(losses)
+                loss = one_loss(self._criterion(wrapped(*args, **keywords), target), "criterion")
+                torch.autograd.backward(loss)
             rows = [
-                torch.zeros(count, parameter.numel()).to(parameter)
+                torch.zeros_like(parameter).reshape(-1)
                 if parameter.grad_sample is None  # no path from it to the loss
-                else parameter.grad_sample.reshape(count, -1)
+                else parameter.grad_sample.sum(0).reshape(-1)
                 for parameter in self._parameters
             ]
         except BaseException:
@@ -202,21 +209,9 @@ class ModuleObjective(Objective):
                 layer.__dict__.pop("max_batch_len", None)
             self._wrapped = self._wrap()
             raise
-        result = losses.detach(), torch.cat([row.to("cpu", torch.float64) for row in rows], dim=1)
+        result = loss.detach(), torch.cat([row.to("cpu", torch.float64) for row in rows])
         wrapped.zero_grad(set_to_none=True)
         return result
-
-    def _criteria(self, outputs: Any, targets: Any) -> Tensor:
-        """Each record's loss from the whole batch's outputs."""
-
-        def one(output: Any, target: Any) -> Tensor:
-            first = [map_data(lambda x: x.unsqueeze(0), data) for data in (output, target)]
-            return one_loss(self._criterion(*first), "criterion")
-
-        if number_of_users((outputs, targets)) == 0:
-            raise ValueError("module must return outputs with the records as first dimension")
-        losses: Tensor = torch.func.vmap(one)(outputs, targets)
-        return losses
 
     def _wrap(self) -> GradSampleModule:
         """Opacus's hooks on the copy."""

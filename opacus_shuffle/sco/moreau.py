@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from opacus_shuffle.sco.constraints import as_constraint, project_rows
+from opacus_shuffle.sco.each_record import EachRecord
 from opacus_shuffle.sco.losses import Function, Link, as_link
 from opacus_shuffle.sco.objective import LinearObjective, Objective, as_double, elementwise, number_of_users
 from opacus_shuffle.sco.proximal import (
@@ -40,7 +41,7 @@ from opacus_shuffle.sco.proximal import (
     relative_error,
     steps_for,
 )
-from opacus_shuffle.validation import finite_number, instance_of, positive, whole_number
+from opacus_shuffle.validation import finite_number, flag, instance_of, positive, whole_number
 
 _MOST_STEPS = 1_000_000
 # By default gradients are wrong by this fraction of L at most.
@@ -75,7 +76,10 @@ class MoreauEnvelope(Objective):
         accuracy: The largest ‖p̂ − p‖ to be accepted; by default 0.02·L/β, or 1e-6·L/β with ``inner_smoothness``. With ``prox``,
             what that promises (by default 0).
         iterations: How many steps to make instead.
-        prox: From points (B, d) and a batch to proximal points (B, d).
+        prox: From points (B, d) and a batch to proximal points (B, d). It is called on batches of one record, vectorised by
+            ``torch.func.vmap`` where that can be, else one after the other, which is slow.
+        prox_elementwise: Your promise that ``prox`` computes each record's point from that record alone. It is then called on
+            whole batches. The privacy guarantee rests on it, and nothing checks it.
         chunk_size: See :class:`~opacus_shuffle.sco.objective.Objective`; by default the objective's.
 
     Attributes:
@@ -105,6 +109,7 @@ class MoreauEnvelope(Objective):
         accuracy: float | None = None,
         iterations: int | None = None,
         prox: Callable[[Tensor, Any], Tensor] | None = None,
+        prox_elementwise: bool = False,
         chunk_size: int | None = None,
     ) -> None:
         self.objective: Objective = instance_of("objective", objective, (Objective,))
@@ -114,7 +119,9 @@ class MoreauEnvelope(Objective):
         self.lipschitz = None if lipschitz is None else positive("lipschitz", lipschitz)
         self.constraint = None if constraint is None else as_constraint(constraint, diameter)
         self._inner = None if inner_smoothness is None else positive("inner_smoothness", inner_smoothness)
-        self._prox = prox
+        whole_batches = flag("prox_elementwise", prox_elementwise)
+        remedy = "; if it treats records one by one as it is, say so by prox_elementwise=True"
+        self._prox = prox if prox is None or whole_batches or not callable(prox) else EachRecord(prox, "prox", remedy)
         self._exact = prox is None and self.constraint is None and isinstance(objective, LinearObjective)
         self._steps, self._stop_early = 0, False
         if accuracy is not None and iterations is not None:
@@ -139,8 +146,9 @@ class MoreauEnvelope(Objective):
         """The envelope of h(⟨θ, x⟩, y), exact, of batches ``(x, y)``.
 
         Args:
-            link: "absolute", "hinge", "logistic" or "squared"; or a convex function h(scores, targets), elementwise; or a
-                :class:`~opacus_shuffle.sco.losses.Link`.
+            link: "absolute", "hinge", "logistic" or "squared"; or a convex function h(scores, targets), elementwise, which is
+                called on one record at a time; or a :class:`~opacus_shuffle.sco.losses.Link`, which may promise that it need
+                not be.
             smoothness: β.
             dimension: d.
             lipschitz: L = max|h′|·max‖x‖, if something is to ask for it.

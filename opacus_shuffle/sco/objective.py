@@ -235,13 +235,33 @@ class _LossObjective(Objective):
         """One record's loss, a number."""
         return one_loss(self._loss(theta, map_data(lambda x: x.unsqueeze(0), record)), "loss")
 
+    def _refuse_sizes(self, error: RuntimeError, batch: Any) -> None:
+        """Raises an error about sizes with those that we know."""
+        if not any(word in str(error) for word in ("size", "shape", "dimension", "invalid for input")):
+            return
+        shapes: list[tuple[int, ...]] = []
+
+        def note(x: Tensor) -> Tensor:
+            shapes.append((1, *x.shape[1:]))
+            return x
+
+        map_data(note, batch)
+        raise ValueError(
+            f"loss must take theta of shape ({self.dimension},) and a batch of one of shape {', '.join(map(str, shapes))}, but "
+            f"PyTorch says: {str(error).splitlines()[0]}; is dimension={self.dimension} right?"
+        ) from error
+
     def _loop(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
         """Gradients and losses, record by record."""
         gradients, losses = [], []
         for i in range(number_of_users(batch)):
             point = (theta if theta.ndim == 1 else theta[i]).detach().clone().requires_grad_()
             with torch.enable_grad(), no_random_draws("loss"):
-                value = self._one(point, map_data(operator.itemgetter(i), batch))
+                try:
+                    value = self._one(point, map_data(operator.itemgetter(i), batch))
+                except RuntimeError as error:
+                    self._refuse_sizes(error, batch)
+                    raise
                 if not value.requires_grad:
                     raise ValueError(
                         "loss must depend on theta through PyTorch operations, got one with no gradient; "

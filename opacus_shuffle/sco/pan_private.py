@@ -35,7 +35,7 @@ from opacus_shuffle.sco.accelerated import (
 from opacus_shuffle.sco.objective import take
 from opacus_shuffle.sco.pan_private_stream import PanPrivateAcceleratedSGD, pan_private_noise
 from opacus_shuffle.sco.printed import Printed
-from opacus_shuffle.sco.problem import Envelope, Problem, Reports, default_envelope, prepare
+from opacus_shuffle.sco.problem import Envelope, Problem, Reports, make_envelope, prepare
 from opacus_shuffle.sco.result import Estimate, History
 from opacus_shuffle.sco.schedules import PARAMETERS, Oracle, best_smoothing
 from opacus_shuffle.sco.statement import PrivacyStatement
@@ -203,7 +203,7 @@ def run_pan_private(
     if smoothness is None:
         best = best_smoothing(rounds=len(groups), lipschitz=problem.lipschitz, distance=start.distance)
         smoothness = formulas.accelerated_smoothing() if choices.printed else best
-        reports = Reports.smoothed(problem, (choices.envelope or default_envelope(problem))(smoothness))
+        reports = Reports.smoothed(problem, make_envelope(problem, choices.envelope, smoothness))
     deviation = oracle.deviation(size)
     steps = choose_steps(choices, len(groups), smoothness, deviation, start.distance)
     algorithm = PanPrivateAcceleratedSGD(

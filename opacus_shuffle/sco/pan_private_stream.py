@@ -30,11 +30,11 @@ from torch import Tensor
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.analysis.calibration import smallest_noise_multiplier
 from opacus_shuffle.randomness import check_generator, secret_generator
-from opacus_shuffle.sco.accelerated import AcceleratedIterates
+from opacus_shuffle.sco.accelerated import AcceleratedIterates, positive_numbers
 from opacus_shuffle.sco.constraints import Constraint, as_constraint
 from opacus_shuffle.sco.objective import Objective, number_of_users
-from opacus_shuffle.sco.problem import Reports
-from opacus_shuffle.validation import finite_number, one_of, open_unit_interval, positive, whole_number
+from opacus_shuffle.sco.problem import Reports, real_vector, sized
+from opacus_shuffle.validation import finite_number, flag, instance_of, one_of, open_unit_interval, positive, whole_number
 
 CALIBRATIONS = ("paper", "tight")
 
@@ -96,7 +96,8 @@ class PanPrivateAcceleratedSGD:
         batch_size: b.
         inverse_step_sizes: L_1, …, L_T; the algorithm ends after T·b records.
         initial: The start, shape (d,); by default the set's point next to 0.
-        clip: Cut longer gradients instead of refusing them.
+        clip: Cut longer gradients instead of refusing them, and take zero for a record whose gradient cannot be computed or is
+            not finite (:meth:`opacus_shuffle.sco.problem.Reports.rows`), so that no error tells about a record.
         diameter: Of a constraint that does not tell its own.
         generator: Of the noise, on the CPU; for tests. By default every noise has a fresh secret generator that is forgotten:
             one that is kept would be part of the inner state, and tell past and future noise.
@@ -133,17 +134,14 @@ class PanPrivateAcceleratedSGD:
         if self._noise < 0:
             raise ValueError(f"noise must not be negative, got {noise!r}")
         self._generator = generator
-        self._reports = Reports(objective, positive("lipschitz", lipschitz), clip)
+        instance_of("objective", objective, (Objective,))
+        self._reports = Reports(objective, positive("lipschitz", lipschitz), flag("clip", clip))
         self.batch_size = whole_number("batch_size", batch_size)
-        self._steps = [positive("inverse_step_sizes", step) for step in inverse_step_sizes]
+        self._steps = positive_numbers("inverse_step_sizes", inverse_step_sizes)
         whole_number("len(inverse_step_sizes)", len(self._steps))
-        region: Constraint = as_constraint(constraint, diameter)
-        start = torch.zeros(objective.dimension) if initial is None else initial
-        if start.shape != (objective.dimension,):
-            raise ValueError(f"initial must have shape ({objective.dimension},), got {tuple(start.shape)}")
-        self._iterates = AcceleratedIterates(
-            region.project, region.project(start.detach().to("cpu", torch.float64)), self._steps
-        )
+        region: Constraint = as_constraint(sized(constraint, objective.dimension), diameter)
+        start = real_vector("initial", torch.zeros(objective.dimension) if initial is None else initial, objective.dimension)
+        self._iterates = AcceleratedIterates(region.project, region.project(start), self._steps)
         self._records = 0
         self._gradient = self._draw()
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from opacus_shuffle.randomness import check_generator, secret_generator
-from opacus_shuffle.sco.constraints import Constraint, L2Ball, as_constraint
+from opacus_shuffle.sco.constraints import Box, Constraint, L2Ball, as_constraint
 from opacus_shuffle.sco.moreau import MoreauEnvelope
-from opacus_shuffle.sco.objective import LinearObjective, Objective, number_of_users, take
+from opacus_shuffle.sco.objective import LinearObjective, Objective, map_data, number_of_users, take
 from opacus_shuffle.sco.users import split
 from opacus_shuffle.sco.vector_sum import ShuffleVectorSum
 from opacus_shuffle.validation import flag, positive, whole_number
@@ -48,7 +48,7 @@ class Problem:
         lipschitz: L of every user's loss.
         initial: The start, in the set, float64, shape (d,).
         distance: At least the distance from the start to a minimiser, D.
-        clip: Whether longer gradients are cut rather than refused.
+        clip: Whether longer gradients are cut rather than refused, and unusable ones replaced by zero (:meth:`Reports.rows`).
         generator: All randomness.
     """
 
@@ -125,10 +125,17 @@ class Reports:
     def rows(self, theta: Tensor, batch: Any) -> Tensor:
         """One gradient per record, shape (B, d), float64, none longer than ``limit``.
 
+        With ``clip``, whether an error is raised must not tell about single records. A record whose gradient cannot be computed
+        (the objective raises an error for it: it is not finite, its label is none, its loss not as Lipschitz as an envelope was
+        told) or is not finite reports zero, which is one of the reports that the protocol allows for; the other records report
+        what they would have reported beside a usable one.
+
         Raises:
-            ValueError: If a gradient is too long and ``clip`` is False.
+            ValueError: If ``clip`` is False and a gradient is too long; or the objective's own, which with ``clip`` comes up
+                only if it has one for every record of a block of at least two, or for a single record that it would equally
+                have for one of zeros and for one of ones (a wrong dimension, say).
         """
-        rows = self.objective.gradients(theta, batch).detach().to(torch.float64)
+        rows = self._usable(theta, batch) if self.clip else self._gradients(theta, batch)
         norms = rows.norm(dim=1, keepdim=True)
         longest = float(norms.max()) if len(rows) else 0.0
         # The true gradient is in the ball, so the way to its nearest point leads no farther from it.
@@ -138,6 +145,59 @@ class Reports:
                 "a larger lipschitz, or clip=True to cut every gradient to it"
             )
         return rows * (self.limit / norms.clamp_min(self.limit))
+
+    def _gradients(self, theta: Tensor, batch: Any) -> Tensor:
+        """The objective's, in double precision."""
+        return self.objective.gradients(theta, batch).detach().to(torch.float64)
+
+    def _usable(self, theta: Tensor, batch: Any) -> Tensor:
+        """The same, with zeros for records that have none."""
+        rows = self._attempt(theta, batch)
+        if isinstance(rows, Tensor):
+            return torch.where(rows.isfinite().all(dim=1, keepdim=True), rows, 0.0)
+        error = rows
+        count = number_of_users(batch)
+        good = self._without_errors(theta, batch)
+        if not good:
+            if count > 1 or self._is_structural(error, theta, batch):
+                raise error
+            return torch.zeros(count, self.objective.dimension, dtype=torch.float64)
+        # The block again, with a usable record in the place of each unusable one: in a batch of another shape the usable ones
+        # might be rounded otherwise.
+        stand_ins = torch.full((count,), good[0])
+        stand_ins[good] = torch.tensor(good)
+        found = self._attempt(theta, take(batch, stand_ins))
+        if not isinstance(found, Tensor):
+            raise RuntimeError("objective must treat records one by one, got errors that depend on which ones are together")
+        usable = torch.zeros(count, 1, dtype=torch.bool)
+        usable[good] = True
+        return torch.where(usable & found.isfinite().all(dim=1, keepdim=True), found, 0.0)
+
+    def _without_errors(self, theta: Tensor, batch: Any) -> list[int]:
+        """The records that raise no error, in order; found by halving the batch."""
+        good: list[int] = []
+        parts = [torch.arange(number_of_users(batch))]
+        while parts:
+            part = parts.pop()
+            if isinstance(self._attempt(theta, take(batch, part)), Tensor):
+                good += part.tolist()
+            elif len(part) > 1:
+                parts += part.tensor_split(2)
+        return sorted(good)
+
+    def _attempt(self, theta: Tensor, batch: Any) -> Tensor | Exception:
+        """The gradients, or why there are none."""
+        try:
+            return self._gradients(theta, batch)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a user's loss may raise: that it did tells about the record
+            return error
+
+    def _is_structural(self, error: Exception, theta: Tensor, record: Any) -> bool:
+        """Whether the error is one of shapes: records of the same shapes but with no one's values in them meet it, too."""
+        probes = [self._attempt(theta, map_data(make, record)) for make in (torch.zeros_like, torch.ones_like)]
+        return all(type(found) is type(error) and str(found) == str(error) for found in probes)
 
 
 def prepare(
@@ -156,12 +216,14 @@ def prepare(
     check_generator("generator", generator)
     lipschitz = positive("lipschitz", lipschitz)
     distance = None if diameter is None else positive("diameter", diameter)
+    if isinstance(constraint, Box) and constraint.dimension is None:
+        constraint = sized(constraint, as_objective(loss, dimension=_dimension(constraint, initial, dimension)).dimension)
     region = as_constraint(constraint, None if hasattr(type(constraint), "project") else distance)
-    objective = as_objective(loss, dimension=_dimension(loss, region, initial, dimension))
+    objective = as_objective(loss, dimension=_dimension(region, initial, dimension))
     size = objective.dimension
     if initial is None:
         initial = getattr(objective, "initial", None)
-    start = torch.zeros(size, dtype=torch.float64) if initial is None else _vector("initial", initial, size)
+    start = torch.zeros(size, dtype=torch.float64) if initial is None else real_vector("initial", initial, size)
     start = region.project(start)
     count = number_of_users(data)
     if not count:
@@ -197,6 +259,13 @@ def as_objective(loss: Any, *, dimension: int | None) -> Objective:
     return Objective.from_loss(loss, dimension=dimension)
 
 
+def sized(constraint: Any, dimension: int) -> Any:
+    """The constraint; a Box between two numbers gets its dimension."""
+    if isinstance(constraint, Box) and constraint.dimension is None:
+        return dataclasses.replace(constraint, dimension=dimension)
+    return constraint
+
+
 def farthest(constraint: Constraint, point: Tensor) -> float:
     """At least the distance from this point of the set to any other."""
     diameter = float(constraint.diameter)
@@ -209,6 +278,21 @@ def farthest(constraint: Constraint, point: Tensor) -> float:
 
 Envelope = Callable[[float], MoreauEnvelope]
 """The Moreau envelope of the loss at a given smoothness."""
+
+
+def make_envelope(problem: Problem, envelope: Envelope | None, smoothness: float) -> MoreauEnvelope:
+    """The user's envelope at this smoothness, checked, or the default one."""
+    if envelope is None:
+        return default_envelope(problem)(smoothness)
+    if not callable(envelope):
+        raise ValueError(
+            f"envelope must be a function from a smoothness to a MoreauEnvelope, got {envelope!r}; write it as lambda beta: ..."
+        )
+    made: Any = envelope(smoothness)
+    if not isinstance(made, MoreauEnvelope) or made.dimension != problem.dimension:
+        found = f"one of dimension {made.dimension}" if isinstance(made, MoreauEnvelope) else type(made).__name__
+        raise ValueError(f"envelope must return a MoreauEnvelope of dimension {problem.dimension}, got {found}")
+    return made
 
 
 def default_envelope(problem: Problem) -> Envelope:
@@ -229,7 +313,7 @@ def default_envelope(problem: Problem) -> Envelope:
     )
 
 
-def _dimension(loss: Any, constraint: Constraint, initial: Any, dimension: int | None) -> int | None:
+def _dimension(constraint: Any, initial: Any, dimension: int | None) -> int | None:
     """The number of parameters, from whoever knows it; None if nobody does."""
     if dimension is not None:
         return whole_number("dimension", dimension)
@@ -239,9 +323,16 @@ def _dimension(loss: Any, constraint: Constraint, initial: Any, dimension: int |
     return known if isinstance(known, int) else None
 
 
-def _vector(name: str, value: Any, size: int) -> Tensor:
-    """A finite float64 vector of this size on the CPU."""
-    vector = torch.as_tensor(value).detach().to("cpu", torch.float64).clone()
-    if vector.shape != (size,) or not bool(vector.isfinite().all()):
-        raise ValueError(f"{name} must hold {size} finite numbers in one dimension, got shape {tuple(vector.shape)}")
-    return vector
+def real_vector(name: str, value: Any, size: int) -> Tensor:
+    """A finite float64 vector of this size on the CPU, a copy."""
+    try:
+        vector = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} must be a tensor of {size} real numbers, got {type(value).__name__}") from None
+    if vector.is_complex() or vector.dtype == torch.bool:
+        raise ValueError(f"{name} must hold {size} real numbers, got type {vector.dtype}; take the real part, or float()")
+    if vector.shape != (size,):
+        raise ValueError(f"{name} must have shape ({size},), got {tuple(vector.shape)}")
+    if not bool(vector.isfinite().all()):
+        raise ValueError(f"{name} must hold {size} finite numbers, got NaN or infinity in it")
+    return vector.to("cpu", torch.float64).clone()

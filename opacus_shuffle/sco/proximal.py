@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from opacus_shuffle.sco.losses import Link
-from opacus_shuffle.sco.objective import Objective, take
+from opacus_shuffle.sco.objective import Objective
 
 EPSILON = 2.0**-52
 _HALVINGS = 64
@@ -103,11 +103,12 @@ def by_cutting_planes(
         beta: β > 0.
         lipschitz: L; larger subgradients are refused.
         steps: How many cuts after the first.
-        tolerance: Records leave off when their error is certified to be at most this; by default no record leaves off.
+        tolerance: A record's point stays as it is when its error is certified to be at most this; by default none does.
         project: Onto Θ, row by row; by default everything is allowed.
 
     Returns:
-        The points with certified errors.
+        The points with certified errors. Each depends on its own record alone, to the last bit: records that have left off are
+        still evaluated, where they stand, since the shape of a batch may change the rounding of its other records.
 
     Raises:
         ValueError: A subgradient is longer than ``lipschitz``, or a certificate shows that the loss is not convex.
@@ -116,24 +117,24 @@ def by_cutting_planes(
     theta = theta.to(torch.float64)
     count = len(theta)
     best_points, best_errors = theta.clone(), torch.full((count,), math.inf, dtype=torch.float64)
-    active = torch.arange(count)
+    active = torch.ones(count, dtype=torch.bool)
     base, slope = objective.losses_and_gradients(theta, batch)
     _check_lipschitz(slope, lipschitz)
-    center, records = theta, batch
+    center = theta
     # Values are relative to f(θ), offsets to θ: what is added up then stays of the size of L²/β.
     constant = torch.zeros_like(base)
     offset = inside(center - slope / beta) - center
     best, best_value = torch.zeros_like(center), torch.zeros_like(base)
     used = 0
     for step in range(1, steps + 1):
-        if not len(active):
+        if not bool(active.any()):
             break
         used = step
-        value, gradient = objective.losses_and_gradients(center + offset, records)
+        value, gradient = objective.losses_and_gradients(center + offset, batch)
         _check_lipschitz(gradient, lipschitz)
         square = beta / 2 * offset.square().sum(1)
         primal = value - base + square
-        better = primal < best_value
+        better = active & (primal < best_value)
         best = torch.where(better[:, None], offset, best)
         best_value = torch.where(better, primal, best_value)
         linear = (slope * offset).sum(1)
@@ -143,15 +144,16 @@ def by_cutting_planes(
         rounding = 16 * objective.rounding * evaluated
         rounding = rounding + EPSILON * 4 * (step + 4) * (constant.abs() + linear.abs() + square)
         gap = best_value - dual
-        if bool((gap < -2 * rounding).any()):
+        if bool((active & (gap < -2 * rounding)).any()):
             raise ValueError(
                 "loss must be convex in theta, got one that falls below a tangent; the Moreau envelope needs convexity"
             )
         radius = ((gap + rounding).clamp_min(0) / beta - (best - offset).square().sum(1) / 4).clamp_min(0).sqrt()
-        improved = radius < best_errors[active]
-        rows = active[improved]
-        best_errors[rows] = radius[improved]
-        best_points[rows] = (center + (best + offset) / 2)[improved]
+        improved = active & (radius < best_errors)
+        best_errors = torch.where(improved, radius, best_errors)
+        best_points = torch.where(improved[:, None], center + (best + offset) / 2, best_points)
+        if tolerance is not None:
+            active = active & (best_errors > tolerance)
 
         difference = gradient - slope
         curvature = difference.square().sum(1)
@@ -159,14 +161,8 @@ def by_cutting_planes(
         cut = value - base - (gradient * offset).sum(1)
         constant = constant + weight * (cut - constant)
         slope = slope + weight[:, None] * difference
-        offset = inside(center - slope / beta) - center
-
-        if tolerance is not None:
-            keep = best_errors[active] > tolerance
-            if not bool(keep.all()):
-                active, records = active[keep], take(records, keep.nonzero()[:, 0])
-                center, base, constant, slope, offset = center[keep], base[keep], constant[keep], slope[keep], offset[keep]
-                best, best_value = best[keep], best_value[keep]
+        # Who has left off stands still: it can then meet no error that it would not meet alone.
+        offset = torch.where(active[:, None], inside(center - slope / beta) - center, offset)
     return ProximalPoints(best_points, best_errors, used + 1)
 
 
@@ -192,11 +188,11 @@ def by_contraction(
         smoothness: H, which is trusted.
         lipschitz: L; larger gradients are refused.
         steps: How many.
-        tolerance: All leave off when every error is known to be at most this; by default no sooner than after ``steps``.
+        tolerance: A record's point stays as it is when its error is known to be at most this; by default none does.
         project: Onto Θ, row by row; by default everything is allowed.
 
     Returns:
-        The points with their errors, which are right if the loss is convex and H-smooth.
+        The points with their errors, which are right if the loss is convex and H-smooth. Each depends on its own record alone.
 
     Raises:
         ValueError: A gradient is longer than ``lipschitz``.
@@ -205,6 +201,7 @@ def by_contraction(
     theta = theta.to(torch.float64)
     points, errors, step = theta, torch.full((len(theta),), math.inf, dtype=torch.float64), 0
     scale = theta.norm(dim=1) + lipschitz / beta
+    active = torch.ones(len(theta), dtype=torch.bool)
     for step in range(1, steps + 1):
         gradient = objective.gradients(points, batch)
         _check_lipschitz(gradient, lipschitz)
@@ -212,10 +209,14 @@ def by_contraction(
         # A step's rounding, 8 units, is amplified by 1/(1 − q) at most.
         rounding = 8 * objective.rounding * scale * (smoothness + beta) / beta
         proved = lipschitz / beta * relative_error(step, smooth_ratio=smoothness / beta)
-        errors = (smoothness / beta * (moved - points).norm(dim=1)).clamp_max(proved) + rounding
-        points = moved
-        if tolerance is not None and bool((errors <= tolerance).all()):
-            break
+        reached = (smoothness / beta * (moved - points).norm(dim=1)).clamp_max(proved) + rounding
+        # Each record stops by itself: when it does must not tell about the others, nor the others about it.
+        errors = torch.where(active, reached, errors)
+        points = torch.where(active[:, None], moved, points)
+        if tolerance is not None:
+            active = active & (errors > tolerance)
+            if not bool(active.any()):
+                break
     return ProximalPoints(points, errors, step)
 
 

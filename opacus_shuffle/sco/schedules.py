@@ -113,11 +113,11 @@ def accelerated_bound(
     Args:
         inverse_step_sizes: L_1, …, L_T; the step itself is 1/L_t.
         smoothness: β.
-        deviation: σ with E‖ξ_t‖² ≤ σ², ξ_t the error of the gradient in round t, unbiased given the past.
+        deviation: σ with E‖ξ_t‖² ≤ σ², ξ_t the noise in round t's gradient: its error less the bias, centred given the past.
         distance: D with E‖θ_1 − θ*‖² ≤ D².
         start_gap: At least E f(θ_1) − f(θ*).
         diameter: Of the set; counts only if (t+1)L_t grows, or against the bias.
-        bias: At most ‖E ξ_t‖.
+        bias: At most ‖b_t‖, b_t the expected error of round t's gradient given the past; no part of ξ_t.
 
     Returns:
         The bound, or None where the proof says nothing.
@@ -129,8 +129,9 @@ def accelerated_bound(
         + α(‖ξ‖‖θ⁺−θ_t‖ − (L_t−αβ)‖θ⁺−θ_t‖²/2), whose last bracket is at most ‖ξ‖²/(2(L_t − αβ)). Divide by
         Γ_t = Π(1−α_i) = 2/((t+1)(t+2)), so that α_t/Γ_t = t+1, and sum:
         E f(ag_{T+1}) − f* ≤ Γ_T [start_gap + Σ_t w_t(r_t − r_{t+1})/2 + Σ_t (t+1)σ²/(2(L_t − α_tβ))] with w_t = (t+1)L_t
-        and r_t = E‖θ_t−θ*‖²; the middle sum is at most w_1D²/2 + Σ max(0, w_t − w_{t−1})·diameter²/2. A bias adds
-        Γ_T Σ(t+1)·bias·diameter ≤ bias·diameter. For L_t = (2β+s)/(t+1): L_t − α_tβ ≥ s/(t+1), hence at most
+        and r_t = E‖θ_t−θ*‖²; the middle sum is at most w_1D²/2 + Σ max(0, w_t − w_{t−1})·diameter²/2. A bias b_t
+        stays out of the last bracket: in the first lines it adds −α⟨b_t, θ⁺−θ*⟩ ≤ α·bias·diameter, hence
+        Γ_T Σ(t+1)·bias·diameter ≤ bias·diameter in all. For L_t = (2β+s)/(t+1): L_t − α_tβ ≥ s/(t+1), hence at most
         2/((T+1)(T+2))·[start_gap + (2β+s)D²/2] + σ²(2T+3)/(6s), least at s = (σ/D)√((T+1)(T+2)(2T+3)/6).
     """
     steps = np.asarray(inverse_step_sizes, dtype=np.float64)

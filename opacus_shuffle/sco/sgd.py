@@ -73,8 +73,11 @@ def shuffle_sgd(
         parameters: Defaults by the proved bound (``"calibrated"``) or by Theorem 4.1's formulas (``"printed"``).
         calibration: Noise of the protocol: ``"tight"`` or ``"paper"``.
         honest_fraction: Share of every round's users that must follow the protocol, in [1/3, 1].
-        clip: Cut longer gradients to ``lipschitz``. By default they are refused, which is right for finding mistakes; in
-            production pass True: whether an error was raised depends on the data, and can be observed.
+        clip: Cut longer gradients to ``lipschitz``, and report zero for a record whose gradient cannot be computed or is not
+            finite (a wrong label, NaN in it, an envelope's loss steeper than ``lipschitz``). By default such records are
+            refused, which is right for finding mistakes; in production pass True: whether an error was raised depends on the
+            data, and can be observed. (An error that every record of a block of at least two has is raised even so: it is
+            taken for a mistake in the call.)
         generator: Order of the users, rounding and noise; on the CPU, by default secret.
 
     Returns:

@@ -18,7 +18,7 @@ from opacus_shuffle.rounding import round_down, round_up
 ADVERSARIES = {
     "one round": "sees every shuffled message of the round (bits with their coordinate)",
     "sequential": "sees every shuffled message of every round (bits with their coordinate); each user takes part in one",
-    "full": "sees every shuffled message of every round (bits with their coordinate); users take part in all of them",
+    "full": "sees every shuffled message of every round (bits with their coordinate); a user takes part in many",
     "pan": "sees the algorithm's whole inner state once, at a time of its choice, and the output",
 }
 TRUSTED = {"pan": "the algorithm, but for that one intrusion"}

@@ -92,6 +92,8 @@ class UserLedger:
 
     def claim_all(self, batches: Iterable[Any]) -> list[Tensor]:
         """:meth:`claim` for one batch after the other, before anything is computed from any of them."""
+        if not isinstance(batches, Iterable) or isinstance(batches, str):
+            raise ValueError(f"batches must be a list of vectors of user numbers, got {batches!r}")
         claimed = [self.claim(batch) for batch in batches]
         if not claimed:
             raise ValueError("batches must hold at least one batch of users, got none; leave it out for batches at random")
