@@ -6,7 +6,7 @@
 ...     dimension=3, num_users=2000, reported=1.0, lipschitz=1.0, distance=1.0, diameter=2.0, bias=0.0, budget=budget)
 >>> plan = plan_descent(setting, rounds=None, smoothness=1.0)
 >>> plan.bound.rounds, round(plan.bound.value(plan.step_size, smoothness=1.0), 3)
-(2000, 0.04)
+(2000, 0.039)
 """
 
 from __future__ import annotations
