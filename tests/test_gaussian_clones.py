@@ -476,7 +476,7 @@ def pools_of(users, rate, sampling, margin, budget=1e-10, sigma=3.0):
     return each, list(gaussian_clones._pools(each, clone_probability(sigma, margin), budget))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(1, 100_000), st.floats(0.01, 1.0), st.sampled_from(SAMPLINGS), st.floats(0.5, 9.0), st.floats(0.5, 30.0))
 def test_pool_sizes_have_probabilities_that_add_up_to_one(users, rate, sampling, margin, sigma):
     rate = 1.0 if sampling is None else rate

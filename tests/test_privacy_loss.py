@@ -163,6 +163,7 @@ def test_the_order_and_the_splitting_of_a_history_do_not_matter():
     assert pair_epsilon([(first, 2), (second, 7), (first, 3)], delta=1e-6) == pytest.approx(whole, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_many_different_rounds_are_coarsened_to_the_safe_side():
     sigmas = np.linspace(2, 4, 300)
     rounds = merge([(ShuffledRound(noise_multiplier=float(sigma), num_users=1000), 1) for sigma in sigmas])
