@@ -101,7 +101,7 @@ def test_values_that_are_not_finite_are_refused(bad, form):
         (7, "got 7"),
         (None, "got None"),
         ([[0.0] * 3] * 50, "got a list"),
-        ([], "got 0"),
+        ([], "got none"),
         (np.array([["a"] * 3] * 50), "points|real|number"),
         (np.array([[None] * 3] * 50), "points|real|number"),
     ],
@@ -268,3 +268,20 @@ def test_one_rounds_own_epsilon_is_that_of_everyone_in_it(rounds):
 def test_probabilities_beyond_known_tails_are_refused():
     with pytest.raises(ValueError, match="delta must be at least 1e-200"):
         ShuffleVectorSum(50, 3, 1.0, 1.0, 1e-250, "tight")
+
+
+@pytest.mark.parametrize("nobody", [torch.zeros(0, 3), []], ids=["tensor", "blocks"])
+def test_a_sum_over_nobody_is_refused(nobody):
+    with pytest.raises(ValueError, match="X must hold one row per user, got none"):
+        HELD.simulate(nobody)
+
+
+@pytest.mark.parametrize("delta", [1e-6, 1e-30, 1e-120])
+def test_epsilon_is_finite_at_tiny_deltas(delta):
+    lower, upper = HELD.exact_epsilon(delta)
+    assert 0 <= lower <= upper < math.inf
+
+
+def test_an_infinite_epsilon_is_refused_and_not_answered():
+    with pytest.raises(ValueError, match="delta=1e-300 is less than"):
+        HELD.exact_epsilon(1e-300)

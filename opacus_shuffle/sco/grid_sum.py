@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ TOLERANCE = 1e-5
 """How far beyond its bound a value may lie, relatively, for the rounding of single precision; it is taken back to the bound."""
 
 
-class GridSum:
+class GridSum(ABC):
     """Sums over ``num_users`` users of points in ``[low, low + span]^dimension``; subclasses say which points are allowed."""
 
     num_users: int
@@ -119,6 +120,10 @@ class GridSum:
             upper = min(upper, sampled_sums.compute_epsilon([(each, count)], delta=delta))
         if (delta, count) == (self.delta, self.rounds):
             upper = min(upper, self.epsilon)
+        if not math.isfinite(upper):
+            raise ValueError(
+                f"delta={delta!r} is less than the binomial's tails can be held to over {count} rounds: ask for a larger delta"
+            )
         return binomial_sums.lower_epsilon(repeated, delta=delta, sample_rate=self.sample_rate), upper
 
     def statement(
@@ -319,6 +324,8 @@ class GridSum:
         """A draw of the analyzer's answer."""
         draws = _draws(generator)
         counts, reports = self._encode(points, draws)
+        if not reports:
+            raise ValueError("X must hold one row per user, got none")
         self._check_reports(reports)
         return self.decode(counts + self.draw_noise(reports, draws), reports)
 
@@ -341,13 +348,13 @@ class GridSum:
         sums[tied] += torch.rand(len(tied[0]), generator=draws, dtype=torch.float64) >= 1 - rest[tied]
         return sums >> 16
 
+    @abstractmethod
     def _checked(self, points: torch.Tensor) -> torch.Tensor:
         """Points as float64 on the CPU, within their bounds; refused if they are not."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _checked_entries(self, row: torch.Tensor, values: torch.Tensor, rows: int) -> torch.Tensor:
         """The same for the entries of sparse rows."""
-        raise NotImplementedError
 
 
 def real_numbers(name: str, value: Any) -> torch.Tensor:
