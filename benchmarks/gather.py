@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from opacus_shuffle.permutation.gather import Move, gather_
+from opacus_shuffle.permutation.moving.gather import Move, gather_
 
 Shape = tuple[int, ...]
 Axes = tuple[str | None, str | None]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from partition_sum import shuffle_gauss_rdp
 
-from opacus_shuffle.accounting import privacy_bound
+from opacus_shuffle.accountants.compute import privacy_bound
 from opacus_shuffle.analysis import mean_ratio
 
 SETTING = {"noise_multiplier": 9.48, "num_users": 60_000}  # SG Table 1

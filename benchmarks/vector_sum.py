@@ -40,7 +40,7 @@ def gain(*, num_users: int, dimension: int, epsilon: float, delta: float) -> Gai
     """Both calibrations of one protocol."""
     paper, tight = (
         ShuffleVectorSum(num_users, dimension, 1.0, epsilon, delta, calibration=calibration)
-        for calibration in ("paper", "tight")
+        for calibration in ("published", "tight")
     )
     return Gain(
         paper.variance / tight.variance,

@@ -116,8 +116,8 @@ def figure_2(*, repetitions: int = 10_000, seed: int = 0) -> dict[str, Any]:
             return lognormal_sums.monte_carlo(*terms, repetitions=number, generator=generator, largest=3000)
 
         truth, few = np.sort(draw(repetitions)), draw(1000)
-        laws = {
-            "Monte Carlo, 1000": lognormal_sums.SampledLaw(few),
+        distributions = {
+            "Monte Carlo, 1000": lognormal_sums.SampledDistribution(few),
             "F-W": lognormal_sums.fenton_wilkinson(means, std, counts),
             "S-Y": lognormal_sums.schwartz_yeh(means, std, counts),
             "S-Y by doubling": lognormal_sums.schwartz_yeh(means, std, counts, combine="doubling"),
@@ -127,29 +127,31 @@ def figure_2(*, repetitions: int = 10_000, seed: int = 0) -> dict[str, Any]:
         x = np.linspace(*np.quantile(truth, [0.001, 0.99]), 101)
         found[name] = {
             "x": x.tolist(),
-            "cdf": {"truth": lognormal_sums.SampledLaw(truth).cdf(x).tolist()}
-            | {method: law.cdf(x).tolist() for method, law in laws.items()},
-            "distance": {method: distance(law, truth) for method, law in laws.items()},
+            "cdf": {"truth": lognormal_sums.SampledDistribution(truth).cdf(x).tolist()}
+            | {method: distribution.cdf(x).tolist() for method, distribution in distributions.items()},
+            "distance": {method: distance(distribution, truth) for method, distribution in distributions.items()},
             "error": 1.63 / math.sqrt(repetitions) + lognormal_sums.largest_error(std, max(counts), 3000),
-            "below": below(means, std, laws["F-W"], truth),
+            "below": below(means, std, distributions["F-W"], truth),
         }
     return found
 
 
-def distance(law: lognormal_sums.NormalLaw | lognormal_sums.SampledLaw, samples: lognormal_sums.Vector) -> float:
-    """The largest distance between a law's CDF and that of sorted samples, at up to 1000 of them."""
+def distance(
+    distribution: lognormal_sums.NormalDistribution | lognormal_sums.SampledDistribution, samples: lognormal_sums.Vector
+) -> float:
+    """The largest distance between a distribution's CDF and that of sorted samples, at up to 1000 of them."""
     ranks = np.linspace(0, len(samples) - 1, min(len(samples), 1000)).astype(int)
-    return float(np.abs(law.cdf(samples[ranks]) - (ranks + 0.5) / len(samples)).max())
+    return float(np.abs(distribution.cdf(samples[ranks]) - (ranks + 0.5) / len(samples)).max())
 
 
-def below(means: list[float], std: float, law: Any, samples: lognormal_sums.Vector) -> dict[str, float] | None:
+def below(means: list[float], std: float, distribution: Any, samples: lognormal_sums.Vector) -> dict[str, float] | None:
     """P(S ≤ C(ε_s)) of WS Eq. 38 for the ViT's step at ε = 0.5, where the terms are Theorem 6's: F-W's, and the samples'."""
     if len(means) == 1:
         return None
     threshold = -RUNS["ViT"].budget(0.5)[0] + 1.5 * std**2  # c = c′: ‖g‖² + 2⟨f, g⟩ = 3c²
     return {
         "log C": threshold,
-        "F-W": float(law.cdf(threshold)),
+        "F-W": float(distribution.cdf(threshold)),
         "samples": float(np.mean(samples <= threshold)),
         "smallest sample": float(samples[0]),
     }

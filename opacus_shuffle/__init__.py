@@ -2,7 +2,7 @@
 
 >>> import opacus_shuffle
 >>> epsilon = opacus_shuffle.compute_epsilon(
-...     "shuffle_gauss", noise_multiplier=9.48, num_users=60_000, steps=7, delta=1 / 60_000, bound="tight")
+...     "shuffle_gauss", noise_multiplier=9.48, num_users=60_000, steps=7, delta=1 / 60_000, bound="pair")
 >>> round(epsilon, 5)
 0.00205
 """
@@ -12,12 +12,12 @@ from __future__ import annotations
 from opacus_shuffle import accountants, analysis, audit, permutation
 from opacus_shuffle._version import __version__
 from opacus_shuffle.accountants import Guarantee, PrivacyAssumptionWarning, PrivacyBound
+from opacus_shuffle.accountants.compute import compute_epsilon, compute_noise_multiplier, privacy_bound, privacy_report
 from opacus_shuffle.accountants.report import PrivacyReport
-from opacus_shuffle.accounting import compute_epsilon, compute_noise_multiplier, privacy_bound, privacy_report
+from opacus_shuffle.engine.prepare_model import prepare_model
+from opacus_shuffle.engine.privacy_engine import PrivacyEngine, ShuffleMixin
+from opacus_shuffle.engine.weights.module import ShuffleGradSampleModule
 from opacus_shuffle.permutation import PermutationSpec
-from opacus_shuffle.permutation.module import ShuffleGradSampleModule
-from opacus_shuffle.prepare_model import prepare_model
-from opacus_shuffle.privacy_engine import PrivacyEngine, ShuffleMixin
 
 __all__ = [
     "Guarantee",

@@ -11,12 +11,12 @@ from __future__ import annotations
 from opacus.accountants import register_accountant
 from opacus.accountants.registry import create_accountant
 
-from opacus_shuffle.accountants import baselines as _registers_its_baselines  # noqa: F401
-from opacus_shuffle.accountants import shuffle_gaussian_bounds as _registers_its_bounds  # noqa: F401
-from opacus_shuffle.accountants import shuffled_sums_bounds as _registers_its_own  # noqa: F401
-from opacus_shuffle.accountants import shuffled_weights_bounds as _registers_its_bounds_too  # noqa: F401
 from opacus_shuffle.accountants.base import ShuffleAccountant
-from opacus_shuffle.accountants.bounds import (
+from opacus_shuffle.accountants.bounds import baselines as _registers_its_baselines  # noqa: F401
+from opacus_shuffle.accountants.bounds import shuffle_gaussian as _registers_its_bounds  # noqa: F401
+from opacus_shuffle.accountants.bounds import shuffled_sums as _registers_its_own  # noqa: F401
+from opacus_shuffle.accountants.bounds import shuffled_weights as _registers_its_bounds_too  # noqa: F401
+from opacus_shuffle.accountants.bounds.registry import (
     Guarantee,
     PrivacyAssumptionWarning,
     PrivacyBound,

@@ -6,7 +6,7 @@
 ...     accountant.step(noise_multiplier=5.0, sample_rate=0.1)
 >>> accountant.history
 [(5.0, 0.1, 100)]
->>> round(accountant.bound(1e-5, bound="tight").epsilon, 4)
+>>> round(accountant.bound(1e-5, bound="pair").epsilon, 4)
 0.006
 """
 
@@ -24,7 +24,7 @@ from opacus.optimizers import DPOptimizer
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch.utils.data import DataLoader
 
-from opacus_shuffle.accountants.bounds import (
+from opacus_shuffle.accountants.bounds.registry import (
     ADJACENCIES,
     Guarantee,
     PrivacyAssumptionWarning,
@@ -32,22 +32,22 @@ from opacus_shuffle.accountants.bounds import (
     bounds_of,
     compute_bound,
 )
+from opacus_shuffle.accountants.mechanisms import Mechanism
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER
-from opacus_shuffle.data.fixed_size_sampler import FixedSizeSampler
-from opacus_shuffle.mechanisms import Mechanism
-from opacus_shuffle.rounding import round_up
-from opacus_shuffle.validation import (
+from opacus_shuffle.core.rounding import round_up
+from opacus_shuffle.core.validation import (
+    boolean,
     finite_number,
-    flag,
+    integer,
     noise_level,
     one_of,
     open_unit_interval,
     reject_unknown,
     renyi_orders,
     sampling_rate,
-    whole_number,
 )
+from opacus_shuffle.engine.sampling.fixed_size_sampler import FixedSizeSampler
 
 POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 
@@ -67,7 +67,7 @@ class ShuffleAccountant(IAccountant):
         history: ``[(noise_multiplier, sample_rate, steps), …]`` as Opacus writes and reads it.
 
     Formal Guarantees:
-        See :mod:`opacus_shuffle.accountants.shuffle_gaussian_bounds`: ``bound="certified"`` and ``"certified_sharp"`` alone
+        See :mod:`opacus_shuffle.accountants.bounds.shuffle_gaussian`: ``bound="certified"`` and ``"certified_sharp"`` alone
         cover every data set.
         With ``local_noise=False`` the noise was added once to the sum, so ε describes the shuffle protocol that this
         run emulates.
@@ -82,7 +82,7 @@ class ShuffleAccountant(IAccountant):
         super().__init__()
         self.num_users = _optional_count("num_users", num_users)
         self.batch_size = _optional_count("batch_size", batch_size)
-        self.local_noise = flag("local_noise", local_noise)
+        self.local_noise = boolean("local_noise", local_noise)
         self._warned = False
 
     @classmethod
@@ -111,7 +111,7 @@ class ShuffleAccountant(IAccountant):
         self,
         delta: float,
         *,
-        bound: str = "paper",
+        bound: str = "published",
         adjacency: str = "zero_out",
         orders: Iterable[float] | None = None,
         num_users: int | None = None,
@@ -122,9 +122,9 @@ class ShuffleAccountant(IAccountant):
 
         Args:
             delta: δ in (0, 1).
-            bound: ``"paper"``, ``"tight"``, ``"certified"`` or ``"certified_sharp"``.
+            bound: ``"published"``, ``"pair"``, ``"certified"`` or ``"certified_sharp"``.
             adjacency: ``"zero_out"``, or ``"replace"`` for the certified bounds.
-            orders: Rényi orders in place of the adaptive grid, for ``"paper"``.
+            orders: Rényi orders in place of the adaptive grid, for ``"published"``.
             num_users: n, if the accountant does not know it (Opacus's own calibration passes it here).
             batch_size: B, likewise.
             **unknown: Refused.
@@ -154,7 +154,7 @@ class ShuffleAccountant(IAccountant):
         self,
         delta: float,
         *,
-        bound: str = "paper",
+        bound: str = "published",
         adjacency: str = "zero_out",
         orders: Iterable[float] | None = None,
         num_users: int | None = None,
@@ -169,7 +169,7 @@ class ShuffleAccountant(IAccountant):
             orders=orders,
         )
 
-    def warn_of_assumption(self, delta: float, *, bound: str = "paper", **options: Any) -> None:
+    def warn_of_assumption(self, delta: float, *, bound: str = "published", **options: Any) -> None:
         """Warn if this bound is not proved for every data set, naming the value that is (options as :meth:`bound`)."""
         answer = self.bound(delta, bound=bound, **options)
         if answer.guarantee is not Guarantee.PROVED:
@@ -189,10 +189,10 @@ class ShuffleAccountant(IAccountant):
 
     def rounds(self, *, num_users: int | None = None, batch_size: int | None = None) -> list[tuple[Mechanism, int]]:
         """What ran: the history as mechanisms with the local σ."""
-        users = self.num_users if num_users is None else whole_number("num_users", num_users)
+        users = self.num_users if num_users is None else integer("num_users", num_users)
         if self.num_users is not None and users != self.num_users:
             raise ValueError(f"num_users is known to be {self.num_users}, got {num_users}: leave it out")
-        batch = self.batch_size if batch_size is None else whole_number("batch_size", batch_size)
+        batch = self.batch_size if batch_size is None else integer("batch_size", batch_size)
         if users is None and batch is None:
             raise ValueError(
                 f"{self.mechanism()} does not know num_users, the size of the data set: set engine.accountant.num_users = "
@@ -206,7 +206,7 @@ class ShuffleAccountant(IAccountant):
             sigma = noise_level("noise_multiplier", noise_multiplier)
             if not self.local_noise and self.divides_noise:
                 sigma /= math.sqrt(max(1, n * rate, batch or 1))  # that many, or a few more, share the noise of the sum
-            count = whole_number("steps", steps)
+            count = integer("steps", steps)
             rounds.append((self._round(sigma, n, rate), count))
         return rounds
 
@@ -223,7 +223,7 @@ class ShuffleAccountant(IAccountant):
         loader = _the_caller_s_loader()
         users = None if loader is None else len(loader.dataset)  # type: ignore[arg-type]
         if loader is not None and self.mechanism_class.sampling is not None:
-            sampled = (*POISSON, FixedSizeSampler) if self.mechanism_class.sampling == "without_replacement" else POISSON
+            sampled = (*POISSON, FixedSizeSampler) if self.mechanism_class.sampling == "fixed_size" else POISSON
             if not isinstance(loader.batch_sampler, sampled):
                 raise ValueError(
                     f"{self.mechanism()} accounts for batches that are random samples, got a loader with a "
@@ -280,12 +280,12 @@ class ShuffleAccountant(IAccountant):
         if not triples:
             raise ValueError(f"history must hold (noise_multiplier, sample_rate, steps) triples, got {history!r}")
         entries = [
-            (noise_level("noise_multiplier", sigma), sampling_rate("sample_rate", rate), whole_number("steps", steps))
+            (noise_level("noise_multiplier", sigma), sampling_rate("sample_rate", rate), integer("steps", steps))
             for sigma, rate, steps in history
         ]
         users = _optional_count("num_users", state_dict.get("num_users"))
         batch = _optional_count("batch_size", state_dict.get("batch_size"))
-        local_noise = flag("local_noise", state_dict.get("local_noise", self.local_noise))
+        local_noise = boolean("local_noise", state_dict.get("local_noise", self.local_noise))
         if self.num_users is not None and (users, local_noise) != (self.num_users, self.local_noise):
             raise ValueError(
                 f"state_dict speaks of num_users={users}, local_noise={local_noise}, this accountant of "
@@ -297,7 +297,7 @@ class ShuffleAccountant(IAccountant):
 
 def _optional_count(name: str, value: Any) -> int | None:
     """A whole number of at least 1, or None."""
-    return None if value is None else whole_number(name, value)
+    return None if value is None else integer(name, value)
 
 
 def _the_caller_s_loader() -> DataLoader | None:
@@ -311,7 +311,7 @@ def _the_caller_s_loader() -> DataLoader | None:
     for _ in range(5):  # this function, the accountant's methods, the engine's
         if frame is None:
             break
-        if frame.f_globals.get("__name__") == "opacus_shuffle.privacy_engine":  # which chooses the sampler itself
+        if frame.f_globals.get("__name__") == "opacus_shuffle.engine.privacy_engine":  # which chooses the sampler itself
             return None
         loader = frame.f_locals.get("data_loader")
         if isinstance(loader, DataLoader):

@@ -1,9 +1,9 @@
 """The ladder of bounds on one run, written so that no ε stands without its meaning.
 
->>> from opacus_shuffle.mechanisms import ShuffleGauss
+>>> from opacus_shuffle.accountants.mechanisms import ShuffleGauss
 >>> report = PrivacyReport([(ShuffleGauss(noise_multiplier=9.48, num_users=60_000), 7)], delta=1 / 60_000)
 >>> [row["bound"] for row in report.to_dict()["bounds"]]
-['local', 'certified', 'certified_sharp', 'paper', 'tight', 'secure_aggregation', 'central']
+['local', 'certified', 'certified_sharp', 'published', 'pair', 'secure_aggregation', 'central']
 >>> round(report.best.epsilon, 5)
 0.00295
 """
@@ -18,7 +18,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from opacus_shuffle.accountants.bounds import (
+from opacus_shuffle.accountants.bounds.registry import (
     Guarantee,
     NotCovered,
     PrivacyBound,
@@ -28,9 +28,9 @@ from opacus_shuffle.accountants.bounds import (
     compute_baseline,
     compute_bound,
 )
-from opacus_shuffle.mechanisms import Mechanism
-from opacus_shuffle.rounding import round_down, round_up
-from opacus_shuffle.validation import flag, whole_number
+from opacus_shuffle.accountants.mechanisms import Mechanism
+from opacus_shuffle.core.rounding import round_down, round_up
+from opacus_shuffle.core.validation import boolean, integer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 WEAK = 10.0
 """From here on an ε is not worth calling protection: the probability of any event may change by a factor of 22,000."""
 
-LADDER = ("local", "certified", "certified_sharp", "paper", "tight", "secure_aggregation", "central")
+LADDER = ("local", "certified", "certified_sharp", "published", "pair", "secure_aggregation", "central")
 """From the least trust to the most; within one trust model, from what is proved to what is not."""
 
 MEANINGS = {
     "local": "no shuffler: who sends which noised report is seen",
     "certified": "the reports are seen in random order; whatever the other records are (by Gaussian clones)",
     "certified_sharp": "the same, or what a longer proof of this library's own gives (truncated clones), if that is smaller",
-    "paper": "the published formula, for one pair of data sets: all other records report zero, one record at the clipping norm "
+    "published": "the published formula, for one pair of data sets: all other records report zero, one record at the clipping norm "
     "becomes zero; other pairs can be worse",
-    "tight": "the exact value for that same pair, from above",
+    "pair": "the exact value for that same pair, from above",
     "secure_aggregation": "only the sum of a round's reports is seen, and who took part",
     "central": "a trusted server picks the participants in secret and adds the noise of all reports to their sum",
 }
@@ -60,7 +60,7 @@ class PrivacyReport:
     Args:
         rounds: What ran: mechanisms with their numbers of rounds, at least one (see :meth:`ShuffleAccountant.rounds`).
         delta: δ in (0, 1).
-        adjacency: ``"zero_out"``, or ``"replace"``, for which ``paper`` and ``tight`` have no value.
+        adjacency: ``"zero_out"``, or ``"replace"``, for which ``published`` and ``pair`` have no value.
         simulated: The rounds were run in one process, as a training run is.
         emulated: The noise was added once to the sum (``local_noise=False``): the shuffle protocol is emulated.
 
@@ -86,11 +86,11 @@ class PrivacyReport:
             raise ValueError(f"rounds must be a list of (mechanism, number of rounds) pairs, got {rounds!r}")
         if not rounds:
             raise ValueError("rounds must not be empty: there is nothing to report")
-        self.rounds = tuple((mechanism, whole_number("number of rounds", count)) for mechanism, count in rounds)
+        self.rounds = tuple((mechanism, integer("number of rounds", count)) for mechanism, count in rounds)
         self.delta = delta
         self.adjacency = adjacency
-        self.simulated = flag("simulated", simulated)
-        self.emulated = flag("emulated", emulated)
+        self.simulated = boolean("simulated", simulated)
+        self.emulated = boolean("emulated", emulated)
         self.bounds = tuple(ladder(self.rounds, delta=delta, adjacency=adjacency))
 
     @property
@@ -270,5 +270,5 @@ def ladder(rounds: Rounds, *, delta: float, adjacency: str = "zero_out") -> list
 
 def _rung(name: str) -> float:
     """A bound's place in the ladder: what only some mechanisms have stands beside its like, unknown ones come last."""
-    beside = {"composition": 0.5, "paper_optimised": 3.5}
+    beside = {"composition": 0.5, "published_optimised": 3.5}
     return LADDER.index(name) if name in LADDER else beside.get(name, len(LADDER))

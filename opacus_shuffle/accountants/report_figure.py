@@ -1,8 +1,8 @@
 """The report's picture: ε over rounds for every bound, in colours that differ in brightness too; needs matplotlib.
 
->>> from opacus_shuffle.mechanisms import ShuffleGauss
+>>> from opacus_shuffle.accountants.mechanisms import ShuffleGauss
 >>> curves = epsilons_over_rounds([(ShuffleGauss(noise_multiplier=9.48, num_users=60_000), 7)], delta=1e-5, points=3)
->>> [count for count, _ in curves["tight"]]
+>>> [count for count, _ in curves["pair"]]
 [1, 3, 7]
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from opacus_shuffle.accountants.bounds import Guarantee, Rounds
+from opacus_shuffle.accountants.bounds.registry import Guarantee, Rounds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,9 +26,9 @@ STYLES = {
     "certified": ("#0072B2", "-", "s", "certified: every data set"),
     "certified_sharp": ("#0072B2", "--", "", "certified_sharp: every data set, longer proof"),
     "composition": ("#000000", (0, (4, 2)), "", "composition: every data set, by advanced composition"),
-    "paper": ("#CC79A7", "-.", "^", "paper: one pair, as printed"),
-    "paper_optimised": ("#CC79A7", ":", "", "paper_optimised: an estimate, delta split in the best way"),
-    "tight": ("#D55E00", "-", "o", "tight: one pair, exact"),
+    "published": ("#CC79A7", "-.", "^", "paper: one pair, as printed"),
+    "published_optimised": ("#CC79A7", ":", "", "paper_optimised: an estimate, delta split in the best way"),
+    "pair": ("#D55E00", "-", "o", "tight: one pair, exact"),
     "secure_aggregation": ("#666666", (0, (5, 2, 1, 2)), "", "secure aggregation"),
     "central": ("#999999", ":", "", "central: trusted server"),
 }
@@ -72,15 +72,15 @@ def draw(report: PrivacyReport, ax: Axes | None) -> Axes:
     estimates = {bound.bound for bound in report.bounds if bound.guarantee is Guarantee.ESTIMATE}
     for name, points in curves.items():
         color, line, marker, label = STYLES.get(name, ("#444444", "-", "", name))
-        label = "paper: an estimate, as printed" if name == "paper" and name in estimates else label
+        label = "paper: an estimate, as printed" if name == "published" and name in estimates else label
         counts, epsilons = (
             zip(*((c, e) for c, e in points if e > 0), strict=True) if any(e > 0 for _, e in points) else ((), ())
         )
         ax.plot(counts, epsilons, color=color, linestyle=line, marker=marker, markersize=4, linewidth=1.6, label=label)
-    if "tight" in curves:
+    if "pair" in curves:
         proved = "certified_sharp" if "certified_sharp" in curves else "certified"
         both = [
-            (c, low, high) for (c, low), (_, high) in zip(curves["tight"], curves[proved], strict=True) if min(low, high) > 0
+            (c, low, high) for (c, low), (_, high) in zip(curves["pair"], curves[proved], strict=True) if min(low, high) > 0
         ]
         if both:
             counts, low, high = zip(*both, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from opacus_shuffle.accountants.base import ShuffleAccountant
-from opacus_shuffle.mechanisms import Mechanism, ShuffleGauss, whole_reports
+from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffleGauss, whole_reports
 
 
 class ShuffleGaussAccountant(ShuffleAccountant):

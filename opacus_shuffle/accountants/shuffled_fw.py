@@ -1,7 +1,7 @@
 """``shuffled_fw``: DP-SGD with shuffled weights (WS Algorithm 1), accounted as WS does, and as it should be.
 
-The default, ``bound="paper"``, is WS Theorem 6 (Fenton and Wilkinson's approximation) with advanced composition: an
-**estimate** that is below the exact ε of a pair it should cover (``bound="tight"``). ``bound="certified"`` is DP-SGD's own ε at
+The default, ``bound="published"``, is WS Theorem 6 (Fenton and Wilkinson's approximation) with advanced composition: an
+**estimate** that is below the exact ε of a pair it should cover (``bound="pair"``). ``bound="certified"`` is DP-SGD's own ε at
 the same noise, the only one that holds for every data set and for whoever sees the weights.
 """
 
@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.accountants.base import ShuffleAccountant
-from opacus_shuffle.mechanisms import Mechanism, ShuffledWeights
-from opacus_shuffle.optimizers.batch_clipping import BatchClipping
-from opacus_shuffle.validation import finite_number, positive, whole_number
+from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledWeights
+from opacus_shuffle.core.validation import finite_number, integer, positive
+from opacus_shuffle.engine.optimizers.batch_clipping import BatchClipping
 
 WEIGHTS = ("dimension", "clip", "batch_clip", "unshuffled_noise_ratio", "orbit")
 """What the accountant needs to know of a run besides its noise."""
@@ -34,13 +34,13 @@ class ShuffledWeightsAccountant(ShuffleAccountant):
         clip: c, the norm that each record's gradient is clipped to (``max_grad_norm``).
         batch_clip: c′, the norm that the sum of the permuted parameters' gradients is clipped to; by default c.
         unshuffled_noise_ratio: σ₀/σ ≥ 1 of the parameters that are not permuted; None if there are none.
-        orbit: The fewest places that a permuted entry can get to, for ``tight``; by default d, as WS has it.
+        orbit: The fewest places that a permuted entry can get to, for ``pair``; by default d, as WS has it.
 
-    On a stock engine nothing is permuted and no sum is clipped: there ``paper`` and ``tight`` speak of a run that would do so.
+    On a stock engine nothing is permuted and no sum is clipped: there ``published`` and ``pair`` speak of a run that would do so.
 
     >>> accountant = ShuffledWeightsAccountant(num_users=50_000, dimension=85_800_000)
     >>> accountant.history = [(0.2738, 0.02, 500)]
-    >>> [round(accountant.bound(5e-6, bound=name).epsilon, 1) for name in ("paper", "tight", "certified")]
+    >>> [round(accountant.bound(5e-6, bound=name).epsilon, 1) for name in ("published", "pair", "certified")]
     [0.4, 1.9, 107.9]
     """
 
@@ -98,7 +98,7 @@ class ShuffledWeightsAccountant(ShuffleAccountant):
         """
         norm = positive("clip", clip)
         ratio = unshuffled_noise_ratio
-        orbit = None if orbit is None else whole_number("orbit", orbit)
+        orbit = None if orbit is None else integer("orbit", orbit)
         if ratio is not None and finite_number("unshuffled_noise_ratio", ratio) < 1:
             raise ValueError(f"unshuffled_noise_ratio must be at least 1, got {ratio!r}")
         if dimension is not None:
@@ -140,7 +140,7 @@ class ShuffledWeightsAccountant(ShuffleAccountant):
             dimension: If the accountant does not know it, like the next two (Opacus's own calibration passes such keywords).
             clip: See the constructor.
             batch_clip: See the constructor.
-            **options: ``bound`` (``"paper"``, ``"paper_optimised"``, ``"tight"`` or ``"certified"``), ``adjacency``,
+            **options: ``bound`` (``"published"``, ``"published_optimised"``, ``"pair"`` or ``"certified"``), ``adjacency``,
                 ``num_users``; unknown ones are refused.
 
         Raises:

@@ -3,12 +3,12 @@
 The history holds Opacus's 3-tuples, its multiplier being 2/μ, the Gaussian mechanism on the sum that covers a round. What the
 protocol is stands beside it, and is one and the same for all rounds.
 
->>> from opacus_shuffle.sco.vector_sum import ShuffleVectorSum
+>>> from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 >>> protocol = ShuffleVectorSum(500, 1000, 1.0, epsilon=1.0, delta=1e-6, calibration="tight")
 >>> accountant = ShuffledSumsAccountant(num_users=50_000, aggregator=protocol)
 >>> for _ in range(1000):
 ...     accountant.step(noise_multiplier=accountant.noise_multiplier, sample_rate=0.01)
->>> [round(accountant.bound(1e-5, bound=name).epsilon, 2) for name in ("paper", "certified")]
+>>> [round(accountant.bound(1e-5, bound=name).epsilon, 2) for name in ("published", "certified")]
 [963.6, 0.27]
 """
 
@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.accountants.base import ShuffleAccountant
-from opacus_shuffle.accountants.bounds import PrivacyBound
+from opacus_shuffle.accountants.bounds.registry import PrivacyBound
+from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledSums
 from opacus_shuffle.accountants.report import PrivacyReport
-from opacus_shuffle.mechanisms import Mechanism, ShuffledSums
-from opacus_shuffle.validation import noise_level, positive, whole_number
+from opacus_shuffle.core.validation import integer, noise_level, positive
 
 if TYPE_CHECKING:
-    from opacus_shuffle.sco.vector_sum import ShuffleVectorSum
+    from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 _REMEDY = (
     "train with opacus_shuffle.PrivacyEngine(accountant='shuffled_sums').make_private(..., aggregator=ShuffleVectorSum(...))"
@@ -46,7 +46,7 @@ _FIELDS = (
 
 
 class ShuffledSumsAccountant(ShuffleAccountant):
-    """Accounts rounds of one :class:`~opacus_shuffle.sco.vector_sum.ShuffleVectorSum` on fresh samples of fixed size.
+    """Accounts rounds of one :class:`~opacus_shuffle.protocols.vector_sum.ShuffleVectorSum` on fresh samples of fixed size.
 
     Args:
         num_users: n, the size of the data set.
@@ -58,7 +58,7 @@ class ShuffledSumsAccountant(ShuffleAccountant):
         protocol: What the bounds need to know of the protocol, plain values; None while it is unknown.
 
     Formal Guarantees:
-        See :mod:`opacus_shuffle.accountants.shuffled_sums_bounds`: every bound is proved for every data set.
+        See :mod:`opacus_shuffle.accountants.bounds.shuffled_sums`: every bound is proved for every data set.
     """
 
     mechanism_class: ClassVar[type[Mechanism]] = ShuffledSums
@@ -203,7 +203,7 @@ class ShuffledSumsAccountant(ShuffleAccountant):
         if saved is not None:
             if probe.batch_size not in (None, saved["reports"]):
                 raise ValueError(f"batch_size={probe.batch_size} in state_dict, its protocol sums {saved['reports']} reports")
-            users = probe.num_users or whole_number("reports", saved["reports"])
+            users = probe.num_users or integer("reports", saved["reports"])
             probe._round(noise_level("noise_multiplier", saved["noise_multiplier"]), users, saved["reports"] / users)
             positive("max_norm", saved["max_norm"])
         if probe.history:

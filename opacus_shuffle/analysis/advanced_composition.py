@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from opacus_shuffle.validation import open_unit_interval, positive, sampling_rate, whole_number
+from opacus_shuffle.core.validation import integer, open_unit_interval, positive, sampling_rate
 
 RELATIVE_ERROR = 1e-12
 """Every ε is enlarged by this fraction, above the rounding of its few operations."""
@@ -66,7 +66,7 @@ def compute_epsilon(
         arXiv 2210.00597), for the adjacency in which the record is left out or turned into a null record.
     """
     delta = open_unit_interval("delta", delta)
-    seen = math.fsum(sampling_rate("sample_rate", rate) * whole_number("steps", count) for _, rate, count in steps)
+    seen = math.fsum(sampling_rate("sample_rate", rate) * integer("steps", count) for _, rate, count in steps)
 
     def epsilon(split: float) -> float:
         each = split * delta / seen
@@ -99,7 +99,7 @@ def step_budget(
         ValueError: If an argument is out of range.
     """
     epsilon, delta = positive("epsilon", epsilon), open_unit_interval("delta", delta)
-    steps, rate = whole_number("steps", steps), sampling_rate("sample_rate", sample_rate)
+    steps, rate = integer("steps", steps), sampling_rate("sample_rate", sample_rate)
     split = open_unit_interval("delta_split", delta_split)
     slope = math.sqrt(-2 * math.log((1 - split) * delta) * steps)
     # The smaller of Theorem 1's two forms, so the larger of the two roots; the second without cancellation.

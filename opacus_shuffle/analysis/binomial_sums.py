@@ -52,8 +52,8 @@ from scipy.stats import binom
 from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.privacy_loss import Mixture
-from opacus_shuffle.analysis.ratio_law import RatioLaw
-from opacus_shuffle.validation import finite_number, open_unit_interval, sampling_rate, whole_number
+from opacus_shuffle.analysis.ratio_distribution import RatioDistribution
+from opacus_shuffle.core.validation import finite_number, integer, open_unit_interval, sampling_rate
 
 RELATIVE_ERROR = 1e-9
 """Slopes and tails are enlarged by this fraction, or 2e-14·√m if that is more: above the error of SciPy's binomial distribution
@@ -82,7 +82,7 @@ class BinomialNoise:
     probability: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "trials", whole_number("trials", self.trials))
+        object.__setattr__(self, "trials", integer("trials", self.trials))
         if self.trials > MOST_TRIALS:
             raise ValueError(f"trials must not exceed 2**50, beyond which no tails are known well, got {self.trials}")
         object.__setattr__(self, "probability", open_unit_interval("probability", self.probability))
@@ -94,12 +94,12 @@ class BinomialNoise:
 
     @property
     def relative_error(self) -> float:
-        """What covers the error of this law's tails and probabilities."""
+        """What covers the error of this distribution's tails and probabilities."""
         return max(RELATIVE_ERROR, 2e-14 * math.sqrt(self.trials))
 
     @property
     def reflected(self) -> BinomialNoise:
-        """The law of m minus it."""
+        """The distribution of m minus it."""
         return BinomialNoise(trials=self.trials, probability=1 - self.probability)
 
 
@@ -130,7 +130,7 @@ def hockey_stick(noise: BinomialNoise, *, shift: int, epsilon: float) -> float:
     Formal Guarantees:
         For d = 1 proved for every data set with values in [0, shift], replacement adjacency; exact for the worst.
     """
-    shift = whole_number("shift", shift, minimum=0)
+    shift = integer("shift", shift, minimum=0)
     if finite_number("epsilon", epsilon) < 0:
         raise ValueError(f"epsilon must not be negative, got {epsilon!r}")
     return max(_upward(noise, shift, epsilon), _upward(noise.reflected, shift, epsilon))
@@ -178,7 +178,7 @@ def gaussian_bound(noise: BinomialNoise, *, shift: int, tail: float) -> Gaussian
     Formal Guarantees:
         Steps 1 to 4 of the module's text. Proved for every data set, replacement adjacency.
     """
-    shift = whole_number("shift", shift)
+    shift = integer("shift", shift)
     tail = open_unit_interval("tail", tail)
     m, p = noise.trials, noise.probability
     lowest = _largest_with_tail(noise, tail / 2) - shift
@@ -225,8 +225,8 @@ class SumRound:
     dimension: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shift", whole_number("shift", self.shift))
-        object.__setattr__(self, "dimension", whole_number("dimension", self.dimension))
+        object.__setattr__(self, "shift", integer("shift", self.shift))
+        object.__setattr__(self, "dimension", integer("dimension", self.dimension))
 
 
 Rounds = Sequence[tuple[SumRound, int]]
@@ -250,7 +250,7 @@ def compute_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> f
         Proved for every data set.
     """
     delta = open_unit_interval("delta", delta)
-    total = sum(whole_number("repetitions", count) for _, count in rounds)
+    total = sum(integer("repetitions", count) for _, count in rounds)
     squares = lost = 0.0
     for each, count in rounds:
         mu, missing = gaussian_equivalent(each, lost=LOST_SHARE * delta / total)
@@ -283,14 +283,14 @@ def lower_epsilon(rounds: Rounds, *, delta: float, sample_rate: float = 1.0) -> 
             return 0.0
     ends = []
     for reflected in (False, True):
-        laws = [(Mixture.of(_shift_law(each, reflected).scaled(rate)), count) for each, count in rounds]
-        ends.append(privacy_loss.lower_epsilon(laws, delta=delta))
+        distributions = [(Mixture.of(_shift_distribution(each, reflected).scaled(rate)), count) for each, count in rounds]
+        ends.append(privacy_loss.lower_epsilon(distributions, delta=delta))
     return max(ends)
 
 
 @functools.lru_cache(maxsize=256)
-def _shift_law(each: SumRound, reflected: bool) -> RatioLaw:
-    """The law of R for a shift of one coordinate, with outcomes lumped in cells (which can only hide something)."""
+def _shift_distribution(each: SumRound, reflected: bool) -> RatioDistribution:
+    """The distribution of R for a shift of one coordinate, with outcomes lumped in cells (which can only hide something)."""
     noise = each.noise.reflected if reflected else each.noise
     m, p = noise.trials, noise.probability
     deviation = math.sqrt(noise.variance)
@@ -300,7 +300,7 @@ def _shift_law(each: SumRound, reflected: bool) -> RatioLaw:
     stayed = _cell_masses(ends, m, p)
     moved = _cell_masses(ends - each.shift, m, p)
     keep = (stayed > 0) & (moved > 0)  # the rest would be learnt for certain: leaving it out lowers ε
-    return RatioLaw(moved[keep] / stayed[keep], stayed[keep], 0.0, 0.0, each.shift / deviation)
+    return RatioDistribution(moved[keep] / stayed[keep], stayed[keep], 0.0, 0.0, each.shift / deviation)
 
 
 def _cell_masses(ends: Vector, trials: int, probability: float) -> Vector:

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from scipy.optimize import brentq
 
 from opacus_shuffle.analysis.composition import OrderCapWarning
-from opacus_shuffle.rounding import round_up
-from opacus_shuffle.validation import positive
+from opacus_shuffle.core.rounding import round_up
+from opacus_shuffle.core.validation import positive
 
 LOWEST, HIGHEST = 1e-3, 1e9
 RELATIVE_TOLERANCE = 1e-7
@@ -55,7 +55,7 @@ def smallest_noise_multiplier(epsilon: Callable[[float], float], *, target_epsil
                 if floor > target:
                     raise ValueError(
                         f"no noise_multiplier up to {HIGHEST:g} meets target_epsilon={target_epsilon}: by this bound epsilon "
-                        f"stays at {round_up(floor)}, however large the noise; raise the target or delta, or use bound='tight' "
+                        f"stays at {round_up(floor)}, however large the noise; raise the target or delta, or use bound='pair' "
                         "(one pair of data sets) or 'certified' (every data set, more noise)"
                     )
                 reachable = True

@@ -1,7 +1,7 @@
 r"""Hiding among the clones: the amplification-by-shuffling bounds of Feldman, McMillan and Talwar, as a baseline beside ours.
 
 They know of a report only that it is (ε0, δ0)-LDP, hold for every data set, and are usually far above what the Gaussian's own
-law gives (:mod:`opacus_shuffle.analysis.gaussian_clones`). ``compute_epsilon`` is for pure ε0-LDP reports, ``gaussian_epsilon``
+distribution gives (:mod:`opacus_shuffle.analysis.gaussian_clones`). ``compute_epsilon`` is for pure ε0-LDP reports, ``gaussian_epsilon``
 the best they can do for Gaussian ones.
 
 >>> round(compute_epsilon(local_epsilon=4.0, num_users=100_000, delta=1e-6), 4)
@@ -40,7 +40,7 @@ from scipy.stats import binom
 
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.analysis.mean_ratio import Vector
-from opacus_shuffle.validation import finite_number, noise_level, one_of, open_unit_interval, positive, whole_number
+from opacus_shuffle.core.validation import finite_number, integer, noise_level, one_of, open_unit_interval, positive
 
 MAX_USERS = 10**10
 """More users hide better, so a larger count is taken as this one, up to which the binomial tails were checked."""
@@ -226,7 +226,7 @@ def compute_epsilon_approximate(
     Formal Guarantees:
         Proved for every data set, replacement adjacency. ``"proved"``: two (ε0, δ0)-close reports of user 1 are within total
         variation t of two ε0-close ones (give t of the mass that one has alone to the other). The mean M of these exceeds e^ε0
-        times another user's law by at most δ0 + t, so that law is within e^(−ε0)·(δ0 + t) of one that is a clone of M with
+        times another user's distribution by at most δ0 + t, so that distribution is within e^(−ε0)·(δ0 + t) of one that is a clone of M with
         probability e^(−ε0). Mending all n reports on both sides costs (1 + e^ε) times the sum; Theorem 3.2 does the rest.
 
     Source:
@@ -234,7 +234,7 @@ def compute_epsilon_approximate(
     """
     local_epsilon = positive("local_epsilon", local_epsilon)
     local_delta = _local_delta("local_delta", local_delta)
-    num_users = whole_number("num_users", num_users)
+    num_users = integer("num_users", num_users)
     delta = open_unit_interval("delta", delta)
     one_of("method", method, ("numeric", "closed_form"))
     one_of("conversion", conversion, ("proved", "theorem_3_8"))
@@ -277,7 +277,7 @@ def gaussian_epsilon(
 
     Formal Guarantees:
         Proved for every data set. Zero-out: user 1's two reports N(0), N(x) are (ε_a, δ_a)-close at distance 1; another user's
-        law is up to 1 from N(0) and 2 from N(x), so the mean of these two exceeds e^ε_b times it by at most
+        distribution is up to 1 from N(0) and 2 from N(x), so the mean of these two exceeds e^ε_b times it by at most
         δ_b = (δ(ε_b; 1) + δ(ε_b; 2))/2. Hence the pair of Theorem 3.2 with ε_a for user 1's coin D and clones of probability
         e^(−ε_b), at a loss of (1 + e^ε)·(t + (n − 1)·e^(−ε_b)·(δ_b + t)), t = δ_a/(1 + e^ε_a). We take ε_a such that t = δ_b.
 
@@ -286,7 +286,7 @@ def gaussian_epsilon(
         arXiv 1805.06530, Theorem 8, for the curve; the zero-out bound is ours.
     """
     sigma = noise_level("noise_multiplier", noise_multiplier)
-    num_users = whole_number("num_users", num_users)
+    num_users = integer("num_users", num_users)
     delta = open_unit_interval("delta", delta)
     one_of("adjacency", adjacency, ("replace", "zero_out"))
     one_of("conversion", conversion, ("proved", "theorem_3_8"))
@@ -357,7 +357,7 @@ def strong_composition_epsilon(*, epsilon: float, delta: float, rounds: int, del
     if finite_number("epsilon", epsilon) < 0:
         raise ValueError(f"epsilon must be at least 0, got {epsilon!r}")
     delta, delta_slack = _local_delta("delta", delta), _local_delta("delta_slack", delta_slack)
-    rounds = whole_number("rounds", rounds)
+    rounds = integer("rounds", rounds)
     linear, log_rest = rounds * float(epsilon), rounds * math.log1p(-delta)
     if not math.isfinite(linear):
         raise ValueError(f"epsilon times rounds must be finite, got {epsilon!r} and {rounds}; pass a smaller epsilon")
@@ -398,7 +398,7 @@ def paper_epsilon(
         Feldman, McMillan, Talwar, Theorems 3.1 and 3.8, arXiv 2012.12803; Kairouz et al., Theorem 3.4, arXiv 1311.0776.
     """
     sigma = noise_level("noise_multiplier", noise_multiplier)
-    num_users, rounds = whole_number("num_users", num_users), whole_number("rounds", rounds)
+    num_users, rounds = integer("num_users", num_users), integer("rounds", rounds)
     delta, scan_start = open_unit_interval("delta", delta), open_unit_interval("scan_start", scan_start)
 
     def composed(budget: float, slack: float) -> float:

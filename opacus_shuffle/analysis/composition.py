@@ -25,8 +25,8 @@ import numpy as np
 from opacus.accountants.analysis.rdp import get_privacy_spent
 
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER, Vector
-from opacus_shuffle.rounding import round_up
-from opacus_shuffle.validation import open_unit_interval, renyi_orders
+from opacus_shuffle.core.rounding import round_up
+from opacus_shuffle.core.validation import open_unit_interval, renyi_orders
 
 RELATIVE_ERROR = 1e-9
 """Every ε is enlarged by this fraction: above the numerical error of the RDP (1e-10), so the ε shown is never too small."""

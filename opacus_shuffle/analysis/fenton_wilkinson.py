@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr, ndtri
 
-from opacus_shuffle.validation import finite_number, noise_level, open_unit_interval, positive, whole_number
+from opacus_shuffle.core.validation import finite_number, integer, noise_level, open_unit_interval, positive
 
 Dimension = int | Sequence[int]
 Vector = NDArray[np.float64]
@@ -123,7 +123,7 @@ def dimensions(dimension: Dimension) -> tuple[int, ...]:
     layers = tuple(dimension) if isinstance(dimension, Sequence | np.ndarray) else (dimension,)
     if not layers or isinstance(dimension, str | bytes):
         raise ValueError(f"dimension must be a whole number or a non-empty sequence of them, one per layer, got {dimension!r}")
-    return tuple(whole_number("dimension", each) for each in layers)
+    return tuple(integer("dimension", each) for each in layers)
 
 
 def _not_negative(name: str, value: float) -> float:

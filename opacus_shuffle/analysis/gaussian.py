@@ -19,7 +19,7 @@ import math
 from scipy.optimize import brentq
 from scipy.special import erfcx, log_ndtr
 
-from opacus_shuffle.validation import finite_number, open_unit_interval
+from opacus_shuffle.core.validation import finite_number, open_unit_interval
 
 _SMALL = 1e-4
 RELATIVE_ERROR = 1e-8

@@ -38,7 +38,7 @@ sent), user 1 is in the pool with a probability π, the same in both data sets, 
     * Check-in: let a be the number of absent users. Given j and a, π = j/(j + αa). **Given j alone its mean is**
       π_j = j(1 − γα) / (j(1 − γα) + (1 − γ)(n − j)α), j ~ γ·(1 + Bin(n − 1, γα)) + (1 − γ)·Bin(n − 1, γα); but a is known to
       this adversary and does depend, by one user, on whether user 1 is in. E(1 − π + πY − τ)₊ is convex in π, so π is replaced
-      by a two-point law on its range (but for a negligible part of a's law, which counts as lost) with the mean π_j.
+      by a two-point distribution on its range (but for a negligible part of a's distribution, which counts as lost) with the mean π_j.
     * For truncated clones the two cases' pools differ: {f₀ or f₁, B_K} and U = {B_i, B_K}, |K| = j − 1, i uniform outside K.
       All is compared with (πP° + (1 − π)M, M), whose hockey sticks are the pair's damped by π. As U is within total variation
       Φ(−t) of {f₀, B_K}, which is within Φ(−t) of M, the slack is πΦ(1/σ − t) + 2(1 − π)Φ(−t) + e^ε(2 − π)Φ(−t) per round, at
@@ -46,7 +46,7 @@ sent), user 1 is in the pool with a probability π, the same in both data sets, 
     * The slack of mended clones is (1 + e^ε)·αΦ(−t) per expected other participant, (n − 1)γ of them.
 
 **Mixtures.** The pair's hockey sticks fall with the number of users (sample means are a reverse martingale), so pool sizes are
-grouped, each group taking the law of its smallest size and a two-point law of its π's.
+grouped, each group taking the distribution of its smallest size and a two-point distribution of its π's.
 
 **Replacement adjacency.** A record moves x → x′: chain x → 0 → x′, (ε, δ) twice gives (2ε, δ(1 + e^ε)); or clone user 1's own
 value, everyone at distance ≤ 2, which is all of the above at σ/2. The smaller one is taken.
@@ -78,9 +78,9 @@ from scipy.stats import binom
 from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.privacy_loss import Mixture
-from opacus_shuffle.analysis.ratio_law import mean_law
+from opacus_shuffle.analysis.ratio_distribution import mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import Rounds, ShuffledRound, coarsen, merge, tail_for, unshuffled_epsilon
-from opacus_shuffle.validation import one_of, open_unit_interval
+from opacus_shuffle.core.validation import one_of, open_unit_interval
 
 Counts = npt.NDArray[np.int64]
 Merged = tuple[tuple[ShuffledRound, int], ...]
@@ -138,7 +138,7 @@ def compute_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
 
 
 def clone_probability(noise_multiplier: float, margin: float) -> float:
-    """α: how much of a user's law is a clone's, but for a share Φ(−``margin``)."""
+    """α: how much of a user's distribution is a clone's, but for a share Φ(−``margin``)."""
     return math.exp(-margin / noise_multiplier - 0.5 / noise_multiplier**2)
 
 
@@ -229,7 +229,7 @@ def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float) -> 
 
 
 def _mixture(each: ShuffledRound, margin: float, clones: Clones, budget: float, tail: float) -> Mixture:
-    """The round's law of R as a mixture over pool sizes; ``budget`` of probability may be lost to rare ones."""
+    """The round's distribution of R as a mixture over pool sizes; ``budget`` of probability may be lost to rare ones."""
     probability = clone_probability(each.noise_multiplier, margin)
     stretch = 0.0
     if clones == "truncated":
@@ -241,36 +241,38 @@ def _mixture(each: ShuffledRound, margin: float, clones: Clones, budget: float, 
         if users == 0:
             lost += weight
             continue
-        law = mean_law(noise_multiplier=each.noise_multiplier, num_users=users, resolution=RESOLUTION, tail=tail)
+        distribution = mean_distribution(
+            noise_multiplier=each.noise_multiplier, num_users=users, resolution=RESOLUTION, tail=tail
+        )
         for share, (size, rate) in rates:
             if stretch * (size - 1) > _LARGEST_STRETCH:
                 lost += weight * share
                 continue
             factor = math.exp(stretch * (size - 1))
-            scaled = law.scaled(rate * factor)
+            scaled = distribution.scaled(rate * factor)
             parts.append((weight * share, scaled))
             if factor > 1:  # atoms pushed below R = 0 count as lost, factor and all
-                lost += weight * share * factor * float(law.masses[scaled.offsets <= -scaled.centre].sum())
+                lost += weight * share * factor * float(distribution.masses[scaled.offsets <= -scaled.centre].sum())
     return Mixture(tuple(parts), lost)
 
 
 def _pools(
     each: ShuffledRound, probability: float, budget: float
 ) -> Iterator[tuple[float, int, list[tuple[float, tuple[int, float]]]]]:
-    """Groups of pool sizes: (probability, users of the law, [(share, (largest size, π))]); users 0 for what is lost."""
+    """Groups of pool sizes: (probability, users of the distribution, [(share, (largest size, π))]); users 0 for what is lost."""
     n, gamma = each.num_users, each.sample_rate
     clone = probability
     if each.sampling is None:
         inside = binom(n - 1, clone)
         outside, trials = inside, n - 1
-    elif each.sampling == "without_replacement":
+    elif each.sampling == "fixed_size":
         reports = round(n * gamma)
         gamma = reports / n
         inside, outside, trials = binom(reports - 1, clone), binom(reports, clone), reports
     else:
         inside = outside = binom(n - 1, gamma * clone)
         trials = n - 1
-    each_way = [_likely_range(law.args[0], law.args[1], budget / 8) for law in (inside, outside)]
+    each_way = [_likely_range(distribution.args[0], distribution.args[1], budget / 8) for distribution in (inside, outside)]
     low = int(min(fewest for fewest, _ in each_way))
     high = min(int(max(most for _, most in each_way)) + 1, trials)
     sizes = np.arange(low, high + 2)
@@ -292,7 +294,7 @@ def _pools(
         largest = int(sizes[chosen].max())
         split = [(1 - share, (largest, floor)), (share, (largest, ceiling))] if ceiling > floor else [(1.0, (largest, ceiling))]
         yield total, int(group), [part for part in split if part[0] > 0]
-    if each.sampling == "check_in":
+    if each.sampling == "poisson":
         yield budget / 4, 0, []  # the absent users' number outside the range that _membership takes
 
 
@@ -302,7 +304,7 @@ def _membership(
     """π given the pool's size: its mean and its range over what else is revealed."""
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = np.where(weights > 0, present / np.where(weights > 0, weights, 1.0), 0.0)
-    if each.sampling != "check_in" or gamma == 1:
+    if each.sampling != "poisson" or gamma == 1:
         return mean, mean, mean
     absence = (1 - gamma) / (1 - gamma * clone)
     n = each.num_users

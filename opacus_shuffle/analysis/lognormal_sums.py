@@ -1,20 +1,20 @@
-r"""Sums of log-normal terms and the laws that stand in for them: WS Lemma 1 (Fenton–Wilkinson) and WS Figure 2's other methods.
+r"""Sums of log-normal terms and the distributions that stand in for them: WS Lemma 1 (Fenton–Wilkinson) and WS Figure 2's other methods.
 
 S = Σ_j counts_j terms e^Y, Y ~ N(means_j, std²), all independent. No closed form is known; WS Theorem 6 replaces S by one
 log-normal variable. Equal terms are given as one mean and a count, so 10⁸ of them cost no more than one. Nothing here is a
 privacy bound: these are approximations, and :func:`monte_carlo` is how far off they are.
 
     ==================  ========================================================================================
-    fenton_wilkinson    the log-normal law with the sum's own mean and variance (WS Eq. 9–10)
-    schwartz_yeh        the normal law with the mean and variance of log S, found by combining two terms at a time
+    fenton_wilkinson    the log-normal distribution with the sum's own mean and variance (WS Eq. 9–10)
+    schwartz_yeh        the normal distribution with the mean and variance of log S, found by combining two terms at a time
     monte_carlo         samples of log S; the terms beyond ``largest`` per group by the central limit theorem
-    least_squares       a normal law through the samples' quantiles
+    least_squares       a normal distribution through the samples' quantiles
     kernel_density      the samples, smoothed
     ==================  ========================================================================================
 
->>> law = fenton_wilkinson(0.0, 4.0, 10**8)  # 10⁸ terms with c/σ = 1/0.25, as in WS Figure 2
+>>> distribution = fenton_wilkinson(0.0, 4.0, 10**8)  # 10⁸ terms with c/σ = 1/0.25, as in WS Figure 2
 >>> samples = monte_carlo(0.0, 4.0, 10**8, repetitions=100, generator=np.random.default_rng(0), largest=1000)
->>> round(law.mean, 2), round(law.std, 2), round(float(np.median(samples)), 1)
+>>> round(distribution.mean, 2), round(distribution.std, 2), round(float(np.median(samples)), 1)
 (26.38, 0.29, 26.4)
 """
 
@@ -29,7 +29,7 @@ import numpy.typing as npt
 from scipy.special import expit, log_ndtr, logsumexp, ndtr, ndtri
 from scipy.stats import gaussian_kde
 
-from opacus_shuffle.validation import finite_number, instance_of, one_of, whole_number
+from opacus_shuffle.core.validation import finite_number, instance_of, integer, one_of
 
 Vector = npt.NDArray[np.float64]
 
@@ -45,8 +45,8 @@ _BERRY_ESSEEN = 0.4748
 
 
 @dataclasses.dataclass(frozen=True)
-class NormalLaw:
-    """A normal law for log S.
+class NormalDistribution:
+    """A normal distribution for log S.
 
     Attributes:
         mean: Of log S.
@@ -62,8 +62,8 @@ class NormalLaw:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SampledLaw:
-    """The law of samples of log S, each smoothed by a normal of ``bandwidth`` (0: the empirical distribution).
+class SampledDistribution:
+    """The distribution of samples of log S, each smoothed by a normal of ``bandwidth`` (0: the empirical distribution).
 
     Attributes:
         samples: Of log S, shape (k,).
@@ -87,8 +87,8 @@ class SampledLaw:
         return np.array(means).reshape(points.shape)
 
 
-def fenton_wilkinson(means: npt.ArrayLike, std: float, counts: npt.ArrayLike | None = None) -> NormalLaw:
-    """The log-normal law with the mean and the variance of S: WS Lemma 1, Eq. 9–10, in logarithms throughout.
+def fenton_wilkinson(means: npt.ArrayLike, std: float, counts: npt.ArrayLike | None = None) -> NormalDistribution:
+    """The log-normal distribution with the mean and the variance of S: WS Lemma 1, Eq. 9–10, in logarithms throughout.
 
     Args:
         means: Means of Y, shape (k,) or one number, at most 1e6 in size.
@@ -96,14 +96,14 @@ def fenton_wilkinson(means: npt.ArrayLike, std: float, counts: npt.ArrayLike | N
         counts: How many terms have each mean, shape (k,), whole numbers of at least 1; ``None`` means one each.
 
     Returns:
-        The normal law that replaces that of log S.
+        The normal distribution that replaces that of log S.
 
     Raises:
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
         None: an approximation. Mean and variance of S itself are exact, but where std² exceeds about log d they are carried by
-        terms larger than can be expected: S almost never comes near its own mean, and this law lies far below that of S.
+        terms larger than can be expected: S almost never comes near its own mean, and this distribution lies far below that of S.
     """
     centres, numbers, width = _checked(means, std, counts)
     top = float(centres.max())
@@ -111,7 +111,7 @@ def fenton_wilkinson(means: npt.ArrayLike, std: float, counts: npt.ArrayLike | N
     log_second = float(logsumexp(2 * (centres - top), b=numbers))
     log_excess = width**2 + math.log(-math.expm1(-(width**2)))  # log(e^{std²} − 1)
     variance = float(np.logaddexp(0.0, log_excess + log_second - 2 * log_first))
-    return NormalLaw(top + log_first + (width**2 - variance) / 2, math.sqrt(variance))
+    return NormalDistribution(top + log_first + (width**2 - variance) / 2, math.sqrt(variance))
 
 
 def schwartz_yeh(
@@ -120,10 +120,10 @@ def schwartz_yeh(
     counts: npt.ArrayLike | None = None,
     *,
     combine: Literal["one_by_one", "doubling"] = "one_by_one",
-) -> NormalLaw:
+) -> NormalDistribution:
     """Schwartz & Yeh 1982: log(e^{Y1} + e^{Y2}) is replaced by a normal with its exact mean and variance, again and again.
 
-    ``"one_by_one"`` adds one term at a time, as WS Section VI-C says. The law changes little from one of n equal terms to the
+    ``"one_by_one"`` adds one term at a time, as WS Section VI-C says. The distribution changes little from one of n equal terms to the
     next, so from 400 on they are added n/200 at once, by a midpoint rule (for 10⁵ terms this moves the standard deviation by
     less than 1e-6 of itself for std up to 4, by 1e-3 for std 20). ``"doubling"`` adds equal terms in halves, log₂ d times. They
     are *not* the same approximation: two equal normal logarithms average each other's tails away, and no later step brings them
@@ -136,7 +136,7 @@ def schwartz_yeh(
         combine: ``"one_by_one"`` or ``"doubling"``.
 
     Returns:
-        The normal law that replaces that of log S.
+        The normal distribution that replaces that of log S.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -146,14 +146,14 @@ def schwartz_yeh(
     """
     centres, numbers, width = _checked(means, std, counts)
     add = _add_doubling if one_of("combine", combine, ("one_by_one", "doubling")) == "doubling" else _add_one_by_one
-    total: NormalLaw | None = None
+    total: NormalDistribution | None = None
     for index in np.argsort(centres, kind="stable"):  # the small terms first
-        total = add(total, NormalLaw(float(centres[index]), width), int(numbers[index]))
+        total = add(total, NormalDistribution(float(centres[index]), width), int(numbers[index]))
     assert total is not None  # there is a term
     return total
 
 
-def _add_doubling(total: NormalLaw | None, term: NormalLaw, count: int) -> NormalLaw:
+def _add_doubling(total: NormalDistribution | None, term: NormalDistribution, count: int) -> NormalDistribution:
     """The total and ``count`` terms like this one, by the binary digits of the count."""
     power = term
     while count:
@@ -165,7 +165,7 @@ def _add_doubling(total: NormalLaw | None, term: NormalLaw, count: int) -> Norma
     return total
 
 
-def _add_one_by_one(total: NormalLaw | None, term: NormalLaw, count: int) -> NormalLaw:
+def _add_one_by_one(total: NormalDistribution | None, term: NormalDistribution, count: int) -> NormalDistribution:
     """The total and ``count`` terms like this one, one after the other, or in strides once a term changes little."""
     added = 0
     if total is None:
@@ -177,25 +177,25 @@ def _add_one_by_one(total: NormalLaw | None, term: NormalLaw, count: int) -> Nor
     return total
 
 
-def _stride(total: NormalLaw, term: NormalLaw, stride: int) -> NormalLaw:
+def _stride(total: NormalDistribution, term: NormalDistribution, stride: int) -> NormalDistribution:
     """``stride`` equal terms at once: by the midpoint rule for e^mean and variance·e^{2·mean}, which grow almost linearly."""
     size, spread = _growth(total, term)
     # The increments that are added up here start with the total's own: their middle lies (stride − 1)/2 terms on.
     size, spread = 1 + (stride - 1) / 2 * size, total.std**2 + (stride - 1) / 2 * spread
-    middle = NormalLaw(total.mean + math.log(size), math.sqrt(spread) / size)
+    middle = NormalDistribution(total.mean + math.log(size), math.sqrt(spread) / size)
     more, wider = _growth(middle, term)
     grown = 1 + stride * size * more
-    return NormalLaw(total.mean + math.log(grown), math.sqrt(total.std**2 + stride * size**2 * wider) / grown)
+    return NormalDistribution(total.mean + math.log(grown), math.sqrt(total.std**2 + stride * size**2 * wider) / grown)
 
 
-def _growth(total: NormalLaw, term: NormalLaw) -> tuple[float, float]:
+def _growth(total: NormalDistribution, term: NormalDistribution) -> tuple[float, float]:
     """What one more term adds to e^mean and to variance·e^{2·mean}, in units of e^mean and e^{2·mean}."""
     gain, growth = _increments(total, term)
     return math.expm1(gain), growth * math.exp(2 * gain) + total.std**2 * math.expm1(2 * gain)
 
 
-def log_sum_of_two(one: NormalLaw, other: NormalLaw) -> NormalLaw:
-    """The normal law with the mean and variance of log(e^{Y1} + e^{Y2}), Y1 and Y2 independent, of these laws.
+def log_sum_of_two(one: NormalDistribution, other: NormalDistribution) -> NormalDistribution:
+    """The normal distribution with the mean and variance of log(e^{Y1} + e^{Y2}), Y1 and Y2 independent, of these distributions.
 
     With w = Y2 − Y1 the logarithm is Y1 + g(w), g(w) = log(1 + e^w), and Stein's lemma gives Cov(Y1, g(w)) = −Var(Y1)·E g'(w).
     The moments of g(w) are integrals over the line of an analytic function, for which the trapezoid rule's error falls
@@ -207,15 +207,15 @@ def log_sum_of_two(one: NormalLaw, other: NormalLaw) -> NormalLaw:
         other: Law of Y2.
 
     Returns:
-        The normal law.
+        The normal distribution.
     """
     if other.mean > one.mean:  # then less cancels
         one, other = other, one
     gain, growth = _increments(one, other)
-    return NormalLaw(one.mean + gain, math.sqrt(one.std**2 + growth))
+    return NormalDistribution(one.mean + gain, math.sqrt(one.std**2 + growth))
 
 
-def _increments(one: NormalLaw, other: NormalLaw) -> tuple[float, float]:
+def _increments(one: NormalDistribution, other: NormalDistribution) -> tuple[float, float]:
     """What adding e^{Y2} to e^{Y1} adds to the logarithm's mean and to its variance."""
     deviation = math.hypot(one.std, other.std)
     # Errors: e^{−2π²(deviation/step)²} for the normal density, e^{−2π²/step} for the singularities of g at ±iπ.
@@ -243,7 +243,7 @@ def monte_carlo(
 
     With ``largest``, a group of more than twice as many terms is split at the level that ``largest`` of its terms exceed on
     average. Those above (their number is drawn, too) are drawn one by one, so the tail is exact; the sum of the others is drawn
-    from the normal law with its exact mean and variance. :func:`largest_error` bounds what that does to the CDF: 0.003 for 10⁸
+    from the normal distribution with its exact mean and variance. :func:`largest_error` bounds what that does to the CDF: 0.003 for 10⁸
     terms, std 4 and ``largest`` 10⁴, where 1000 samples take a second, and one by one three hours.
 
     Args:
@@ -261,12 +261,12 @@ def monte_carlo(
         ValueError: If an argument is out of range.
     """
     centres, numbers, width = _checked(means, std, counts)
-    repetitions = whole_number("repetitions", repetitions)
+    repetitions = integer("repetitions", repetitions)
     generator = np.random.default_rng() if generator is None else generator
     instance_of("generator", generator, (np.random.Generator,))
     split = np.zeros(len(centres), dtype=bool)
     if largest is not None:
-        split = numbers > 2 * whole_number("largest", largest, minimum=100)
+        split = numbers > 2 * integer("largest", largest, minimum=100)
     samples = _one_by_one(centres[~split], numbers[~split], width, repetitions, generator)
     for centre, count in zip(centres[split], numbers[split], strict=True):
         samples = np.logaddexp(samples, centre + _split_group(int(count), width, repetitions, generator, int(largest or 0)))
@@ -339,7 +339,7 @@ def largest_error(std: float, count: int, largest: int) -> float:
         ValueError: If an argument is out of range.
     """
     _, numbers, width = _checked(0.0, std, count)
-    count, largest = int(numbers[0]), whole_number("largest", largest, minimum=100)
+    count, largest = int(numbers[0]), integer("largest", largest, minimum=100)
     if count <= 2 * largest:
         return 0.0
     share = largest / count
@@ -356,37 +356,37 @@ def largest_error(std: float, count: int, largest: int) -> float:
     return min(1.0, 1.01 * bound)  # 1 % for the quadrature
 
 
-def least_squares(samples: npt.ArrayLike) -> NormalLaw:
-    """The normal law whose quantiles are nearest the samples' in squares: the line through a normal plot of them.
+def least_squares(samples: npt.ArrayLike) -> NormalDistribution:
+    """The normal distribution whose quantiles are nearest the samples' in squares: the line through a normal plot of them.
 
     Args:
         samples: Samples of log S, shape (k,), k ≥ 2, not all equal.
 
     Returns:
-        The normal law.
+        The normal distribution.
 
     Raises:
         ValueError: If there are too few samples.
     """
     values = np.sort(_checked_samples(samples, at_least=2))
     scores = ndtri((np.arange(len(values)) + 0.5) / len(values))
-    return NormalLaw(float(values.mean()), float(scores @ (values - values.mean()) / (scores @ scores)))
+    return NormalDistribution(float(values.mean()), float(scores @ (values - values.mean()) / (scores @ scores)))
 
 
-def kernel_density(samples: npt.ArrayLike) -> SampledLaw:
+def kernel_density(samples: npt.ArrayLike) -> SampledDistribution:
     """A Gaussian kernel density estimate of log S with SciPy's bandwidth (Scott's rule).
 
     Args:
         samples: Samples of log S, shape (k,), k ≥ 2, not all equal.
 
     Returns:
-        The smoothed law.
+        The smoothed distribution.
 
     Raises:
         ValueError: If there are too few samples.
     """
     values = _checked_samples(samples, at_least=2)
-    return SampledLaw(values, math.sqrt(float(gaussian_kde(values).covariance[0, 0])))
+    return SampledDistribution(values, math.sqrt(float(gaussian_kde(values).covariance[0, 0])))
 
 
 def _checked_samples(samples: npt.ArrayLike, *, at_least: int) -> Vector:

@@ -38,11 +38,11 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import gammaln
 
-from opacus_shuffle.validation import noise_level, one_of, renyi_orders, sampling_rate, whole_number
+from opacus_shuffle.core.validation import integer, noise_level, one_of, renyi_orders, sampling_rate
 
 Vector = npt.NDArray[np.float64]
-Sampling = Literal["without_replacement", "check_in"] | None
-SAMPLINGS: tuple[Sampling, ...] = (None, "without_replacement", "check_in")
+Sampling = Literal["fixed_size", "poisson"] | None
+SAMPLINGS: tuple[Sampling, ...] = (None, "fixed_size", "poisson")
 
 MAX_ORDER = 16_384
 """The largest Rényi order ever computed: a few seconds of work."""
@@ -79,7 +79,7 @@ def compute_rdp(
         num_users: n, the whole population (for ``sampling=None``, the users of the round).
         orders: One order or several, each in (1, 16384].
         sample_rate: γ. Without replacement, m = round(γ·n) users take part and γ is m/n.
-        sampling: ``None`` (everyone takes part, γ must be 1), ``"without_replacement"`` or ``"check_in"`` (each user takes
+        sampling: ``None`` (everyone takes part, γ must be 1), ``"fixed_size"`` or ``"poisson"`` (each user takes
             part with probability γ, the count is revealed).
 
     Returns:
@@ -125,14 +125,14 @@ def log_moments(
 ) -> Vector:
     """Log E[R^λ] for λ = 0, …, ``max_order`` (arguments as in :func:`compute_rdp`), read-only and cached."""
     sigma = noise_level("noise_multiplier", noise_multiplier)
-    users = whole_number("num_users", num_users)
+    users = integer("num_users", num_users)
     rate = sampling_rate("sample_rate", sample_rate)
     one_of("sampling", sampling, SAMPLINGS)
     if sampling is None and rate != 1.0:
-        raise ValueError(f"sample_rate={rate} needs sampling='without_replacement' or 'check_in', got sampling=None")
-    if sampling == "without_replacement":
-        rate = whole_number("round(sample_rate * num_users)", round(rate * users)) / users
-    return _log_moments(sigma, users, whole_number("max_order", max_order), rate, sampling)
+        raise ValueError(f"sample_rate={rate} needs sampling='fixed_size' or 'poisson', got sampling=None")
+    if sampling == "fixed_size":
+        rate = integer("round(sample_rate * num_users)", round(rate * users)) / users
+    return _log_moments(sigma, users, integer("max_order", max_order), rate, sampling)
 
 
 @functools.lru_cache(maxsize=256)
@@ -140,7 +140,7 @@ def _log_moments(sigma: float, users: int, max_order: int, rate: float, sampling
     """The three passes of the module docstring."""
     cumulants = _log_scaled_cumulants(sigma**-2, max_order)
     powers = np.arange(max_order + 1)
-    if sampling == "check_in" and rate < 1.0:
+    if sampling == "poisson" and rate < 1.0:
         single = _log_central_moments(cumulants)
         series = single + np.log(rate) - powers * np.log(users)
         series[0] = 0.0

@@ -2,7 +2,7 @@ r"""One pair of gradients under weight shuffling, exactly: nothing of others, an
 
 With f = 0 and f′ = c·e₁ the shuffled Gaussian P(f) + z over d coordinates is the shuffle Gaussian of d users, everyone at zero
 and one of them moved to norm 1: its likelihood ratio is the mean of d independent copies of exp((2x − 1)/2σ²)
-(:mod:`opacus_shuffle.analysis.ratio_law`). So this pair's ε, sampled and composed over T steps, both directions, is computed
+(:mod:`opacus_shuffle.analysis.ratio_distribution`). So this pair's ε, sampled and composed over T steps, both directions, is computed
 exactly. The pair meets every condition of WS Theorem 6 (norms, and it is not the case of equal entries that WS sets aside),
 which makes the *lower* value a proof that no formula for these conditions may give less:
 
@@ -20,9 +20,9 @@ from collections.abc import Sequence
 
 from opacus_shuffle.analysis import privacy_loss
 from opacus_shuffle.analysis.privacy_loss import Mixture
-from opacus_shuffle.analysis.ratio_law import Side, mean_law
+from opacus_shuffle.analysis.ratio_distribution import Side, mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, coarsen, merge, sampled_gaussian_epsilon, tail_for
-from opacus_shuffle.validation import open_unit_interval
+from opacus_shuffle.core.validation import open_unit_interval
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class PermutedStep:
             noise_multiplier=self.noise_multiplier,
             num_users=self.dimension,
             sample_rate=self.sample_rate,
-            sampling="check_in",  # of the step, not of the d coordinates: only the rate is used
+            sampling="poisson",  # of the step, not of the d coordinates: only the rate is used
         )
 
 
@@ -78,8 +78,10 @@ def _pair_epsilon(rounds: tuple[tuple[ShuffledRound, int], ...], delta: float) -
     def composition(side: Side) -> list[tuple[Mixture, int]]:
         found = []
         for each, count in coarsen(rounds, side):
-            law = mean_law(noise_multiplier=each.noise_multiplier, num_users=each.num_users, side=side, tail=tail)
-            found.append((Mixture.of(law.scaled(each.sample_rate)), count))
+            distribution = mean_distribution(
+                noise_multiplier=each.noise_multiplier, num_users=each.num_users, side=side, tail=tail
+            )
+            found.append((Mixture.of(distribution.scaled(each.sample_rate)), count))
         return found
 
     upper = min(privacy_loss.compute_epsilon(composition("upper"), delta=delta), plain)

@@ -1,20 +1,20 @@
-r"""From the laws of R of many rounds to one ε at δ: privacy losses on one grid, composed by Opacus's own FFT code.
+r"""From the distributions of R of many rounds to one ε at δ: privacy losses on one grid, composed by Opacus's own FFT code.
 
-The loss of a round is L = log R. Rounds compose by adding losses, so all laws go to one grid of step h, again above or below
-the truth in convex order (:mod:`opacus_shuffle.analysis.ratio_law`), and
+The loss of a round is L = log R. Rounds compose by adding losses, so all distributions go to one grid of step h, again above or below
+the truth in convex order (:mod:`opacus_shuffle.analysis.ratio_distribution`), and
 :func:`opacus.accountants.analysis.prv.compose_heterogeneous` convolves them. Both directions, moved ‖ zero (loss log R under
 the moved data set) and zero ‖ moved (loss −log R under the other), are composed; ε is the larger.
 
 Two things are ours, because Opacus's discretisation and its read-out have an *absolute* error in ε (0.01 by default) while ε
 here may be 6e-4:
-    * the grid's laws bound the truth from one side, so nothing has to be added to ε for the grid;
+    * the grid's distributions bound the truth from one side, so nothing has to be added to ε for the grid;
     * the losses are tilted first, f(l)·e^{θl}/M(θ), with θ where Chernoff's bound of the composed loss meets δ: the FFT then
       works where the answer is, its rounding is relative to δ (even δ = 1e-200), and losses beyond its window have
       a Chernoff bound that is added to δ.
 
->>> from opacus_shuffle.analysis.ratio_law import mean_law
+>>> from opacus_shuffle.analysis.ratio_distribution import mean_distribution
 >>> def week(side):
-...     return [(Mixture.of(mean_law(noise_multiplier=9.48, num_users=60_000, side=side)), 7)]
+...     return [(Mixture.of(mean_distribution(noise_multiplier=9.48, num_users=60_000, side=side)), 7)]
 >>> round(compute_epsilon(week("upper"), delta=1 / 60_000), 5), round(lower_epsilon(week("lower"), delta=1 / 60_000), 5)
 (0.00205, 0.00204)
 """
@@ -32,7 +32,7 @@ from scipy.optimize import brentq, minimize_scalar
 from scipy.special import logsumexp
 
 from opacus_shuffle.analysis.mean_ratio import Vector
-from opacus_shuffle.analysis.ratio_law import RatioLaw, Side
+from opacus_shuffle.analysis.ratio_distribution import RatioDistribution, Side
 
 RELATIVE_ERROR = 1e-9
 """Every upper ε is enlarged by this fraction, for the rounding of sums of positive terms."""
@@ -55,26 +55,26 @@ _OUTSIDE = 1e-16
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """One round whose adversary learns which of several laws of R is in force, the same in both data sets.
+    """One round whose adversary learns which of several distributions of R is in force, the same in both data sets.
 
     Attributes:
-        parts: (probability, law) pairs.
+        parts: (probability, distribution) pairs.
         lost: Probability with which the adversary learns everything. The probabilities and it add up to 1, or to 1 + ``lost``
             at most where an upper bound counts something in both.
     """
 
-    parts: tuple[tuple[float, RatioLaw], ...]
+    parts: tuple[tuple[float, RatioDistribution], ...]
     lost: float = 0.0
 
     @classmethod
-    def of(cls, law: RatioLaw) -> Mixture:
-        """One law."""
-        return cls(((1.0, law),))
+    def of(cls, distribution: RatioDistribution) -> Mixture:
+        """One distribution."""
+        return cls(((1.0, distribution),))
 
     @property
     def variance(self) -> float:
         """Of the loss, roughly: the unit for grids."""
-        return sum(weight * law.scale**2 for weight, law in self.parts)
+        return sum(weight * distribution.scale**2 for weight, distribution in self.parts)
 
 
 Rounds = Sequence[tuple[Mixture, int]]
@@ -95,7 +95,7 @@ def compute_epsilon(rounds: Rounds, *, delta: float, slack: tuple[float, float] 
     Callers have checked their numbers; what is composed is what they built.
 
     Args:
-        rounds: Mixtures of **upper** laws, each with its number of rounds.
+        rounds: Mixtures of **upper** distributions, each with its number of rounds.
         delta: δ in (0, 1).
         slack: What the two data sets' views have, over all rounds, that is not in what ``rounds`` describes: in total variation
             both numbers are that distance.
@@ -108,7 +108,7 @@ def compute_epsilon(rounds: Rounds, *, delta: float, slack: tuple[float, float] 
 
 
 def lower_epsilon(rounds: Rounds, *, delta: float, step: float = STEP) -> float:
-    """A value that the smallest valid ε is not below (rounded down): ``rounds`` holds **lower** laws, without mixtures."""
+    """A value that the smallest valid ε is not below (rounded down): ``rounds`` holds **lower** distributions, without mixtures."""
     return max(_direction_epsilon(rounds, delta, (0.0, 0.0), step, reverse=reverse, side="lower") for reverse in (False, True))
 
 
@@ -122,7 +122,12 @@ def _direction_epsilon(
         return math.inf
     budget = _CLIPPED * delta / total
     rounds = [
-        (dataclasses.replace(mixture, parts=tuple((weight, law.clipped(budget, side)) for weight, law in mixture.parts)), count)
+        (
+            dataclasses.replace(
+                mixture, parts=tuple((weight, distribution.clipped(budget, side)) for weight, distribution in mixture.parts)
+            ),
+            count,
+        )
         for mixture, count in rounds
     ]
     deviation = math.sqrt(sum(count * mixture.variance for mixture, count in rounds))
@@ -179,7 +184,7 @@ def _span(rounds: Rounds) -> float:
     """The widest range of finite losses in any round."""
     ends = []
     for mixture, _ in rounds:
-        logs = np.concatenate([law.log_ratios for _, law in mixture.parts])
+        logs = np.concatenate([distribution.log_ratios for _, distribution in mixture.parts])
         logs = logs[np.isfinite(logs)]
         ends.append(float(logs.max() - logs.min()))
     return max(ends)
@@ -196,9 +201,9 @@ class _Ratios:
 
 
 def _on_grid(mixture: Mixture, width: float, side: Side) -> _Ratios:
-    """The mixture's laws on the grid, added up."""
+    """The mixture's distributions on the grid, added up."""
     place = _spread if side == "upper" else _gather
-    placed = [(weight, place(law, width)) for weight, law in mixture.parts]
+    placed = [(weight, place(distribution, width)) for weight, distribution in mixture.parts]
     first = min(ratios.first for _, ratios in placed)
     last = max(ratios.first + len(ratios.masses) for _, ratios in placed)
     masses = np.zeros(last - first)
@@ -209,30 +214,30 @@ def _on_grid(mixture: Mixture, width: float, side: Side) -> _Ratios:
     return _Ratios(first, masses, zero, infinite)
 
 
-def _spread(law: RatioLaw, width: float) -> _Ratios:
-    """Mean-preserving split of every atom to its neighbours on the grid: above the law in convex order."""
-    logs = law.log_ratios
+def _spread(distribution: RatioDistribution, width: float) -> _Ratios:
+    """Mean-preserving split of every atom to its neighbours on the grid: above the distribution in convex order."""
+    logs = distribution.log_ratios
     finite = np.isfinite(logs)
     position = logs[finite] / width
     below = np.floor(position).astype(np.int64)
-    upward = law.masses[finite] * np.clip(np.expm1((position - below) * width) / math.expm1(width), 0.0, 1.0)
+    upward = distribution.masses[finite] * np.clip(np.expm1((position - below) * width) / math.expm1(width), 0.0, 1.0)
     first = int(below.min())
     size = int(below.max()) - first + 2
-    masses: Vector = np.bincount(below - first, law.masses[finite] - upward, minlength=size).astype(np.float64)
+    masses: Vector = np.bincount(below - first, distribution.masses[finite] - upward, minlength=size).astype(np.float64)
     masses += np.bincount(below - first + 1, upward, minlength=size)
-    return _Ratios(first, masses, float(law.masses[~finite].sum()), law.infinite)
+    return _Ratios(first, masses, float(distribution.masses[~finite].sum()), distribution.infinite)
 
 
-def _gather(law: RatioLaw, width: float) -> _Ratios:
-    """Neighbouring atoms merged (and split) so that every group's mean is a grid point: below the law in convex order.
+def _gather(distribution: RatioDistribution, width: float) -> _Ratios:
+    """Neighbouring atoms merged (and split) so that every group's mean is a grid point: below the distribution in convex order.
 
     From left to right a group collects mass until its mean has risen to its grid point. The last group never gets there: its
     mass, of the size of the tails, is left out, which only lowers δ.
     """
     found: dict[int, float] = {}
-    logs = law.log_ratios.tolist()
+    logs = distribution.log_ratios.tolist()
     point, target, mass, deficit = 0, 0.0, 0.0, 0.0
-    for log_ratio, left in zip(logs, law.masses.tolist(), strict=True):
+    for log_ratio, left in zip(logs, distribution.masses.tolist(), strict=True):
         ratio = math.exp(log_ratio)
         if mass:
             gain = (ratio - target) if abs(log_ratio - point * width) > 0.1 else target * math.expm1(log_ratio - point * width)
@@ -245,7 +250,7 @@ def _gather(law: RatioLaw, width: float) -> _Ratios:
         point = math.ceil(log_ratio / width)
         target = math.exp(point * width)
         mass, deficit = left, target * -math.expm1(log_ratio - point * width) * left
-    if not found:  # the law is narrower than one step: all of it at its mean
+    if not found:  # the distribution is narrower than one step: all of it at its mean
         return _Ratios(0, np.ones(1), 0.0, 0.0)
     first = min(found)
     masses = np.zeros(max(found) - first + 1)
@@ -306,7 +311,7 @@ def _compose(losses: Sequence[_Loss], counts: Sequence[int], width: float, log_d
 
     deviation = math.sqrt(sum(count * float(v**2 @ p) for v, p, count in zip(values, masses, counts, strict=True)))
 
-    if not 0 < deviation < math.inf:  # laws whose masses underflow, at δ below about 1e-30
+    if not 0 < deviation < math.inf:  # distributions whose masses underflow, at δ below about 1e-30
         return None
 
     def chernoff(theta: float) -> float:

@@ -9,16 +9,16 @@ One round
     pairwise neighbours: samples with and without the record are coupled by exchanging it for another. Hence, in either order,
     H_α(M‖M′) ≤ h(α) + γ·lost with h(α) = γ·H_α̃(G_μ) for α ≥ 1, and for α < 1, because the orders may be exchanged,
     h(α) = α·h(1/α) + 1 − α.
-    h is the curve of a pair of laws: it is convex on either side of 1 (there it is the perspective of a convex function), and
+    h is the curve of a pair of distributions: it is convex on either side of 1 (there it is the perspective of a convex function), and
     at 1 its slope rises, from γ(2Φ(μ/2) − 1) − Φ(μ/2) to −Φ(−μ/2), by (1 − γ)(2Φ(μ/2) − 1) ≥ 0. That pair's likelihood ratio R
-    under the second law has, with A = (1 − γ)N(0, 1) + γN(μ, 1) and B = N(0, 1),
+    under the second distribution has, with A = (1 − γ)N(0, 1) + γN(μ, 1) and B = N(0, 1),
     above 1: R = A/B at z ~ B, z > μ/2; below 1: R = B/A at z ~ A, z > μ/2; at 1: an atom of (1 − γ)(2Φ(μ/2) − 1).
     Masses and means add up to 1 (both parts' masses are each other's means).
 Rounds
     Curves on all of α ≥ 0 compose: (P, Q) may be replaced by any pair of measures whose curve is above it, round by round and
     adaptively, here by that pair with mass γ·lost more, where everything is learnt.
 On a grid
-    The part above 1 comes from the upper law of N(μ, 1)/N(0, 1) (:mod:`opacus_shuffle.analysis.ratio_law`), whose curve is
+    The part above 1 comes from the upper distribution of N(μ, 1)/N(0, 1) (:mod:`opacus_shuffle.analysis.ratio_distribution`), whose curve is
     above h for α ≥ 1. Its mirror image is the part below. What is left for the atom at 1 is no less than before: an atom split
     towards 1 and c leaves less above 1 than it had, counted with its mirror image.
 
@@ -41,9 +41,9 @@ from scipy.optimize import brentq
 
 from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.privacy_loss import Mixture
-from opacus_shuffle.analysis.ratio_law import TAILS, RatioLaw, mean_law
+from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution, mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, tail_for
-from opacus_shuffle.validation import finite_number, open_unit_interval, positive, sampling_rate, whole_number
+from opacus_shuffle.core.validation import finite_number, integer, open_unit_interval, positive, sampling_rate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,19 +71,19 @@ class SampledRound:
 Rounds = Sequence[tuple[SampledRound, int]]
 
 
-def sampled_law(*, mu: float, sample_rate: float, tail: float = TAILS[0]) -> RatioLaw:
-    """An upper law of one round's R under the second data set; its hockey sticks are the same in both directions.
+def sampled_distribution(*, mu: float, sample_rate: float, tail: float = TAILS[0]) -> RatioDistribution:
+    """An upper distribution of one round's R under the second data set; its hockey sticks are the same in both directions.
 
     Args:
         mu: μ of the sum under replacement.
         sample_rate: γ in (0, 1].
-        tail: See :func:`opacus_shuffle.analysis.ratio_law.mean_law`, whose limits are also these.
+        tail: See :func:`opacus_shuffle.analysis.ratio_distribution.mean_distribution`, whose limits are also these.
 
     Formal Guarantees:
         Above h of the module's text at every α, for every data set.
     """
     gamma = sampling_rate("sample_rate", sample_rate)
-    whole = mean_law(noise_multiplier=1 / mu, num_users=1, tail=tail)
+    whole = mean_distribution(noise_multiplier=1 / mu, num_users=1, tail=tail)
     above = whole.offsets > 1 - whole.centre  # before scaling: 1 is a point of the grid, exactly
     sampled = whole.scaled(gamma)
     offsets, masses = sampled.offsets[above], sampled.masses[above]
@@ -94,11 +94,11 @@ def sampled_law(*, mu: float, sample_rate: float, tail: float = TAILS[0]) -> Rat
     law_masses = np.concatenate([mirrored_masses, [rest], masses])
     if sampled.infinite > 0:
         law_offsets, law_masses = np.append(-sampled.centre, law_offsets), np.append(sampled.infinite, law_masses)
-    return RatioLaw(law_offsets, law_masses, sampled.centre, sampled.infinite, sampled.scale)
+    return RatioDistribution(law_offsets, law_masses, sampled.centre, sampled.infinite, sampled.scale)
 
 
 def compute_epsilon(rounds: Rounds, *, delta: float) -> float:
-    """ε at δ after all rounds, rounded up; ``inf`` where ``lost`` leaves nothing of δ or μ is too large for a law.
+    """ε at δ after all rounds, rounded up; ``inf`` where ``lost`` leaves nothing of δ or μ is too large for a distribution.
 
     Args:
         rounds: Rounds, each with its number of repetitions, at least 1; later ones may depend on earlier ones' sums.
@@ -115,7 +115,7 @@ def compute_epsilon(rounds: Rounds, *, delta: float) -> float:
     delta = open_unit_interval("delta", delta)
     counts: dict[SampledRound, int] = {}
     for each, count in rounds:
-        counts[each] = counts.get(each, 0) + whole_number("repetitions", count)
+        counts[each] = counts.get(each, 0) + integer("repetitions", count)
     return _compute_epsilon(tuple(counts.items()), delta) if counts else 0.0
 
 
@@ -133,7 +133,8 @@ def _compute_epsilon(rounds: tuple[tuple[SampledRound, int], ...], delta: float)
     mixtures = [
         (
             Mixture(
-                ((1.0, sampled_law(mu=each.mu, sample_rate=each.sample_rate, tail=tail)),), lost=each.sample_rate * each.lost
+                ((1.0, sampled_distribution(mu=each.mu, sample_rate=each.sample_rate, tail=tail)),),
+                lost=each.sample_rate * each.lost,
             ),
             count,
         )
@@ -159,7 +160,7 @@ def largest_mu(*, epsilon: float, delta: float, rounds: int, sample_rate: float,
         ValueError: If an argument is out of range, or ``lost`` leaves nothing of δ.
     """
     target, delta = positive("epsilon", epsilon), open_unit_interval("delta", delta)
-    count = whole_number("rounds", rounds)
+    count = integer("rounds", rounds)
     if count * lost >= delta:
         raise ValueError(f"lost={lost!r} in each of {count} rounds leaves nothing of delta={delta!r}: ask for a larger delta")
 

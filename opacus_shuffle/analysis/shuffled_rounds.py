@@ -5,7 +5,7 @@ with a lower value beside it. ``unshuffled_epsilon`` is what remains if the shuf
 reports in a round and what. It covers every data set, and is exact for the worst one. A user who takes part in a round with
 probability γ loses nothing in the other rounds, so T rounds count as little more than γT.
 
->>> rounds = [(ShuffledRound(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1, sampling="check_in"), 5540)]
+>>> rounds = [(ShuffledRound(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1, sampling="poisson"), 5540)]
 >>> lower, upper = pair_epsilon(rounds, delta=1 / 60_000)
 >>> round(lower, 4), round(upper, 4), round(unshuffled_epsilon(rounds, delta=1 / 60_000), 1)
 (0.0538, 0.0539, 30.2)
@@ -24,8 +24,8 @@ from scipy.special import ndtr
 from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.mean_ratio import SAMPLINGS, Sampling
 from opacus_shuffle.analysis.privacy_loss import Mixture
-from opacus_shuffle.analysis.ratio_law import TAILS, RatioLaw, Side, has_law, mean_law
-from opacus_shuffle.validation import noise_level, one_of, open_unit_interval, sampling_rate, whole_number
+from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution, Side, has_distribution, mean_distribution
+from opacus_shuffle.core.validation import integer, noise_level, one_of, open_unit_interval, sampling_rate
 
 _MOST_KINDS = 40
 """Histories with more different rounds have their σ rounded to a grid, on the safe side."""
@@ -44,13 +44,13 @@ class ShuffledRound:
 
     def __post_init__(self) -> None:
         noise_level("noise_multiplier", self.noise_multiplier)
-        whole_number("num_users", self.num_users)
+        integer("num_users", self.num_users)
         rate = sampling_rate("sample_rate", self.sample_rate)
         one_of("sampling", self.sampling, SAMPLINGS)
         if self.sampling is None and rate != 1.0:
-            raise ValueError(f"sample_rate={rate!r} needs sampling='without_replacement' or 'check_in'")
-        if self.sampling == "without_replacement":
-            reports = whole_number("round(sample_rate * num_users)", round(rate * self.num_users))
+            raise ValueError(f"sample_rate={rate!r} needs sampling='fixed_size' or 'poisson'")
+        if self.sampling == "fixed_size":
+            reports = integer("round(sample_rate * num_users)", round(rate * self.num_users))
             object.__setattr__(self, "sample_rate", reports / self.num_users)
 
     @property
@@ -105,7 +105,7 @@ def _pair_epsilon(rounds: tuple[tuple[ShuffledRound, int], ...], delta: float) -
         return 0.0, unshuffled
 
     def composition(side: Side) -> list[tuple[Mixture, int]]:
-        return [(Mixture.of(_law(each, side, tail)), count) for each, count in coarsen(rounds, side)]
+        return [(Mixture.of(_distribution(each, side, tail)), count) for each, count in coarsen(rounds, side)]
 
     upper = min(privacy_loss.compute_epsilon(composition("upper"), delta=delta), unshuffled)
     return min(privacy_loss.lower_epsilon(composition("lower"), delta=delta), upper), upper
@@ -146,8 +146,8 @@ def _participation_epsilon(rounds: tuple[tuple[ShuffledRound, int], ...], delta:
     """ε where it is seen in which rounds the user takes part, each with probability γ."""
     mixtures = []
     for each, count in coarsen(rounds, "upper"):
-        report = mean_law(noise_multiplier=each.noise_multiplier, num_users=1, tail=tail)
-        nothing = RatioLaw(np.array([1 - report.centre]), np.ones(1), report.centre, 0.0, 0.0)
+        report = mean_distribution(noise_multiplier=each.noise_multiplier, num_users=1, tail=tail)
+        nothing = RatioDistribution(np.array([1 - report.centre]), np.ones(1), report.centre, 0.0, 0.0)
         mixtures.append((Mixture(((each.sample_rate, report), (1 - each.sample_rate, nothing))), count))
     return privacy_loss.compute_epsilon(mixtures, delta=delta)
 
@@ -174,7 +174,12 @@ def sampled_gaussian_epsilon(rounds: Rounds, *, delta: float) -> float:
     if tail is None or all(each.sample_rate == 1.0 for each, _ in merged):
         return everyone
     mixtures = [
-        (Mixture.of(mean_law(noise_multiplier=each.noise_multiplier, num_users=1, tail=tail).scaled(each.sample_rate)), count)
+        (
+            Mixture.of(
+                mean_distribution(noise_multiplier=each.noise_multiplier, num_users=1, tail=tail).scaled(each.sample_rate)
+            ),
+            count,
+        )
         for each, count in coarsen(merged, "upper")
     ]
     return min(everyone, privacy_loss.compute_epsilon(mixtures, delta=delta))
@@ -184,7 +189,7 @@ def merge(rounds: Rounds) -> tuple[tuple[ShuffledRound, int], ...]:
     """Equal rounds counted together, in order of first appearance; repetitions checked."""
     counts: dict[ShuffledRound, int] = {}
     for each, count in rounds:
-        counts[each] = counts.get(each, 0) + whole_number("repetitions", count)
+        counts[each] = counts.get(each, 0) + integer("repetitions", count)
     return tuple(counts.items())
 
 
@@ -206,13 +211,13 @@ def tail_for(rounds: Rounds, delta: float) -> float | None:
     smallest = 1e-6 * delta / sum(count for _, count in rounds)
     tail = next((tail for tail in TAILS if ndtr(-tail) <= smallest), None)
     # A tenth of σ leaves room for coarsening.
-    fits = tail is not None and all(has_law(0.9 * each.noise_multiplier, tail) for each, _ in rounds)
+    fits = tail is not None and all(has_distribution(0.9 * each.noise_multiplier, tail) for each, _ in rounds)
     return tail if fits else None
 
 
-def _law(each: ShuffledRound, side: Side, tail: float) -> RatioLaw:
-    """The law of R of one round."""
-    return mean_law(
+def _distribution(each: ShuffledRound, side: Side, tail: float) -> RatioDistribution:
+    """The distribution of R of one round."""
+    return mean_distribution(
         noise_multiplier=each.noise_multiplier,
         num_users=each.num_users,
         sample_rate=each.sample_rate,

@@ -1,7 +1,7 @@
 r"""The papers' own bounds for subsampled and checked-in shuffling: SG ICLR Theorems 2 and 3, as printed.
 
 They carry a term 2γ^j·C(λ, j) for j ≥ 3 that does not vanish as n grows; :mod:`.mean_ratio` has the exact value of the same
-pair, often a hundred times smaller. They are here because ``bound="paper"`` means what the paper prints.
+pair, often a hundred times smaller. They are here because ``bound="published"`` means what the paper prints.
 
 Where the print departs from its own sources (this file follows the ICLR text, then says where it is loose):
     * arXiv Eq. 17–18 and Theorem 3 combine logarithms of ε's without exponentials; ICLR Eq. 11 and 13 are right.
@@ -10,7 +10,7 @@ Where the print departs from its own sources (this file follows the ICLR text, t
     * Theorem 3's "if Eq. 12 decreases with n" needs no "if": sample means are a reverse martingale, and Jensen's inequality.
 
 >>> from opacus_shuffle.analysis import mean_ratio, subsampling
->>> setting = dict(noise_multiplier=0.86, num_users=60_000, sample_rate=0.001, sampling="without_replacement", orders=2)
+>>> setting = dict(noise_multiplier=0.86, num_users=60_000, sample_rate=0.001, sampling="fixed_size", orders=2)
 >>> round(subsampling.compute_rdp(**setting) / mean_ratio.compute_rdp(**setting), 2)  # Theorem 2 over the exact value
 4.0
 """
@@ -24,9 +24,9 @@ import numpy as np
 from scipy.special import gammaln
 
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER, Vector, log_expm1, log_moments, logsumexp, rdp_from_log_moments
-from opacus_shuffle.validation import finite_number, noise_level, one_of, renyi_orders, sampling_rate, whole_number
+from opacus_shuffle.core.validation import finite_number, integer, noise_level, one_of, renyi_orders, sampling_rate
 
-SubsamplingScheme = Literal["without_replacement", "check_in"]
+SubsamplingScheme = Literal["fixed_size", "poisson"]
 
 
 @overload
@@ -58,7 +58,7 @@ def compute_rdp(
     sampling: SubsamplingScheme,
     chernoff_slack: float | None = None,
 ) -> float | Vector:
-    """RDP of one round by SG ICLR Theorem 2 (``"without_replacement"``) or Theorem 3 (``"check_in"``).
+    """RDP of one round by SG ICLR Theorem 2 (``"fixed_size"``) or Theorem 3 (``"poisson"``).
 
     Args:
         noise_multiplier: Local σ: one report's noise over the clipping norm. In (0, ∞).
@@ -66,8 +66,8 @@ def compute_rdp(
         sample_rate: γ in (0, 1]. Without replacement, m = round(γ·n) users take part and γ is m/n.
         orders: One order or several, each in (1, 16384]. The theorems hold at integers; between two of them log E[R^λ] is
             bounded by the chord of its bounds.
-        sampling: ``"without_replacement"`` or ``"check_in"``.
-        chernoff_slack: Δ of Theorem 3, in [0, 1], only for ``"check_in"``. Theorem 3 holds for every Δ: by default each order
+        sampling: ``"fixed_size"`` or ``"poisson"``.
+        chernoff_slack: Δ of Theorem 3, in [0, 1], only for ``"poisson"``. Theorem 3 holds for every Δ: by default each order
             takes the best of a grid (32 values, 8 beyond order 512).
 
     Returns:
@@ -86,14 +86,14 @@ def compute_rdp(
     """
     vector = renyi_orders(orders, maximum=MAX_ORDER)
     sigma = noise_level("noise_multiplier", noise_multiplier)
-    users = whole_number("num_users", num_users)
+    users = integer("num_users", num_users)
     rate = sampling_rate("sample_rate", sample_rate)
-    one_of("sampling", sampling, ("without_replacement", "check_in"))
+    one_of("sampling", sampling, ("fixed_size", "poisson"))
     max_order = max(2, int(np.ceil(vector.max())))
-    if sampling == "without_replacement":
+    if sampling == "fixed_size":
         if chernoff_slack is not None:
-            raise ValueError(f"chernoff_slack={chernoff_slack} belongs to sampling='check_in' alone; leave it out")
-        reports = whole_number("round(sample_rate * num_users)", round(rate * users))
+            raise ValueError(f"chernoff_slack={chernoff_slack} belongs to sampling='poisson' alone; leave it out")
+        reports = integer("round(sample_rate * num_users)", round(rate * users))
         bounds = _theorem_2(sigma, reports, reports / users, max_order)
     else:
         bounds = _theorem_3(sigma, users, rate, max_order, _slacks(chernoff_slack, users * rate, max_order))

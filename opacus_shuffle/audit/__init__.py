@@ -10,8 +10,8 @@ from opacus_shuffle.audit.alignment import Aligner, Alignment, align
 from opacus_shuffle.audit.canary import CanaryTrial, GradientCanary
 from opacus_shuffle.audit.lower_bounds import LowerBound, audit_scores, epsilon_lower_bound
 from opacus_shuffle.audit.mechanism_audits import audit_gaussian, audit_shuffle_gauss
+from opacus_shuffle.audit.permuted_gaussian_audit import audit_permuted_gaussian
 from opacus_shuffle.audit.result import AuditResult, Claim, Finding
-from opacus_shuffle.audit.shuffled_gaussian_audit import audit_shuffled_gaussian
 from opacus_shuffle.audit.training_audit import audit_training
 
 __all__ = [
@@ -25,9 +25,9 @@ __all__ = [
     "LowerBound",
     "align",
     "audit_gaussian",
+    "audit_permuted_gaussian",
     "audit_scores",
     "audit_shuffle_gauss",
-    "audit_shuffled_gaussian",
     "audit_training",
     "epsilon_lower_bound",
 ]

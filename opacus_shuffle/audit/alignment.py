@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from opacus_shuffle.audit.slices import Cell, cut, pair, twins
+from opacus_shuffle.core.validation import instance_of, integer
 from opacus_shuffle.permutation.spec import WRAPPERS, PermutationPlan, PermutationSpec
-from opacus_shuffle.validation import instance_of, whole_number
 
 StateDict = Mapping[str, torch.Tensor]
 
@@ -111,8 +111,8 @@ class Aligner:
 
     def __init__(self, spec: PermutationSpec, *, assignment_limit: int = 2048, sweeps: int = 20) -> None:
         self.spec = instance_of("spec", spec, (PermutationSpec,))
-        self._limit = whole_number("assignment_limit", assignment_limit, minimum=0)
-        self._sweeps = whole_number("sweeps", sweeps)
+        self._limit = integer("assignment_limit", assignment_limit, minimum=0)
+        self._sweeps = integer("sweeps", sweeps)
         self._cells = cut(spec)
         self._inner: dict[int, frozenset[int]] = {
             number: frozenset(i for i, other in enumerate(spec.factors) if number in other.inside)

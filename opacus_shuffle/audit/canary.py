@@ -37,9 +37,9 @@ from opacus.optimizers import (
     SimpleDistributedPerLayerOptimizer,
 )
 
-from opacus_shuffle.optimizers import BatchClipping
-from opacus_shuffle.randomness import check_generator, secret_generator
-from opacus_shuffle.validation import instance_of, positive
+from opacus_shuffle.core.randomness import check_generator, secret_generator
+from opacus_shuffle.core.validation import instance_of, positive
+from opacus_shuffle.engine.optimizers import BatchClipping
 
 DISTRIBUTED = (
     DistributedDPOptimizer,

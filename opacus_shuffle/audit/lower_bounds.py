@@ -22,7 +22,7 @@ import torch
 from scipy.special import betainccinv, betaincinv, ndtri
 
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.validation import one_of, open_unit_interval, whole_number
+from opacus_shuffle.core.validation import integer, one_of, open_unit_interval
 
 Method = Literal["clopper_pearson", "gdp"]
 Vector = npt.NDArray[np.float64]
@@ -30,7 +30,7 @@ Vector = npt.NDArray[np.float64]
 METHODS = ("clopper_pearson", "gdp")
 
 RELATIVE_ERROR = 1e-9
-"""Clopper-Pearson limits and ε are moved to the safe side by this fraction: more than inverting the beta law loses."""
+"""Clopper-Pearson limits and ε are moved to the safe side by this fraction: more than inverting the beta distribution loses."""
 
 _SPACING = 1.07
 """Thresholds are tried at score ranks this far apart, from both ends of both samples: some 800 for 10⁷ scores."""
@@ -224,7 +224,7 @@ def upper_limit(count: npt.ArrayLike, trials: int, *, tail: float) -> Vector:
     Rounded up. Its complement, rounded down to as many digits, is ``lower_limit(trials - count, trials)``.
     """
     events = np.asarray(count, dtype=np.float64)
-    # With b = 0 the beta law is a point at 1; scipy calls it NaN.
+    # With b = 0 the beta distribution is a point at 1; scipy calls it NaN.
     inside = betainccinv(events + 1, np.maximum(trials - events, 0.5), tail)
     return np.where(events >= trials, 1.0, np.minimum(inside * (1 + RELATIVE_ERROR), 1.0))
 
@@ -301,12 +301,12 @@ def _runs(trials: Any) -> tuple[int, int]:
     pair = (trials, trials) if np.ndim(trials) == 0 else tuple(trials)
     if len(pair) != 2:
         raise ValueError(f"trials must be one number or a pair (runs without the record, runs with it), got {trials!r}")
-    return whole_number("trials", pair[0]), whole_number("trials", pair[1])
+    return integer("trials", pair[0]), integer("trials", pair[1])
 
 
 def _count(name: str, value: Any, runs: int, which: str) -> int:
     """A count of at most ``runs``."""
-    number = whole_number(name, value, minimum=0)
+    number = integer(name, value, minimum=0)
     if number > runs:
         raise ValueError(f"{name} must not exceed the {runs} trials {which} the record, got {number}")
     return number

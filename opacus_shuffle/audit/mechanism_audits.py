@@ -17,19 +17,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from opacus_shuffle.accountants.bounds import ADJACENCIES, Guarantee
-from opacus_shuffle.accounting import privacy_bound
+from opacus_shuffle.accountants.bounds.registry import ADJACENCIES, Guarantee
+from opacus_shuffle.accountants.compute import privacy_bound
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.audit.lower_bounds import audit_scores, epsilon_lower_bound
 from opacus_shuffle.audit.result import AuditResult, Claim, Finding
 from opacus_shuffle.audit.sampling import chunks, numpy_generator
-from opacus_shuffle.rounding import round_up
-from opacus_shuffle.validation import (
+from opacus_shuffle.core.rounding import round_up
+from opacus_shuffle.core.validation import (
     finite_number,
+    integer,
     noise_level,
     one_of,
     open_unit_interval,
-    whole_number,
 )
 
 Vector = npt.NDArray[np.float64]
@@ -129,11 +129,11 @@ def audit_shuffle_gauss(
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        With probability ``confidence`` the ε of this pair of data sets at δ is at least the finding. ``paper`` and ``tight``
+        With probability ``confidence`` the ε of this pair of data sets at δ is at least the finding. ``published`` and ``pair``
         are about the pair with ``others=0`` only.
     """
     sigma = noise_level("noise_multiplier", noise_multiplier)
-    users, steps = whole_number("num_users", num_users), whole_number("steps", steps)
+    users, steps = integer("num_users", num_users), integer("steps", steps)
     if users > _MOST_USERS:
         raise ValueError(
             f"num_users must not exceed {_MOST_USERS:,}, got {users}: every run draws all reports; audit fewer users"
@@ -150,7 +150,9 @@ def audit_shuffle_gauss(
     scores = likelihood_ratios(
         present=(present - others) / sigma, absent=(absent - others) / sigma, users=users, steps=steps, trials=trials, rng=rng
     )
-    bounds = ("paper", "tight", "certified", "certified_sharp") if adjacency == "zero_out" else ("certified", "certified_sharp")
+    bounds = (
+        ("published", "pair", "certified", "certified_sharp") if adjacency == "zero_out" else ("certified", "certified_sharp")
+    )
     claims = tuple(
         Claim.of(
             privacy_bound(
@@ -211,7 +213,7 @@ def common(delta: Any, trials: Any, confidence: Any) -> tuple[float, int, float]
     """The arguments that every audit has, checked before anything is drawn."""
     return (
         open_unit_interval("delta", delta),
-        whole_number("trials", trials, minimum=FEWEST),
+        integer("trials", trials, minimum=FEWEST),
         open_unit_interval("confidence", confidence),
     )
 

@@ -14,7 +14,7 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 
 from opacus_shuffle.audit.alignment import Aligner
-from opacus_shuffle.permutation.shuffler import WeightShuffler, innermost
+from opacus_shuffle.engine.weights.shuffler import WeightShuffler, innermost
 from opacus_shuffle.permutation.spec import PermutationPlan, PermutationSpec
 
 _CERTAIN = 64

@@ -2,10 +2,10 @@
 
 >>> from opacus_shuffle.audit.lower_bounds import epsilon_lower_bound
 >>> found = Finding("one test", epsilon_lower_bound(0, 500, 1000, delta=1e-5), "sees the released weights")
->>> claims = (Claim("paper", 0.5, Guarantee.ESTIMATE, "a formula"), Claim("certified", 9.0, Guarantee.PROVED, "every data set"))
+>>> claims = (Claim("published", 0.5, Guarantee.ESTIMATE, "a formula"), Claim("certified", 9.0, Guarantee.PROVED, "every data set"))
 >>> result = AuditResult("an example", delta=1e-5, claims=claims, findings=(found,))
 >>> [claim.name for claim in result.contradicted], round(float(result.largest.lower), 3)
-(['paper'], 4.846)
+(['published'], 4.846)
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import html
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from opacus_shuffle.accountants.bounds import Guarantee, PrivacyBound
+from opacus_shuffle.accountants.bounds.registry import Guarantee, PrivacyBound
 from opacus_shuffle.audit.lower_bounds import LowerBound
-from opacus_shuffle.rounding import round_down, round_up
-from opacus_shuffle.validation import finite_number, instance_of, open_unit_interval
+from opacus_shuffle.core.rounding import round_down, round_up
+from opacus_shuffle.core.validation import finite_number, instance_of, open_unit_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +43,7 @@ class Claim:
     """An ε that is said to be an upper bound, at the audit's δ.
 
     Attributes:
-        name: For example ``"paper"``.
+        name: For example ``"published"``.
         epsilon: ε ≥ 0.
         guarantee: What it is worth.
         covers: The data sets it is about, in words.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from opacus_shuffle.accountants.bounds import Guarantee
-from opacus_shuffle.rounding import round_down, round_up
+from opacus_shuffle.accountants.bounds.registry import Guarantee
+from opacus_shuffle.core.rounding import round_down, round_up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from scipy.special import ndtri_exp
 
-from opacus_shuffle.randomness import check_generator, secret_generator
+from opacus_shuffle.core.randomness import check_generator, secret_generator
 
 Vector = npt.NDArray[np.float64]
 

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from opacus_shuffle.permutation.layout import Block
-from opacus_shuffle.permutation.layout import nearest as nearest_outer
+from opacus_shuffle.permutation.moving.layout import Block
+from opacus_shuffle.permutation.moving.layout import nearest as nearest_outer
 from opacus_shuffle.permutation.spec import PermutationSpec
 
 Tables = Mapping[int, torch.Tensor]

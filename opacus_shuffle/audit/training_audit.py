@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants import ShuffledWeightsAccountant
 from opacus_shuffle.accountants.base import POISSON
-from opacus_shuffle.accountants.bounds import Guarantee
+from opacus_shuffle.accountants.bounds.registry import Guarantee
 from opacus_shuffle.analysis import fenton_wilkinson, gaussian
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, sampled_gaussian_epsilon
 from opacus_shuffle.audit.canary import GradientCanary, entry
@@ -41,12 +41,12 @@ from opacus_shuffle.audit.lower_bounds import METHODS, LowerBound, Method, audit
 from opacus_shuffle.audit.mechanism_audits import reach
 from opacus_shuffle.audit.released_weights import ReleasedWeights
 from opacus_shuffle.audit.result import AuditResult, Claim, Finding
-from opacus_shuffle.optimizers.local_gaussian import RootOfRecords
+from opacus_shuffle.core.randomness import check_generator
+from opacus_shuffle.core.rounding import round_down
+from opacus_shuffle.core.validation import instance_of, integer, noise_level, one_of, open_unit_interval
+from opacus_shuffle.engine.optimizers.local_gaussian import NoisePerRecord
+from opacus_shuffle.engine.weights.shuffler import WeightShuffler, innermost
 from opacus_shuffle.permutation.network import unwrap
-from opacus_shuffle.permutation.shuffler import WeightShuffler, innermost
-from opacus_shuffle.randomness import check_generator
-from opacus_shuffle.rounding import round_down
-from opacus_shuffle.validation import instance_of, noise_level, one_of, open_unit_interval, whole_number
 
 FEWEST = 100
 """Steps below which an audit shows nothing."""
@@ -101,12 +101,12 @@ def audit_training(
         generator: Of the coins, on the CPU; by default secret.
 
     Returns:
-        One finding per adversary, and the claims on one step: ``certified`` (Gaussian mechanism, exact), and ``paper`` (WS
+        One finding per adversary, and the claims on one step: ``certified`` (Gaussian mechanism, exact), and ``published`` (WS
         Theorem 6) where it claims something about this entry.
 
     Raises:
         ValueError: If something does not fit: adaptive clipping and local noise (their noise differs from step to step),
-            several processes, shuffling only on release (audit ``"every_step"``, which has the same law), momentum, weight
+            several processes, shuffling only on release (audit ``"every_step"``, which has the same distribution), momentum, weight
             decay or another update rule with shuffled weights (its releases do not tell the gradient so simply).
 
     Formal Guarantees:
@@ -129,7 +129,7 @@ def audit_training(
     """
     instance_of("model", model, (nn.Module,))
     instance_of("optimizer", optimizer, (DPOptimizer,))
-    steps = whole_number("steps", steps, minimum=FEWEST)
+    steps = integer("steps", steps, minimum=FEWEST)
     delta, confidence = open_unit_interval("delta", delta), open_unit_interval("confidence", confidence)
     one_of("method", method, METHODS)
     check_generator("generator", generator)
@@ -268,7 +268,7 @@ def _refuse_other_noise(optimizer: DPOptimizer) -> None:
     """Says no where the noise of a step is not σ times the norm, the same in every step."""
     if isinstance(optimizer, AdaClipDPOptimizer) or hasattr(optimizer, "_adjusted_noise_multiplier"):
         raise ValueError("optimizer clips adaptively, with another noise in every step: audit clipping='flat' or 'per_layer'")
-    if isinstance(optimizer, RootOfRecords):
+    if isinstance(optimizer, NoisePerRecord):
         raise ValueError(
             "optimizer adds local noise, which grows with the records in a batch: audit local_noise=False, or the mechanism "
             "(opacus_shuffle.audit.audit_shuffle_gauss)"
@@ -279,7 +279,7 @@ def _refuse_other_updates(optimizer: DPOptimizer, shuffler: WeightShuffler) -> N
     """Says no where two releases do not tell the noised gradient between them."""
     if shuffler.mode != "every_step":
         raise ValueError(
-            f"shuffle_mode is {shuffler.mode!r}: audit a run with 'every_step', whose releases have the same joint law"
+            f"shuffle_mode is {shuffler.mode!r}: audit a run with 'every_step', whose releases have the same joint distribution"
         )
     inner = innermost(optimizer)
     for group in inner.param_groups:
@@ -324,7 +324,7 @@ def _claims(
         noise_std=sigma * clip, delta=delta, dimension=dimension, clip=clip, batch_clip=batch_clip
     )
     covers = "no data set for certain: WS Theorem 6, about the permuted gradient by itself"
-    return Claim("paper", paper, Guarantee.ESTIMATE, covers, ("shuffled gradient",)), certified
+    return Claim("published", paper, Guarantee.ESTIMATE, covers, ("shuffled gradient",)), certified
 
 
 def _whole_run(
@@ -336,9 +336,7 @@ def _whole_run(
     if not history or not bound or not bound.mu or not poisson:  # without secret sampling nothing of the kind holds
         return []
     rate = float(history[-1][1])
-    each = ShuffledRound(
-        noise_multiplier=1 / bound.mu, num_users=1, sample_rate=rate, sampling="check_in" if rate < 1 else None
-    )
+    each = ShuffledRound(noise_multiplier=1 / bound.mu, num_users=1, sample_rate=rate, sampling="poisson" if rate < 1 else None)
     epsilon = sampled_gaussian_epsilon([(each, steps)], delta=delta)
     return [
         f"If a step's trade-off curve is Gaussian (mu of at least {round_down(bound.mu)} by the gradient's scores), {steps:,} "

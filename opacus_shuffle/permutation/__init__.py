@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from opacus_shuffle.permutation.discover import find_permutations
-from opacus_shuffle.permutation.handlers import ModuleAxes, register_permutation
+from opacus_shuffle.permutation.finding.handlers import ModuleAxes, register_permutation
 from opacus_shuffle.permutation.spec import PermutationPlan, PermutationSpec
 
 __all__ = ["ModuleAxes", "PermutationPlan", "PermutationSpec", "find_permutations", "register_permutation"]

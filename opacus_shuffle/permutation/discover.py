@@ -15,15 +15,15 @@ from typing import Any
 
 from torch import nn
 
-from opacus_shuffle.permutation import rules_indexing, rules_layers, rules_shapes  # noqa: F401  (they register their rules)
-from opacus_shuffle.permutation import sample_input as samples
-from opacus_shuffle.permutation.handlers import HandlerError, declared_axes
-from opacus_shuffle.permutation.nesting import LEVELS, build_spec
+from opacus_shuffle.core.validation import one_of
+from opacus_shuffle.permutation.finding import rules_indexing, rules_layers, rules_shapes  # noqa: F401  (they register their rules)
+from opacus_shuffle.permutation.finding import sample_input as samples
+from opacus_shuffle.permutation.finding.handlers import HandlerError, declared_axes
+from opacus_shuffle.permutation.finding.nesting import LEVELS, build_spec
+from opacus_shuffle.permutation.finding.trace import Packing, Tracer
 from opacus_shuffle.permutation.network import kept_activations, require_apart, require_ready, results, state_kept, unwrap
 from opacus_shuffle.permutation.self_check import check_call
 from opacus_shuffle.permutation.spec import PermutationSpec
-from opacus_shuffle.permutation.trace import Packing, Tracer
-from opacus_shuffle.validation import one_of
 
 ROUNDS = 6  # of learning what is packed and what is written to; three are enough for all networks met
 

@@ -4,7 +4,7 @@ The weights are perturbed first, because a norm with scale 1 and shift 0, or a b
 forgotten.
 
 >>> import torch
->>> from opacus_shuffle.permutation.layout import Block, Factor, Term
+>>> from opacus_shuffle.permutation.moving.layout import Block, Factor, Term
 >>> from opacus_shuffle.permutation.spec import PermutationSpec
 >>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
 >>> rows = Block(0, 1, 6, (Term(0, ((0, 1),)),))
@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from opacus_shuffle.permutation import sample_input as samples
+from opacus_shuffle.permutation.finding import sample_input as samples
 from opacus_shuffle.permutation.network import results, state_kept, unwrap
 from opacus_shuffle.permutation.spec import PermutationPlan, PermutationSpec
 

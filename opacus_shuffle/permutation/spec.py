@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from opacus_shuffle.permutation.gather import Move, gather_
-from opacus_shuffle.permutation.layout import Block, Factor, IndexVectors, Term, plan_movement
-from opacus_shuffle.randomness import check_generator, secret_generator
+from opacus_shuffle.core.randomness import check_generator, secret_generator
+from opacus_shuffle.permutation.moving.gather import Move, gather_
+from opacus_shuffle.permutation.moving.layout import Block, Factor, IndexVectors, Term, plan_movement
 
 WRAPPERS = re.compile(r"^(?:(?:_module|module|_orig_mod)\.)+")
 """What Opacus, distributed training and ``torch.compile`` put before the names of parameters."""
@@ -158,7 +158,7 @@ class PermutationSpec:
             module: The network, or a wrapper of it (Opacus's, ``DistributedDataParallel``, ``torch.compile``).
             plan: From this specification.
             optimizer: Whose state for these parameters moves too; Opacus's optimizers are fine.
-            executor: See :func:`opacus_shuffle.permutation.gather.gather_`.
+            executor: See :func:`opacus_shuffle.permutation.moving.gather.gather_`.
             storage: See there.
 
         Raises:

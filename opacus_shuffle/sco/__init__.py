@@ -14,22 +14,22 @@ The paper is "Shuffle Private Stochastic Convex Optimization" (Cheu, Joseph, Mao
 (1.0, 1, True)
 """
 
+from opacus_shuffle.protocols.calibration import noise_variance
+from opacus_shuffle.protocols.messages import Messages
+from opacus_shuffle.protocols.scalar_sum import ShuffleScalarSum
+from opacus_shuffle.protocols.statement import PrivacyStatement
+from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 from opacus_shuffle.sco.accelerated import shuffle_accelerated_sgd
-from opacus_shuffle.sco.calibration import noise_variance
 from opacus_shuffle.sco.constraints import Box, Constraint, L2Ball, Projection, as_constraint
 from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent
 from opacus_shuffle.sco.losses import Link, absolute_loss, hinge_loss, logistic_loss, squared_loss
-from opacus_shuffle.sco.messages import Messages
 from opacus_shuffle.sco.module_objective import ModuleObjective
 from opacus_shuffle.sco.moreau import MoreauEnvelope
 from opacus_shuffle.sco.objective import LinearObjective, Objective
 from opacus_shuffle.sco.pan_private import pan_private_accelerated_sgd
 from opacus_shuffle.sco.result import Estimate
-from opacus_shuffle.sco.scalar_sum import ShuffleScalarSum
 from opacus_shuffle.sco.sgd import shuffle_sgd
-from opacus_shuffle.sco.statement import PrivacyStatement
 from opacus_shuffle.sco.strongly_convex import shuffle_strongly_convex
-from opacus_shuffle.sco.vector_sum import ShuffleVectorSum
 
 __all__ = [
     "Box",

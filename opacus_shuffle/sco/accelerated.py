@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opacus_shuffle.core.validation import one_of, positive
 from opacus_shuffle.sco.moreau import MoreauEnvelope
 from opacus_shuffle.sco.printed import printed_step_sizes
 from opacus_shuffle.sco.problem import Envelope, Problem, Reports, make_envelope, prepare
@@ -37,7 +38,6 @@ from opacus_shuffle.sco.schedules import (
     best_smoothing,
 )
 from opacus_shuffle.sco.users import UserLedger
-from opacus_shuffle.validation import one_of, positive
 
 
 def shuffle_accelerated_sgd(

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from opacus_shuffle.validation import finite_number, positive, whole_number
+from opacus_shuffle.core.validation import finite_number, integer, positive
 
 
 @runtime_checkable
@@ -106,7 +106,7 @@ class Box:
     dimension: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = {} if self.dimension is None else {"dimension": whole_number("dimension", self.dimension)}
+        sizes = {} if self.dimension is None else {"dimension": integer("dimension", self.dimension)}
         for name in ("low", "high"):
             bound = getattr(self, name)
             if isinstance(bound, Tensor):

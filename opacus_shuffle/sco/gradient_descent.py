@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opacus_shuffle.core.validation import boolean, integer, one_of, positive
+from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 from opacus_shuffle.sco.accelerated import Start, known_smoothness, probe_reports
 from opacus_shuffle.sco.descent_plan import Setting, plan_descent
 from opacus_shuffle.sco.problem import Envelope, Problem, Reports, make_envelope, prepare
 from opacus_shuffle.sco.result import Estimate, History
 from opacus_shuffle.sco.rounds import Budget
 from opacus_shuffle.sco.schedules import PARAMETERS
-from opacus_shuffle.sco.vector_sum import ShuffleVectorSum
-from opacus_shuffle.validation import flag, one_of, positive, whole_number
 
 
 def shuffle_gradient_descent(
@@ -70,7 +70,7 @@ def shuffle_gradient_descent(
         step_size: η; by default the proved bound's best.
         average: Whether to answer the mean of the iterates, as the theorem does, or the last one (nothing is proved for it).
         parameters: ``"calibrated"`` or ``"printed"`` (the proof's formulas; the bound still holds for them).
-        calibration: ``"paper"``: Algorithm 5's advanced composition; ``"tight"``: the rounds composed exactly.
+        calibration: ``"published"``: Algorithm 5's advanced composition; ``"tight"``: the rounds composed exactly.
         honest_fraction: See there.
         clip: See there.
         generator: See there.
@@ -99,9 +99,9 @@ def shuffle_gradient_descent(
     choices = DescentChoices(
         smoothness=None if smoothness is None else positive("smoothness", smoothness),
         envelope=envelope,
-        rounds=None if rounds is None else whole_number("rounds", rounds),
+        rounds=None if rounds is None else integer("rounds", rounds),
         step_size=None if step_size is None else positive("step_size", step_size),
-        average=flag("average", average),
+        average=boolean("average", average),
         printed=one_of("parameters", parameters, PARAMETERS) == "printed",
     )
     budget = Budget(epsilon, delta, calibration, honest_fraction)

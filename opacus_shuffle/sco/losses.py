@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from opacus_shuffle.validation import flag, one_of, positive
+from opacus_shuffle.core.validation import boolean, one_of, positive
 
 Function = Callable[[Tensor, Any], Tensor]
 
@@ -59,7 +59,7 @@ class Link:
     def __post_init__(self) -> None:
         if not callable(self.value):
             raise ValueError(f"value must be a callable h(scores, targets), got {self.value!r}")
-        if not flag("elementwise", self.elementwise):
+        if not boolean("elementwise", self.elementwise):
             self._separate_records()
         if self.derivative is None:
             object.__setattr__(self, "derivative", self._differentiate)

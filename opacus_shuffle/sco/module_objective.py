@@ -23,7 +23,8 @@ from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 
-from opacus_shuffle.opacus_defects import refuse_broken_attention, tied_parameters
+from opacus_shuffle.core.opacus_compat import refuse_broken_attention, tied_parameters
+from opacus_shuffle.core.validation import instance_of, integer, one_of
 from opacus_shuffle.sco.objective import (
     Objective,
     map_data,
@@ -32,7 +33,6 @@ from opacus_shuffle.sco.objective import (
     one_loss,
     refuse_randomness_or_memory,
 )
-from opacus_shuffle.validation import instance_of, one_of, whole_number
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
@@ -77,7 +77,7 @@ class ModuleObjective(Objective):
         if not callable(criterion):
             raise ValueError(f"criterion must be a callable criterion(outputs, targets), got {criterion!r}")
         self._mode = one_of("grad_sample", grad_sample, ("functorch", "hooks"))
-        self.chunk_size = whole_number("chunk_size", chunk_size)
+        self.chunk_size = integer("chunk_size", chunk_size)
         self._criterion = criterion
         # The copy first: taking the hooks off the original would end the run that it may be in.
         inner: Any = copy.deepcopy(module)

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opacus_shuffle.core.validation import boolean, finite_number, instance_of, integer, positive
 from opacus_shuffle.sco.constraints import as_constraint, project_rows
 from opacus_shuffle.sco.each_record import EachRecord
 from opacus_shuffle.sco.losses import Function, Link, as_link
@@ -41,7 +42,6 @@ from opacus_shuffle.sco.proximal import (
     relative_error,
     steps_for,
 )
-from opacus_shuffle.validation import finite_number, flag, instance_of, positive, whole_number
 
 _MOST_STEPS = 1_000_000
 # By default gradients are wrong by this fraction of L at most.
@@ -114,12 +114,12 @@ class MoreauEnvelope(Objective):
     ) -> None:
         self.objective: Objective = instance_of("objective", objective, (Objective,))
         self.dimension = objective.dimension
-        self.chunk_size = whole_number("chunk_size", objective.chunk_size if chunk_size is None else chunk_size)
+        self.chunk_size = integer("chunk_size", objective.chunk_size if chunk_size is None else chunk_size)
         self.smoothness = positive("smoothness", smoothness)
         self.lipschitz = None if lipschitz is None else positive("lipschitz", lipschitz)
         self.constraint = None if constraint is None else as_constraint(constraint, diameter)
         self._inner = None if inner_smoothness is None else positive("inner_smoothness", inner_smoothness)
-        whole_batches = flag("prox_elementwise", prox_elementwise)
+        whole_batches = boolean("prox_elementwise", prox_elementwise)
         remedy = "; if it treats records one by one as it is, say so by prox_elementwise=True"
         self._prox = prox if prox is None or whole_batches or not callable(prox) else EachRecord(prox, "prox", remedy)
         self._exact = prox is None and self.constraint is None and isinstance(objective, LinearObjective)
@@ -213,7 +213,7 @@ class MoreauEnvelope(Objective):
         ratio = None if self._inner is None else self._inner / self.smoothness
         scale = self.lipschitz / self.smoothness
         if iterations is not None:
-            self._steps = whole_number("iterations", iterations)
+            self._steps = integer("iterations", iterations)
             return scale * relative_error(self._steps, smooth_ratio=ratio)
         relative = (_ROUGH if ratio is None else _FINE) if accuracy is None else positive("accuracy", accuracy) / scale
         relative = min(relative, 1.0)

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opacus_shuffle.core.validation import instance_of, integer
 from opacus_shuffle.sco.losses import Link, link_of
-from opacus_shuffle.validation import instance_of, whole_number
 
 Loss = Callable[[Tensor, Any], Tensor]
 
@@ -163,8 +163,8 @@ class LinearObjective(Objective):
 
     def __init__(self, link: Link, *, dimension: int, chunk_size: int = 1024) -> None:
         self.link: Link = instance_of("link", link, (Link,))
-        self.dimension = whole_number("dimension", dimension)
-        self.chunk_size = whole_number("chunk_size", chunk_size)
+        self.dimension = integer("dimension", dimension)
+        self.chunk_size = integer("chunk_size", chunk_size)
 
     def scores(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor, Any]:
         """⟨θ, x⟩ (B,), the features and the targets.
@@ -198,8 +198,8 @@ class _LossObjective(Objective):
 
     def __init__(self, loss: Loss, *, dimension: int, chunk_size: int) -> None:
         self._loss, self._vectorised = loss, True
-        self.dimension = whole_number("dimension", dimension)
-        self.chunk_size = whole_number("chunk_size", chunk_size)
+        self.dimension = integer("dimension", dimension)
+        self.chunk_size = integer("chunk_size", chunk_size)
 
     def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
         dims = (None if theta.ndim == 1 else 0, 0)

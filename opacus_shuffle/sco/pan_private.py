@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opacus_shuffle.core.validation import integer, one_of, positive
+from opacus_shuffle.protocols.statement import PrivacyStatement
 from opacus_shuffle.sco.accelerated import (
     Choices,
     Start,
@@ -38,9 +40,7 @@ from opacus_shuffle.sco.printed import Printed
 from opacus_shuffle.sco.problem import Envelope, Problem, Reports, make_envelope, prepare
 from opacus_shuffle.sco.result import Estimate, History
 from opacus_shuffle.sco.schedules import PARAMETERS, Oracle, best_smoothing
-from opacus_shuffle.sco.statement import PrivacyStatement
 from opacus_shuffle.sco.users import UserLedger, split
-from opacus_shuffle.validation import one_of, positive, whole_number
 
 
 def pan_private_accelerated_sgd(
@@ -70,7 +70,7 @@ def pan_private_accelerated_sgd(
         data: See there; the records in the order of the stream.
         constraint: See there.
         lipschitz: See there.
-        epsilon: ε against an intruder who also sees the output; below 1 for ``calibration="paper"``.
+        epsilon: ε against an intruder who also sees the output; below 1 for ``calibration="published"``.
         delta: δ.
         smoothness: See there (Theorem C.3, 2), or None to smooth (Theorem C.3, 1).
         envelope: See there.
@@ -80,7 +80,7 @@ def pan_private_accelerated_sgd(
         batch_size: See there.
         inverse_step_sizes: See there.
         parameters: See there. ``"printed"`` takes Theorem 4.3's formulas; the paper gives none for the stream.
-        calibration: ``"paper"`` or ``"tight"``, see :func:`~opacus_shuffle.sco.pan_private_stream.pan_private_noise`.
+        calibration: ``"published"`` or ``"tight"``, see :func:`~opacus_shuffle.sco.pan_private_stream.pan_private_noise`.
         clip: See there.
         generator: Of the noise, on the CPU; by default secret.
 
@@ -195,7 +195,7 @@ def run_pan_private(
         size = formulas.accelerated_batch_size(known or formulas.accelerated_smoothing())
     elif size is None:
         size = plan_batch_size(problem, oracle, len(users), start.distance, known)
-    size = whole_number("batch_size", size)
+    size = integer("batch_size", size)
     if size > len(users):
         raise ValueError(f"batch_size must not exceed the {len(users)} records there are, got {size!r}")
     groups = ledger.claim_all(split(users[: len(users) // size * size], size))

@@ -29,14 +29,14 @@ from torch import Tensor
 
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.analysis.calibration import smallest_noise_multiplier
-from opacus_shuffle.randomness import check_generator, secret_generator
+from opacus_shuffle.core.randomness import check_generator, secret_generator
+from opacus_shuffle.core.validation import boolean, finite_number, instance_of, integer, one_of, open_unit_interval, positive
 from opacus_shuffle.sco.accelerated import AcceleratedIterates, positive_numbers
 from opacus_shuffle.sco.constraints import Constraint, as_constraint
 from opacus_shuffle.sco.objective import Objective, number_of_users
 from opacus_shuffle.sco.problem import Reports, real_vector, sized
-from opacus_shuffle.validation import finite_number, flag, instance_of, one_of, open_unit_interval, positive, whole_number
 
-CALIBRATIONS = ("paper", "tight")
+CALIBRATIONS = ("published", "tight")
 
 
 def pan_private_noise(*, lipschitz: float, batch_size: int, epsilon: float, delta: float, calibration: str = "tight") -> float:
@@ -45,9 +45,9 @@ def pan_private_noise(*, lipschitz: float, batch_size: int, epsilon: float, delt
     Args:
         lipschitz: L; replacing a record moves the mean by at most 2L/b.
         batch_size: b.
-        epsilon: ε > 0; below 1 for ``"paper"``.
+        epsilon: ε > 0; below 1 for ``"published"``.
         delta: δ in (0, 1).
-        calibration: ``"paper"``: ζ² = 8L²ln(2/δ)/(b²ε²) (SCO Algorithm 6). ``"tight"``: the smallest ζ whose Gaussian mechanism
+        calibration: ``"published"``: ζ² = 8L²ln(2/δ)/(b²ε²) (SCO Algorithm 6). ``"tight"``: the smallest ζ whose Gaussian mechanism
             is (ε, δ)-DP.
 
     Returns:
@@ -57,10 +57,12 @@ def pan_private_noise(*, lipschitz: float, batch_size: int, epsilon: float, delt
         ValueError: If an argument is out of range.
     """
     epsilon, delta = positive("epsilon", epsilon), open_unit_interval("delta", delta)
-    shift = 2 * positive("lipschitz", lipschitz) / whole_number("batch_size", batch_size)
-    if one_of("calibration", calibration, CALIBRATIONS) == "paper":
+    shift = 2 * positive("lipschitz", lipschitz) / integer("batch_size", batch_size)
+    if one_of("calibration", calibration, CALIBRATIONS) == "published":
         if epsilon >= 1:
-            raise ValueError(f"epsilon must be below 1 for calibration='paper' (SCO Lemma C.5), got {epsilon!r}; use 'tight'")
+            raise ValueError(
+                f"epsilon must be below 1 for calibration='published' (SCO Lemma C.5), got {epsilon!r}; use 'tight'"
+            )
         return math.nextafter(shift * math.sqrt(2 * math.log(2 / delta)) / epsilon, math.inf)
     multiplier = smallest_noise_multiplier(lambda s: gaussian.compute_epsilon(mu=1 / s, delta=delta), target_epsilon=epsilon)
     return math.nextafter(shift * multiplier, math.inf)
@@ -135,10 +137,10 @@ class PanPrivateAcceleratedSGD:
             raise ValueError(f"noise must not be negative, got {noise!r}")
         self._generator = generator
         instance_of("objective", objective, (Objective,))
-        self._reports = Reports(objective, positive("lipschitz", lipschitz), flag("clip", clip))
-        self.batch_size = whole_number("batch_size", batch_size)
+        self._reports = Reports(objective, positive("lipschitz", lipschitz), boolean("clip", clip))
+        self.batch_size = integer("batch_size", batch_size)
         self._steps = positive_numbers("inverse_step_sizes", inverse_step_sizes)
-        whole_number("len(inverse_step_sizes)", len(self._steps))
+        integer("len(inverse_step_sizes)", len(self._steps))
         region: Constraint = as_constraint(sized(constraint, objective.dimension), diameter)
         start = real_vector("initial", torch.zeros(objective.dimension) if initial is None else initial, objective.dimension)
         self._iterates = AcceleratedIterates(region.project, region.project(start), self._steps)

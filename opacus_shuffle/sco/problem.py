@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opacus_shuffle.randomness import check_generator, secret_generator
+from opacus_shuffle.core.randomness import check_generator, secret_generator
+from opacus_shuffle.core.validation import boolean, integer, positive
+from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 from opacus_shuffle.sco.constraints import Box, Constraint, L2Ball, as_constraint
 from opacus_shuffle.sco.moreau import MoreauEnvelope
 from opacus_shuffle.sco.objective import LinearObjective, Objective, map_data, number_of_users, take
 from opacus_shuffle.sco.users import split
-from opacus_shuffle.sco.vector_sum import ShuffleVectorSum
-from opacus_shuffle.validation import flag, positive, whole_number
 
 TOLERANCE = 1e-5
 """A gradient may exceed the Lipschitz constant by this fraction (rounding); it is then scaled back."""
@@ -237,7 +237,7 @@ def prepare(
         lipschitz=lipschitz,
         initial=start,
         distance=farthest(region, start) if distance is None else distance,
-        clip=flag("clip", clip),
+        clip=boolean("clip", clip),
         generator=secret_generator("cpu") if generator is None else generator,
     )
 
@@ -316,7 +316,7 @@ def default_envelope(problem: Problem) -> Envelope:
 def _dimension(constraint: Any, initial: Any, dimension: int | None) -> int | None:
     """The number of parameters, from whoever knows it; None if nobody does."""
     if dimension is not None:
-        return whole_number("dimension", dimension)
+        return integer("dimension", dimension)
     if isinstance(initial, Tensor):
         return initial.numel()
     known = getattr(constraint, "dimension", None)

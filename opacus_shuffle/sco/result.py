@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from opacus_shuffle.rounding import round_up
-from opacus_shuffle.sco.statement import PrivacyStatement
+from opacus_shuffle.core.rounding import round_up
+from opacus_shuffle.protocols.statement import PrivacyStatement
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,7 +70,7 @@ class Estimate:
         parameters: What was used: batch size, step size, smoothness, …
         excess_loss_bound: At least E[f(theta)] − min over the set of f, where f is the mean loss of a fresh user, the
             expectation is over users and randomness, and the minimum is over the constraint set. Proved if the users are
-            independent with one law, and every user's loss is convex, ``lipschitz``-Lipschitz on the set, ``smoothness``-smooth
+            independent with one distribution, and every user's loss is convex, ``lipschitz``-Lipschitz on the set, ``smoothness``-smooth
             where that was given, and ``diameter``, where given, is at least the distance from the start to a minimiser.
             It never depends on the data, so nothing is revealed by it; it does not notice when the assumptions fail (a
             ``clip=True`` that cuts, say). None where nothing is proved: steps that are too long (hand-chosen, or as printed),
@@ -89,7 +89,7 @@ class Estimate:
             quality = "excess loss: nothing is proved for these settings"
         else:
             quality = (
-                f"expected excess loss at most {round_up(self.excess_loss_bound)} (users independent with one law; loss convex "
+                f"expected excess loss at most {round_up(self.excess_loss_bound)} (users independent with one distribution; loss convex "
                 "and as Lipschitz and smooth as stated)"
             )
         return (

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from opacus_shuffle.sco.calibration import check_privacy
+from opacus_shuffle.core.validation import integer
+from opacus_shuffle.protocols.calibration import check_privacy
+from opacus_shuffle.protocols.statement import PrivacyStatement
+from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 from opacus_shuffle.sco.printed import Printed
 from opacus_shuffle.sco.problem import Problem, Reports
 from opacus_shuffle.sco.schedules import Oracle, planned_variance
-from opacus_shuffle.sco.statement import PrivacyStatement
 from opacus_shuffle.sco.users import UserLedger, random_batches
-from opacus_shuffle.sco.vector_sum import ShuffleVectorSum
-from opacus_shuffle.validation import whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ def make_batches(
         if batch_size is not None:
             raise ValueError(f"batch_size must be left out where batches are given, got batch_size={batch_size!r}")
         return ledger.claim_all(batches)
-    size = whole_number("batch_size", batch_size)
+    size = integer("batch_size", batch_size)
     if size > len(users):
         raise ValueError(f"batch_size must not exceed the {len(users)} users there are, got {batch_size!r}")
     return ledger.claim_all(random_batches(users, size, problem.generator))

@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from opacus_shuffle.core.validation import integer, one_of, open_unit_interval, positive, sampling_rate
 from opacus_shuffle.sco.printed import Printed, clamp
-from opacus_shuffle.validation import one_of, open_unit_interval, positive, sampling_rate, whole_number
 
 PARAMETERS = ("calibrated", "printed")
 _CANDIDATES = 4000
@@ -205,7 +205,7 @@ def smoothing_for_accelerated(
         epsilon: ε of the run, under replacement of one user's value.
         delta: δ of the run.
         parameters: ``"calibrated"`` minimises the proved bound; ``"printed"`` takes the theorem's formula.
-        calibration: The noise of the protocol, ``"tight"`` or ``"paper"``.
+        calibration: The noise of the protocol, ``"tight"`` or ``"published"``.
         honest_fraction: Of the users, as the protocol's.
         gradient_factor: The envelope's gradients are at most this times L (2 in SCO Lemma 4.6).
 
@@ -281,8 +281,8 @@ class _Size:
     ) -> _Size:  # fmt: skip
         """Refuses what is out of range."""
         return cls(
-            num_users=whole_number("num_users", num_users),
-            dimension=whole_number("dimension", dimension),
+            num_users=integer("num_users", num_users),
+            dimension=integer("dimension", dimension),
             lipschitz=positive("lipschitz", lipschitz),
             diameter=positive("diameter", diameter),
             epsilon=positive("epsilon", epsilon),
@@ -317,7 +317,7 @@ def planned_variance(
     *, dimension: int, max_norm: float, epsilon: float, delta: float, calibration: str, honest_fraction: float = 1.0
 ) -> float:
     """V of one round before its number of users is known; leaving the noise to honest users alone costs their share."""
-    from opacus_shuffle.sco.calibration import noise_variance
+    from opacus_shuffle.protocols.calibration import noise_variance
 
     variance = noise_variance(dimension=dimension, max_norm=max_norm, epsilon=epsilon, delta=delta, calibration=calibration)
     return variance / honest_fraction

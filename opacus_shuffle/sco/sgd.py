@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opacus_shuffle.core.validation import boolean, one_of, positive
 from opacus_shuffle.sco.problem import Reports, prepare
 from opacus_shuffle.sco.result import Estimate, History
 from opacus_shuffle.sco.rounds import Budget, SequentialRounds, make_batches
 from opacus_shuffle.sco.schedules import PARAMETERS, sgd_batch_size, sgd_bound
 from opacus_shuffle.sco.users import UserLedger
-from opacus_shuffle.validation import flag, one_of, positive
 
 
 def shuffle_sgd(
@@ -71,7 +71,7 @@ def shuffle_sgd(
         step_size: η; by default the proved bound's best.
         average: Whether to answer the mean of the iterates, as the theorem does, or the last one (nothing is proved for it).
         parameters: Defaults by the proved bound (``"calibrated"``) or by Theorem 4.1's formulas (``"printed"``).
-        calibration: Noise of the protocol: ``"tight"`` or ``"paper"``.
+        calibration: Noise of the protocol: ``"tight"`` or ``"published"``.
         honest_fraction: Share of every round's users that must follow the protocol, in [1/3, 1].
         clip: Cut longer gradients to ``lipschitz``, and report zero for a record whose gradient cannot be computed or is not
             finite (a wrong label, NaN in it, an envelope's loss steeper than ``lipschitz``). By default such records are
@@ -102,7 +102,7 @@ def shuffle_sgd(
         clip=clip,
         generator=generator,
     )
-    flag("average", average)
+    boolean("average", average)
     printed = one_of("parameters", parameters, PARAMETERS) == "printed"
     budget = Budget(epsilon, delta, calibration, honest_fraction)
     reports = Reports.of(problem)

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opacus_shuffle.core.validation import integer, one_of, positive
+from opacus_shuffle.protocols.statement import PrivacyStatement
 from opacus_shuffle.sco.accelerated import Choices, Start, run_accelerated
 from opacus_shuffle.sco.gradient_descent import DescentChoices, run_descent
 from opacus_shuffle.sco.pan_private import PanBudget, run_pan_private
@@ -30,9 +32,7 @@ from opacus_shuffle.sco.problem import Envelope, prepare
 from opacus_shuffle.sco.result import Estimate, Round
 from opacus_shuffle.sco.rounds import Budget
 from opacus_shuffle.sco.schedules import PARAMETERS
-from opacus_shuffle.sco.statement import PrivacyStatement
 from opacus_shuffle.sco.users import UserLedger, split
-from opacus_shuffle.validation import one_of, positive, whole_number
 
 METHODS = ("accelerated", "gradient_descent", "pan_private")
 
@@ -115,7 +115,7 @@ def shuffle_strongly_convex(
     one_of("method", method, METHODS)
     _check_combination(method, rounds, batch_size, honest_fraction)
     printed = one_of("parameters", parameters, PARAMETERS) == "printed"
-    count = number_of_phases(problem.num_users) if phases is None else whole_number("phases", phases)
+    count = number_of_phases(problem.num_users) if phases is None else integer("phases", phases)
     share = problem.num_users // count
     if not share:
         raise ValueError(f"phases must not exceed the {problem.num_users} users there are, got {phases!r}")

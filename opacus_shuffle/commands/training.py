@@ -1,0 +1,193 @@
+"""The main job: the small CNN of Opacus's MNIST example, trained on real data in the shuffle model.
+
+>>> sum(parameter.numel() for parameter in SmallCNN(channels=1, size=28).parameters())
+26010
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_shuffle.accountants.report import PrivacyReport
+from opacus_shuffle.commands.image_datasets import load_image_dataset
+from opacus_shuffle.core.validation import integer, open_unit_interval, positive
+from opacus_shuffle.engine.privacy_engine import PrivacyEngine
+
+# The physical batch at which two CPU cores take the least time per record.
+PHYSICAL_BATCH = 300
+DEFAULT_NOISE_MULTIPLIER = 0.5  # local; the sum of B reports carries √B times as much
+
+
+class SmallCNN(nn.Module):
+    """Two convolutions and two dense layers: 26,010 parameters on 28 × 28 images of one channel."""
+
+    def __init__(self, *, channels: int, size: int, classes: int = 10) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(channels, 16, 8, 2, padding=3),
+            nn.ReLU(),
+            nn.MaxPool2d(2, 1),
+            nn.Conv2d(16, 32, 4, 2),
+            nn.ReLU(),
+            nn.MaxPool2d(2, 1),
+            nn.Flatten(),
+        )
+        with torch.no_grad():
+            width = self.features(torch.zeros(1, channels, size, size)).shape[1]
+        self.head = nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, classes))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits ``(batch, classes)`` of images ``(batch, channels, size, size)``."""
+        return self.head(self.features(images))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """What the main job needs to know; see ``opacus-shuffle train --help``.
+
+    ``noise_multiplier`` is each record's own σ with ``local_noise``, else that of the sum; without a ``target_epsilon`` it is
+    0.5, or √B times that for the sum. ``bound`` says which ε the target is about (``"published"`` by default). The learning rate
+    falls linearly to zero. With a ``seed`` the noise can be predicted by whoever knows it.
+    """
+
+    accountant: str = "shuffled_checkin"
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    bound: str | None = None
+    local_noise: bool = True
+    delta: float = 1e-5
+    data: str = "mnist-5k"
+    data_root: str | None = None
+    epochs: int = 150
+    batch_size: int = 400
+    learning_rate: float = 0.12
+    max_grad_norm: float = 1.0
+    seed: int | None = None
+    device: str = "cpu"
+    shuffle_weights: bool = False
+    batch_clip: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingResult:
+    """Accuracy on the held-out images, what was spent, and the trained network (without Opacus's wrapping)."""
+
+    accuracy: float
+    test_records: int
+    noise_multiplier: float
+    report: PrivacyReport
+    model: SmallCNN
+    permutations: int = 0
+
+
+def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResult:
+    """Train, with a progress bar on standard error that shows nothing but the held-out accuracy.
+
+    The training loss is never shown: it is a function of the private data that no ε accounts for.
+
+    Raises:
+        ValueError: If a setting is out of range, the data are not there, or an extra is not installed.
+    """
+    epochs = integer("epochs", settings.epochs)
+    batch_size = integer("batch_size", settings.batch_size)
+    positive("learning_rate", settings.learning_rate)
+    open_unit_interval("delta", settings.delta)
+    if settings.target_epsilon is None and settings.bound is not None:
+        raise ValueError(f"bound={settings.bound!r} says which epsilon target_epsilon is about: give target_epsilon too")
+    if settings.noise_multiplier is not None and settings.target_epsilon is not None:
+        raise ValueError("give either noise_multiplier or target_epsilon, not both")
+    try:
+        device = torch.device(settings.device)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device={settings.device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        raise ValueError("train needs the package tqdm: pip install 'opacus-shuffle[tutorials]'") from None
+
+    train_set, test_set = load_image_dataset(settings.data, settings.data_root)
+    noise_generator = sampling_generator = None
+    if settings.seed is not None:
+        integer("seed", settings.seed, minimum=0)
+        noise_generator = torch.Generator(device).manual_seed(settings.seed + 1)
+        sampling_generator = torch.Generator().manual_seed(settings.seed + 2)
+    images = train_set.tensors[0]
+    if batch_size > len(images):
+        raise ValueError(f"batch_size must not exceed the {len(images)} training images, got {batch_size}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # the first weights are public: the same ones every time make runs comparable
+        network = SmallCNN(channels=images.shape[1], size=images.shape[2]).to(device)
+    sgd = torch.optim.SGD(network.parameters(), lr=settings.learning_rate)
+    data_loader = DataLoader(train_set, batch_size=batch_size, shuffle=True, generator=sampling_generator)
+
+    default_noise = DEFAULT_NOISE_MULTIPLIER * (1 if settings.local_noise else batch_size**0.5)
+    engine = PrivacyEngine(accountant=settings.accountant)
+    if settings.target_epsilon is None:
+        model, optimizer, loader = engine.make_private(
+            module=network,
+            optimizer=sgd,
+            data_loader=data_loader,
+            noise_multiplier=default_noise if settings.noise_multiplier is None else settings.noise_multiplier,
+            max_grad_norm=settings.max_grad_norm,
+            noise_generator=noise_generator,
+            local_noise=settings.local_noise,
+            shuffle_weights=settings.shuffle_weights,
+            batch_clip=settings.batch_clip,
+        )
+    else:
+        model, optimizer, loader = engine.make_private_with_epsilon(
+            module=network,
+            optimizer=sgd,
+            data_loader=data_loader,
+            target_epsilon=settings.target_epsilon,
+            target_delta=settings.delta,
+            epochs=epochs,
+            max_grad_norm=settings.max_grad_norm,
+            noise_generator=noise_generator,
+            local_noise=settings.local_noise,
+            shuffle_weights=settings.shuffle_weights,
+            batch_clip=settings.batch_clip,
+            bound=settings.bound,
+        )
+    steps = epochs * len(loader)
+    falling = torch.optim.lr_scheduler.LinearLR(sgd, 1.0, 0.0, total_iters=steps)
+    sgd.register_step_post_hook(lambda *_: falling.step())
+    with tqdm(total=steps, desc="training", unit="step", disable=not progress, file=sys.stderr, mininterval=1.0) as bar:
+        for epoch in range(epochs):
+            before = len(engine.accountant)
+            with BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=PHYSICAL_BATCH, optimizer=optimizer
+            ) as physical_loader:
+                for x, y in physical_loader:
+                    functional.cross_entropy(model(x.to(device)), y.to(device)).backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    bar.update(len(engine.accountant) - before)
+                    before = len(engine.accountant)
+            if epoch % 10 == 9:
+                bar.set_postfix(test_accuracy=f"{accuracy(network, test_set, device):.1%}")
+    return TrainingResult(
+        accuracy=accuracy(network, test_set, device),
+        test_records=len(test_set),
+        noise_multiplier=optimizer.noise_multiplier,
+        report=engine.privacy_report(settings.delta),
+        model=model.to_standard_module(),
+        permutations=0 if engine.shuffler is None else engine.shuffler.shuffles,
+    )
+
+
+@torch.no_grad()
+def accuracy(network: nn.Module, data: TensorDataset, device: torch.device) -> float:
+    """Share of records that the network classifies rightly."""
+    network.eval()
+    hits = sum(int((network(x.to(device)).argmax(1) == y.to(device)).sum()) for x, y in DataLoader(data, batch_size=1000))
+    network.train()
+    return hits / len(data)

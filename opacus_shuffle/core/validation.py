@@ -1,0 +1,139 @@
+"""One-line checks of arguments: each returns the clean value or raises a ``ValueError`` that says what to pass instead.
+
+>>> integer("num_users", 60_000.0)
+60000
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+import reprlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+class UnknownKeywordError(ValueError, TypeError):
+    """A keyword that nobody reads: a ``ValueError`` as all our refusals, a ``TypeError`` as Python's own."""
+
+
+def reject_unknown(
+    function: str, unknown: Mapping[str, Any], known: Iterable[str] = (), *, parameters: Iterable[str] = ()
+) -> None:
+    """Refuses leftover keywords, which stock Opacus would swallow without effect; suggests ``parameters`` of a like name."""
+    if unknown:
+        names = ", ".join(
+            f"{name}={reprlib.repr(value) if _is_plain(value) else type(value).__name__}" for name, value in unknown.items()
+        )
+        hint = ", ".join(sorted(known))
+        close = [match for name in unknown for match in difflib.get_close_matches(name, list(parameters), 1)]
+        raise UnknownKeywordError(
+            f"{function} got unknown keyword(s): {names}; remove or correct them"
+            + (f" (known: {hint})" if hint else "")
+            + (f" (did you mean {', '.join(close)}?)" if close else "")
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is short to print."""
+    return isinstance(value, bool | int | float | str | tuple | list | dict) or value is None
+
+
+def finite_number(name: str, value: Any) -> float:
+    """A finite float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be a finite number, got {number if number == math.inf else value!r}")
+    return number
+
+
+def positive(name: str, value: Any) -> float:
+    """A finite float above zero."""
+    number = finite_number(name, value)
+    if number <= 0:
+        raise ValueError(f"{name} must be positive, got {value!r}")
+    return number
+
+
+def moderate(name: str, value: Any) -> float:
+    """A positive float in [1e-100, 1e100]: its square neither vanishes nor overflows."""
+    number = positive(name, value)
+    if not 1e-100 <= number <= 1e100:
+        raise ValueError(f"{name} must lie in [1e-100, 1e100], got {value!r}: measure it in another unit")
+    return number
+
+
+def open_unit_interval(name: str, value: Any) -> float:
+    """A float strictly between 0 and 1, as every δ must be."""
+    number = finite_number(name, value)
+    if not 0 < number < 1:
+        raise ValueError(f"{name} must lie strictly between 0 and 1, got {value!r}")
+    return number
+
+
+def sampling_rate(name: str, value: Any) -> float:
+    """A float in (0, 1]."""
+    number = finite_number(name, value)
+    if not 0 < number <= 1:
+        raise ValueError(f"{name} must lie in (0, 1], got {value!r}")
+    return number
+
+
+def integer(name: str, value: Any, *, minimum: int = 1) -> int:
+    """An integer (or a float that is one) of at least ``minimum``."""
+    number = finite_number(name, value)
+    if number != int(number) or not minimum <= number <= 2**53:
+        raise ValueError(f"{name} must be a whole number of at least {minimum} (and at most 2**53), got {value!r}")
+    return int(number)
+
+
+def noise_level(name: str, value: Any) -> float:
+    """A noise multiplier in [1e-6, 1e12], beyond which double precision says nothing."""
+    number = positive(name, value)
+    if not 1e-6 <= number <= 1e12:
+        raise ValueError(f"{name} must lie in [1e-6, 1e12], got {value!r}")
+    return number
+
+
+def boolean(name: str, value: Any) -> bool:
+    """True or False, and nothing that merely looks like it."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
+    """A member of ``allowed``."""
+    choices = list(allowed)
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value
+
+
+def instance_of(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
+    """An object of one of these classes."""
+    if not isinstance(value, kinds):
+        raise ValueError(f"{name} must be a {' or '.join(kind.__name__ for kind in kinds)}, got {type(value).__name__}")
+    return value
+
+
+def renyi_orders(orders: Any, *, maximum: int) -> npt.NDArray[np.float64]:
+    """A non-empty vector of Rényi orders in (1, maximum]."""
+    try:
+        vector = np.atleast_1d(np.asarray(list(orders) if isinstance(orders, Iterable) else orders, dtype=np.float64))
+    except (TypeError, ValueError):
+        raise ValueError(f"orders must be numbers above 1, got {orders!r}") from None
+    if vector.ndim != 1 or vector.size == 0 or not np.all(np.isfinite(vector)) or np.any(vector <= 1):
+        raise ValueError(f"orders must be a non-empty list of finite numbers above 1, got {orders!r}")
+    if vector.max() > maximum:
+        raise ValueError(f"orders must not exceed {maximum} (the cost grows as its square), got {vector.max():g}")
+    return vector

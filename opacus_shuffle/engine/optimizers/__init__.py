@@ -1,0 +1,20 @@
+"""Opacus's optimizers with local noise, clipped or shuffled sums, with notes on what was summed, and step hooks that add up."""
+
+from __future__ import annotations
+
+from opacus_shuffle.engine.optimizers.batch_clipping import BatchClipping
+from opacus_shuffle.engine.optimizers.empty_batches import allow_empty_batches
+from opacus_shuffle.engine.optimizers.local_gaussian import optimizer_class
+from opacus_shuffle.engine.optimizers.logical_batch import GhostLogicalBatch, LogicalBatch
+from opacus_shuffle.engine.optimizers.step_hooks import StepHooks
+from opacus_shuffle.engine.optimizers.vector_sum import VectorSumOptimizer
+
+__all__ = [
+    "BatchClipping",
+    "GhostLogicalBatch",
+    "LogicalBatch",
+    "StepHooks",
+    "VectorSumOptimizer",
+    "allow_empty_batches",
+    "optimizer_class",
+]

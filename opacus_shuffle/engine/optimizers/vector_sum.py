@@ -1,0 +1,181 @@
+"""Shuffled sums in place of Gaussian noise: every record's clipped gradient on a grid, counted, and hidden by noise bits.
+
+Each record plays a user of a :class:`~opacus_shuffle.protocols.vector_sum.ShuffleVectorSum`: its whole gradient, all trainable
+parameters in the optimizer's order, is clipped, rounded at random to the protocol's grid and added to whole-number counts. One
+draw of binomials per step, and the counts become ``.grad``. The counts of several physical batches add up, so splitting a batch
+changes nothing but memory.
+
+>>> from opacus import GradSampleModule
+>>> from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
+>>> model = GradSampleModule(torch.nn.Linear(10_000, 1, bias=False))
+>>> protocol = ShuffleVectorSum(25, 10_000, 1.0, epsilon=1.0, delta=1e-5, calibration="tight")
+>>> optimizer = VectorSumOptimizer(
+...     torch.optim.SGD(model.parameters(), lr=1.0), aggregator=protocol, noise_multiplier=2 / protocol.mu, max_grad_norm=1.0,
+...     expected_batch_size=None, loss_reduction="sum", generator=torch.Generator().manual_seed(0))
+>>> (0 * model(torch.zeros(25, 10_000))).sum().backward()
+>>> optimizer.pre_step()
+True
+>>> round(float(next(model.parameters()).grad.std() / protocol.variance**0.5), 1)
+1.0
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from opacus.optimizers import DPOptimizer
+from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
+
+from opacus_shuffle.engine.optimizers.logical_batch import LogicalBatch
+from opacus_shuffle.engine.optimizers.step_hooks import StepHooks
+
+if TYPE_CHECKING:
+    from opacus.optimizers import DPOptimizer as _Base
+
+    from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
+else:
+    _Base = object
+
+_ENTRIES = 2**24
+"""Numbers in double precision that are held at a time."""
+
+
+class EncodedSum(_Base):
+    """Mixin that takes the place of Opacus's clipping-and-summing and of its noise.
+
+    Attributes:
+        aggregator: The protocol.
+        num_records: Of the logical batch, see :class:`LogicalBatch`.
+    """
+
+    aggregator: ShuffleVectorSum
+    num_records: int
+    noise_multiplier: float
+    _agreed: tuple[Any, float] | None = None
+    _counts: torch.Tensor | None = None
+    _released: bool = False
+
+    def clip_and_accumulate(self) -> None:
+        """Clip every record's whole gradient by Opacus's factor, put it on the grid and count.
+
+        Raises:
+            ValueError: If gradients are missing, used before, not finite, or not those that the protocol is made for.
+        """
+        if self._released:
+            raise ValueError("this batch has been released already: call optimizer.zero_grad() after optimizer.step()")
+        self.check_agreement()
+        if self.accumulated_iterations != 1:
+            raise ValueError(
+                f"gradients of {self.accumulated_iterations} batches were accumulated: a record might be in two of them; call "
+                "optimizer.step() and zero_grad() after each, or split batches with BatchMemoryManager"
+            )
+        for parameter in self.params:
+            _check_processed_flag(parameter.grad_sample)
+        samples = self.grad_samples
+        entries = sum(parameter.numel() for parameter in self.params)
+        if not math.isclose(self.max_grad_norm, self.aggregator.max_norm, rel_tol=1e-6):
+            raise ValueError(
+                f"max_grad_norm is {self.max_grad_norm}, the aggregator is made for max_norm={self.aggregator.max_norm}: its "
+                "noise cannot follow a norm that changes"
+            )
+        counts = torch.zeros(entries, dtype=torch.int64)
+        records, rows = len(samples[0]), max(1, _ENTRIES // entries)
+        for start in range(0, records, rows):
+            counts += self.aggregator.encode(self._clipped(samples, slice(start, start + rows)), self.generator)
+        self._counts = counts if self._counts is None else self._counts + counts
+        for parameter in self.params:
+            _mark_as_processed(parameter.grad_sample)
+
+    def check_agreement(self) -> None:
+        """Refuse, before anything is released, what is not accounted.
+
+        Raises:
+            ValueError: If the protocol, its multiplier, or what is trained has changed.
+        """
+        if self._agreed is None:
+            return
+        aggregator, multiplier = self._agreed
+        if self.aggregator is not aggregator:
+            raise ValueError(
+                "optimizer.aggregator was changed after make_private: shuffled_sums accounts for the protocol that "
+                "make_private got; call it on a new engine"
+            )
+        if self.noise_multiplier != multiplier:
+            raise ValueError(
+                f"noise_multiplier of the optimizer is {self.noise_multiplier}, the protocol's is {multiplier}: its noise is "
+                "fixed, no schedule changes it; leave noise_multiplier alone"
+            )
+        entries = sum(parameter.numel() for parameter in self.params)
+        if entries != aggregator.dimension:
+            raise ValueError(
+                f"dimension of the aggregator is {aggregator.dimension}, the trainable parameters have {entries} entries: were "
+                "some frozen or thawed after make_private?"
+            )
+
+    def _clipped(self, samples: list[torch.Tensor], rows: slice) -> torch.Tensor:
+        """These records' clipped gradients, one per row: float64 on the CPU."""
+        blocks = [sample[rows].detach().to("cpu", torch.float64) for sample in samples]
+        gradients = torch.cat([block.reshape(len(block), -1) for block in blocks], dim=1)
+        largest = gradients.abs().amax(dim=1, keepdim=True)
+        # An error would be an event that everyone sees and no ε speaks of: what is not finite is reported as zero.
+        unusable = ~torch.isfinite(largest)
+        gradients.masked_fill_(unusable, 0.0)
+        scale = largest.masked_fill(unusable, 0.0).clamp_min(1.0)  # lest squares overflow
+        norms = scale * torch.linalg.vector_norm(gradients / scale, dim=1, keepdim=True)
+        # Opacus's factor; in double precision, no clipped norm exceeds the bound.
+        bound = min(self.max_grad_norm, self.aggregator.max_norm)
+        return gradients.mul_((bound / (norms + 1e-6)).clamp(max=1.0))
+
+    def add_noise(self) -> None:
+        """Draw the reports' noise bits, and decode the counts into ``.grad``.
+
+        Raises:
+            ValueError: If nothing was counted, it was released before, or there are too few or too many records.
+        """
+        if self._counts is None:
+            raise ValueError(
+                "there is no new sum to release: call loss.backward() first, and optimizer.zero_grad() after step()"
+            )
+        self.check_agreement()
+        records = self.num_records
+        noised = self._counts + self.aggregator.draw_noise(records, self.generator)
+        self._released, self._counts = True, None  # beside the estimate, the counts would tell the noise
+        estimate = self.aggregator.decode(noised, records)
+        sizes = [parameter.numel() for parameter in self.params]
+        for parameter, piece in zip(self.params, torch.split(estimate, sizes), strict=True):
+            parameter.grad = piece.view_as(parameter).to(parameter.device, parameter.dtype)
+
+
+class VectorSumBatch(LogicalBatch, EncodedSum):
+    """Counts that are forgotten with the notes on their batch."""
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._counts, self._released = None, False
+
+
+class VectorSumOptimizer(StepHooks, VectorSumBatch, DPOptimizer):
+    """Opacus's optimizer with flat clipping, whose sums go through a shuffle protocol.
+
+    Args:
+        optimizer: As Opacus's, like every keyword not named here.
+        aggregator: The protocol; its ``num_users`` records (with an ``honest_fraction``, not fewer than that share of them)
+            must be in every logical batch, its ``dimension`` and ``max_norm`` are those of the gradients.
+        **keywords: ``generator`` lives on the CPU. ``noise_multiplier`` draws nothing; it is what the accountant reads, 2/μ.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, aggregator: ShuffleVectorSum, **keywords: Any) -> None:
+        super().__init__(optimizer, **keywords)
+        self.aggregator = aggregator
+        self._agreed = (aggregator, float(self.noise_multiplier))
+
+    def pre_step(self, closure: Any = None) -> bool | None:
+        """As Opacus's, which passes raw gradients on where nothing requires a gradient any more.
+
+        Raises:
+            ValueError: If parameters were frozen or thawed after ``make_private``.
+        """
+        self.check_agreement()
+        return super().pre_step(closure)

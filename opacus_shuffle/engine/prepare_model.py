@@ -1,0 +1,260 @@
+"""Position ids for every record: the one line that lets Opacus train BERT, DistilBERT, GPT-2 and their kin.
+
+Hugging Face keeps one row of position ids, of shape ``[1, length]``, and lets the addition spread it over the batch. The
+network computes the same as with one row per record, but the position embedding sees a batch of one, and so do the per-sample
+gradients that Opacus records there; the optimizer then cannot stack them. ``prepare_model`` spreads the row before the lookup.
+
+>>> import torch
+>>> from torch import nn
+>>> class Text(nn.Module):
+...     def __init__(self):
+...         super().__init__()
+...         self.words, self.positions = nn.Embedding(9, 4), nn.Embedding(5, 4)
+...     def forward(self, input_ids):
+...         return self.words(input_ids) + self.positions(torch.arange(input_ids.shape[1])[None])
+>>> model, tokens = Text(), torch.zeros(2, 5, dtype=torch.long)
+>>> positions_with_batch_one(model, tokens)
+['positions']
+>>> positions_with_batch_one(prepare_model(model), tokens)
+[]
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from opacus_shuffle.core.validation import instance_of
+from opacus_shuffle.permutation.finding.sample_input import normalise, run_quietly
+
+# What models call the tensor that holds their records, first dimension first.
+_RECORDS = ("input_ids", "inputs_embeds", "input_embeds", "pixel_values", "input_values", "input_features")
+
+
+def prepare_model(model: nn.Module) -> nn.Module:
+    """Lets every embedding see the batch, so that Opacus can record one gradient per record.
+
+    Wherever an ``nn.Embedding`` inside the model is given indices of shape ``[1, length]`` while the model runs on another
+    number of records, the indices are repeated for each record, and written out in memory, as ghost clipping needs them. The
+    model's outputs stay the same, to the last bit, and so do its parameters and their names; a model without such embeddings
+    runs as before. (Only a dropout between the position embedding and the addition would notice: it then draws for each
+    record.) Call it before ``make_private``, once or often; it survives copying and pickling.
+
+    Args:
+        model: The model, before or after it is wrapped by Opacus.
+
+    Returns:
+        The same model, with hooks.
+
+    Raises:
+        ValueError: It is no module.
+    """
+    instance_of("model", model, (nn.Module,))
+    enter = next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _Enter)), None)
+    # A part of a prepared model keeps counting the records of the whole.
+    calls = _Calls() if enter is None else enter.calls
+    embeddings = {id(module) for module in model.modules() if _looks_up(module)}
+    enclosing = {id(module) for module in model.modules() if not embeddings.isdisjoint(map(id, module.modules()))} - embeddings
+    for module in model.modules():
+        _remove_hooks(module)
+        if id(module) in embeddings:
+            module.register_forward_pre_hook(_Expand(calls))
+        elif id(module) in enclosing:
+            module.register_forward_pre_hook(_Enter(calls, _record_names(module)), with_kwargs=True)
+            module.register_forward_hook(_Leave(calls), always_call=True)
+    return model
+
+
+def positions_with_batch_one(model: nn.Module, sample_input: Any) -> list[str]:
+    """The trainable embeddings that see a batch of one although the model runs on more records.
+
+    Args:
+        model: The model. One forward pass is run, in evaluation mode and without gradients; it leaves no trace.
+        sample_input: At least two records: a tensor, a tuple of positional arguments or a mapping of keyword arguments.
+
+    Returns:
+        Their names, in the model's order: none if Opacus can train the model, or after ``prepare_model``.
+
+    Raises:
+        ValueError: The sample holds fewer than two records.
+    """
+    args, kwargs = normalise(sample_input)
+    records = _measure(_record_names(model), args, kwargs).records
+    if records < 2:
+        raise ValueError(f"sample_input must hold at least two records to tell, got {records}; pass a batch of two")
+    return [name for name, size in _first_dimensions(model, args, kwargs).items() if size == 1]
+
+
+def check_position_ids(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> None:
+    """Refuses a model in which an embedding would see a batch of one, before Opacus fails in the middle of a step.
+
+    Args:
+        model: The model, as in ``positions_with_batch_one``.
+        args: Positional arguments for two records or more. Fewer tell nothing, and nothing is checked.
+        kwargs: Keyword arguments.
+
+    Raises:
+        ValueError: There are such embeddings, or some that look up no records at all (tables of relative positions); the
+            message names them.
+    """
+    kwargs = dict(kwargs or {})
+    frame = _measure(_record_names(model), args, kwargs)
+    if frame.records < 2:
+        return
+    seen = _first_dimensions(model, args, kwargs)
+    if narrow := [name for name, size in seen.items() if size == 1]:
+        raise ValueError(
+            f"module has embeddings that see a batch of one whatever the batch is, {', '.join(narrow)}, so Opacus cannot "
+            "record their per-sample gradients; call opacus_shuffle.engine.prepare_model(model) first, pass position ids of shape "
+            "[batch, length], or freeze them"
+        )
+    if strange := [name for name, size in seen.items() if size != frame.records and frame.certain]:
+        raise ValueError(
+            f"module has embeddings whose indices do not have the batch as first dimension, {', '.join(strange)}, so Opacus "
+            "would take something else for the records; give them indices of shape [batch, ...], or freeze them"
+        )
+
+
+class _Frame(NamedTuple):
+    """One call under way: the module, its number of records, the extent along the second axis, whether that is certain."""
+
+    module: nn.Module | None
+    records: int
+    length: int
+    certain: bool
+
+
+class _Calls(threading.local):
+    """The calls under way in this thread, outermost first. Copies are empty, so a layer copied on its own expands nothing."""
+
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+
+    def __reduce__(self) -> tuple[type[_Calls], tuple[()]]:
+        return _Calls, ()
+
+    def drop(self, module: nn.Module) -> None:
+        """Forget this module's call and all within it, which is over, or was interrupted."""
+        for depth, frame in enumerate(self.frames):
+            if frame.module is module:
+                del self.frames[depth:]
+                return
+
+
+class _Enter:
+    """Forward pre-hook: a module begins to run on so many records."""
+
+    def __init__(self, calls: _Calls, names: tuple[str, ...]) -> None:
+        self.calls, self.names = calls, names
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # An interrupt from the keyboard skips even the hooks that are always called, and its call would stay behind.
+        self.calls.drop(module)
+        self.calls.frames.append(_measure(self.names, args, kwargs)._replace(module=module))
+
+
+class _Leave:
+    """Forward hook: a module is done, or has failed."""
+
+    def __init__(self, calls: _Calls) -> None:
+        self.calls = calls
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.calls.drop(module)
+
+
+class _Expand:
+    """Forward pre-hook of an embedding: one row of indices becomes one row per record."""
+
+    def __init__(self, calls: _Calls) -> None:
+        self.calls = calls
+
+    def __call__(self, module: nn.Embedding, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not self.calls.frames or not args or not isinstance(args[0], torch.Tensor) or args[0].dim() < 2:
+            return None
+        index = self.spread(args[0])
+        # Ghost clipping views the indices as one column; a row spread by PyTorch or by the model cannot be viewed like that.
+        index = index.contiguous()
+        return None if index is args[0] else (index, *args[1:])
+
+    def spread(self, index: torch.Tensor) -> torch.Tensor:
+        """The indices for every record, where they were one row for all."""
+        frames = self.calls.frames
+        outermost = frames[0]
+        if index.shape[0] != 1 or outermost.records == 1:
+            return index
+        # The nearest module around that runs on a batch says what the row will be added to. Where that is not the batch of the
+        # whole model (several choices per record, an image for each text) there is no row per record to be had.
+        nearest = next(frame for frame in reversed(frames) if frame.records != 1)
+        if nearest.records != outermost.records:
+            return index
+        # A table of relative positions [queries, keys] also has one row when there is one query. Tables live in attention,
+        # which reads hidden states; positions live where the tokens come in, or run along the second axis of what does.
+        along = nearest is outermost or nearest.length == index.shape[1]
+        if nearest.certain or (index.shape[1] > 1 and along):
+            return index.expand(outermost.records, *index.shape[1:])
+        return index
+
+
+def _looks_up(module: nn.Module) -> bool:
+    """Whether this is an embedding whose first argument is the index, and whose gradient does not depend on repetitions."""
+    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward and not module.scale_grad_by_freq
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    """Take back what an earlier ``prepare_model`` has registered here."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _Enter | _Leave | _Expand)]:
+            del hooks[key]
+            for flags in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
+                flags.pop(key, None)
+
+
+def _record_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of ``forward``'s positional parameters, so that positional arguments can be told apart."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+
+
+def _measure(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Frame:
+    """The number of records in a call: of the tensor whose name says so, or else of the first one."""
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    known = next((named[name] for name in _RECORDS if isinstance(named.get(name), torch.Tensor)), None)
+    tensor = next(_tensors((*args, *kwargs.values())), None) if known is None else known
+    if tensor is None:
+        return _Frame(None, 1, 1, False)
+    length = tensor.shape[1] if tensor.dim() > 1 else 1
+    return _Frame(None, tensor.shape[0], length, known is not None or not tensor.is_floating_point())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors with a first dimension in nested arguments."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        yield value
+    elif isinstance(value, tuple | list | Mapping):
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(entry)
+
+
+def _first_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, int]:
+    """Of the trainable embeddings, the first dimension of what they look up in this call: one if it ever was."""
+    found: dict[nn.Module, int] = {}
+
+    def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].dim() and found.get(module) != 1:
+            found[module] = inputs[0].shape[0]
+
+    # Forward hooks see the indices as the hooks of prepare_model left them, as Opacus does.
+    named = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
+    handles = [module.register_forward_hook(note) for _, module in named]
+    try:
+        run_quietly(model, args, kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: found[module] for name, module in named if module in found}

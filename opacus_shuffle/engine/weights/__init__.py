@@ -1,0 +1,1 @@
+"""Permutes the weights of a network while it is trained."""

@@ -1,0 +1,144 @@
+"""``ShuffleGradSampleModule``: Opacus's wrapper of a network whose weights are shuffled.
+
+>>> import torch
+>>> from opacus.optimizers import DPOptimizer
+>>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+>>> sgd = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+>>> private = ShuffleGradSampleModule(network, optimizer=sgd)
+>>> optimizer = DPOptimizer(sgd, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=5)
+>>> private(torch.randn(5, 4)).square().sum().backward()
+>>> optimizer.step()
+>>> private.shuffler.shuffles
+1
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from opacus_shuffle.engine.weights.shuffler import WeightShuffler
+from opacus_shuffle.permutation.discover import find_permutations
+from opacus_shuffle.permutation.spec import PermutationSpec
+
+
+class ShuffleGradSampleModule:
+    """A grad-sample module of any mode that permutes hidden units, heads and the residual stream after every update.
+
+    What the engine returns with ``shuffle_weights`` is one; to make one by hand, call this class as Opacus's
+    ``GradSampleModule``, with an optimizer.
+
+    Args:
+        module: The network.
+        optimizer: The plain optimizer that trains it.
+        permutations: A :class:`PermutationSpec`, or the level at which to look for one.
+        sample_input: For the search; see :func:`find_permutations`.
+        shuffle_mode: See :class:`WeightShuffler`.
+        shuffle_generator: See there.
+        grad_sample_mode: One of Opacus's.
+        **keywords: Opacus's own, such as ``batch_first`` and ``loss_reduction``.
+
+    Attributes:
+        shuffler: Does the work.
+
+    Raises:
+        ValueError: As :func:`find_permutations` and :class:`WeightShuffler`.
+    """
+
+    shuffler: WeightShuffler
+
+    def __new__(
+        cls,
+        module: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer,
+        permutations: str | PermutationSpec = "residual",
+        sample_input: Any = None,
+        shuffle_mode: str = "every_step",
+        shuffle_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        **keywords: Any,
+    ) -> Any:
+        """Opacus's wrapper of that mode, made a shuffling one."""
+        from opacus.grad_sample import wrap_model
+
+        if isinstance(permutations, PermutationSpec):
+            permutations.check(module, sample_input)
+            spec = permutations
+        else:
+            spec = find_permutations(module, sample_input, groups=permutations)
+        wrapped = wrap_model(module, grad_sample_mode=grad_sample_mode, **keywords)
+        try:
+            make_shuffled(wrapped, WeightShuffler(module, spec, optimizer, mode=shuffle_mode, generator=shuffle_generator))
+        except BaseException:
+            wrapped.cleanup()
+            raise
+        return wrapped
+
+    @property
+    def permutations(self) -> PermutationSpec:
+        """What is shuffled."""
+        return self.shuffler.spec
+
+    def release(self) -> None:
+        """See :meth:`WeightShuffler.release`."""
+        self.shuffler.release()
+
+    def to_standard_module(self) -> nn.Module:
+        """The network itself, its weights permuted."""
+        self.release()
+        found: nn.Module = _plain_class(type(self)).to_standard_module(self)
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copied as what Opacus would have made; a copy has nothing to do with the run."""
+        copied = object.__new__(_plain_class(type(self)))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "shuffler"}, memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as what Opacus would have made; refused where that would show what was not released."""
+        return _rebuild, (_plain_class(type(self)), {k: v for k, v in self.__dict__.items() if k != "shuffler"})
+
+
+@functools.cache
+def shuffled_class(base: Any) -> Any:
+    """The class of Opacus's wrappers of one mode, with shuffling."""
+    # Opacus's class comes first, or an instance of it could not become one of ours; so our methods are put before it by hand.
+    own: dict[str, Any] = {
+        name: ShuffleGradSampleModule.__dict__[name]
+        for name in ("__new__", "to_standard_module", "__deepcopy__", "__reduce_ex__")
+    }
+    own["__init__"] = lambda self, *args, **keywords: None  # __new__ has done it all
+    return type(f"Shuffle{base.__name__}", (base, ShuffleGradSampleModule), {"__module__": __name__, **own})
+
+
+def make_shuffled(wrapped: Any, shuffler: WeightShuffler) -> None:
+    """Turns Opacus's wrapper into a shuffling one, as ``torch.nn.utils.parametrize`` turns modules."""
+    kind: Any = type(wrapped)
+    wrapped.__class__ = shuffled_class(kind)
+    wrapped.shuffler = shuffler
+
+
+def make_plain(wrapped: Any) -> None:
+    """Undoes :func:`make_shuffled`."""
+    if isinstance(wrapped, ShuffleGradSampleModule):
+        wrapped.__class__ = _plain_class(type(wrapped))
+        wrapped.__dict__.pop("shuffler", None)
+
+
+def _plain_class(kind: type) -> Any:
+    """Opacus's class."""
+    return kind.__bases__[0]
+
+
+def _rebuild(kind: type, state: dict[str, Any]) -> Any:
+    """An instance without running its constructor."""
+    instance: Any = object.__new__(kind)
+    instance.__dict__.update(state)
+    return instance

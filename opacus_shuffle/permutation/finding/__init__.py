@@ -1,0 +1,1 @@
+"""Which axes of which parameters may move together: tracing, rules, labels."""

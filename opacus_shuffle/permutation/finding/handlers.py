@@ -1,0 +1,220 @@
+"""``register_permutation``: the axes of a module that tracing cannot see into, declared by hand.
+
+>>> import torch
+>>> class Opaque(torch.nn.Module):
+...     def __init__(self):
+...         super().__init__()
+...         self.up, self.down = torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(3, 5))
+...     def forward(self, x):
+...         return torch.fft.ifft(torch.fft.fft((x @ self.up.T).sort().values @ self.down.T.sort(0).values)).real
+>>> @register_permutation(Opaque)
+... def axes(module):
+...     return ModuleAxes(parameters={"up": "unit in", "down": "out unit"}, inputs="... in", outputs="... out")
+>>> _HANDLERS.pop(Opaque).__name__
+'axes'
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from opacus_shuffle.permutation.finding.labels import Axis, Dimensions, Factors, IncompatibleError, fixed_factors, unify_all
+from opacus_shuffle.permutation.finding.trace import Tracer
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleAxes:
+    """Which axes of a module's tensors are the same.
+
+    A pattern names the axes of one tensor, separated by spaces: equal names are permuted together; ``_`` stays in place; an
+    axis made of several is written in parentheses, major first, such as ``(gate unit)``; a leading ``...`` stands for all axes
+    before. An axis named in ``inputs`` or ``outputs`` takes part in the rest of the network.
+
+    Attributes:
+        parameters: Patterns of the module's own parameters and buffers by name; those not named stay in place.
+        inputs: Pattern of the first tensor argument, or one for each.
+        outputs: Pattern of the first tensor returned, or one for each; ``...`` means the same axes as in the first input.
+        sizes: Of axes inside parentheses, all but one of each.
+        fixed: Names of axes that stay in place though they have a name.
+    """
+
+    parameters: Mapping[str, str]
+    inputs: str | tuple[str, ...] = "..."
+    outputs: str | tuple[str, ...] = "..."
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    fixed: tuple[str, ...] = ()
+
+
+class HandlerError(ValueError):
+    """What a handler says does not fit the module."""
+
+
+Handler = Callable[[Any], "ModuleAxes | None"]
+_HANDLERS: dict[type[nn.Module], Handler] = {}
+
+
+def register_permutation(kind: type[nn.Module]) -> Callable[[Handler], Handler]:
+    """Registers what the axes of all modules of a class are, in place of tracing their inside.
+
+    The handler gets the module and returns :class:`ModuleAxes`, or None to have this one traced after all. It is trusted, and
+    then checked numerically with everything else. Subclasses need their own.
+
+    Example::
+
+        @register_permutation(GatedUnits)  # its forward calls a kernel of yours with self.gate, of shape (units,)
+        def axes(module):
+            return ModuleAxes(parameters={"gate": "unit"}, inputs="... unit", outputs="... unit")
+
+    Args:
+        kind: A class of modules.
+
+    Raises:
+        ValueError: If it is not one.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise ValueError(f"register_permutation needs a class of modules, got {kind!r}")
+
+    def register(handler: Handler) -> Handler:
+        _HANDLERS[kind] = handler
+        return handler
+
+    return register
+
+
+@contextlib.contextmanager
+def declared_axes(network: nn.Module, tracer: Tracer) -> Iterator[None]:
+    """While inside, modules with a handler are labelled by it."""
+    replaced = []
+    names = {id(tensor): name for name, tensor in tracer.tensors.items()}
+    try:
+        for module in network.modules():
+            handler = _HANDLERS.get(type(module))
+            axes = handler(module) if handler is not None else None
+            if axes is not None and not isinstance(axes, ModuleAxes):
+                raise ValueError(
+                    f"the handler of {type(module).__name__} must return ModuleAxes or None, got {type(axes).__name__}"
+                )
+            if axes is not None:
+                replaced.append((module, vars(module).get("forward")))
+                module.forward = _labelled_forward(module, axes, tracer, names)  # type: ignore[method-assign]
+        yield
+    finally:
+        for module, own in replaced:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+
+def _labelled_forward(module: nn.Module, axes: ModuleAxes, tracer: Tracer, names: Mapping[int, str]) -> Callable[..., Any]:
+    """A forward that is not traced inside."""
+    forward = module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with tracer.paused():
+            result = forward(*args, **kwargs)
+        try:
+            declare(args, kwargs, result)
+        except (ValueError, IncompatibleError) as error:
+            raise HandlerError(f"the handler of {type(module).__name__} does not fit: {error}") from error
+        return result
+
+    def declare(args: Any, kwargs: Any, result: Any) -> None:
+        shared: dict[str, Axis] = {}
+        own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+        for name in set(axes.parameters) - set(own):
+            raise ValueError(f"it names {name!r}, which is none of {sorted(own)}")
+        for name, tensor in own.items():
+            if id(tensor) in names:
+                _declare(tracer, tensor, axes.parameters.get(name, " ".join("_" * tensor.dim())), axes, shared)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        patterns = (axes.inputs,) if isinstance(axes.inputs, str) else axes.inputs
+        leading: Dimensions = []
+        for position, tensor in enumerate(inputs):
+            pattern = patterns[position] if position < len(patterns) else " ".join("_" * tensor.dim())
+            count = _declare(tracer, tensor, pattern, axes, shared)
+            leading = leading or tracer.dimensions(tensor)[:count]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        patterns = (axes.outputs,) if isinstance(axes.outputs, str) else axes.outputs
+        for position, tensor in enumerate(outputs):
+            pattern = patterns[position] if position < len(patterns) else " ".join("_" * tensor.dim())
+            found = [_factors(part, tensor.shape[dim], axes, shared) for dim, part in _places(pattern, tensor)]
+            tracer.set(tensor, [*leading, *found] if pattern.startswith("...") else found)
+        # Inside, an axis may occur by itself: no permutation of its own for each position along another one.
+        tracer.occurrences += [[[axis]] for axis in shared.values()]
+        tracer.contraction(*outputs)
+
+    return run
+
+
+def _declare(tracer: Tracer, tensor: torch.Tensor, pattern: str, axes: ModuleAxes, shared: dict[str, Axis]) -> int:
+    """Makes a tensor's labels agree with its pattern; how many leading axes ``...`` stands for."""
+    dims = tracer.dimensions(tensor)
+    places = _places(pattern, tensor)
+    for dim, part in places:
+        unify_all(_factors(part, tensor.shape[dim], axes, shared), dims[dim])
+    return tensor.dim() - len(places)
+
+
+def _places(pattern: str, tensor: torch.Tensor) -> list[tuple[int, list[str]]]:
+    """The names of each axis that the pattern speaks of, with its number from the end."""
+    parts = _parse(pattern)
+    open_ended = parts[:1] == [["..."]]
+    parts = parts[1:] if open_ended else parts
+    if len(parts) > tensor.dim() or (len(parts) < tensor.dim() and not open_ended) or ["..."] in parts:
+        raise ValueError(f"pattern {pattern!r} does not fit a tensor of shape {tuple(tensor.shape)}")
+    return [(index - len(parts), part) for index, part in enumerate(parts)]
+
+
+def _parse(pattern: str) -> list[list[str]]:
+    """The names in a pattern, one list per axis."""
+    parts: list[list[str]] = []
+    inside: list[str] | None = None
+    for word in pattern.replace("(", " ( ").replace(")", " ) ").split():
+        if word == "(":
+            if inside is not None:
+                raise ValueError(f"pattern {pattern!r} opens a parenthesis inside of another")
+            inside = []
+        elif word == ")":
+            if inside is None:
+                raise ValueError(f"pattern {pattern!r} closes a parenthesis that it never opened")
+            parts.append(inside)
+            inside = None
+        elif inside is not None:
+            inside.append(word)
+        else:
+            parts.append([word])
+    if inside is not None:
+        raise ValueError(f"pattern {pattern!r} never closes a parenthesis")
+    return parts
+
+
+def _factors(names: list[str], size: int, axes: ModuleAxes, shared: dict[str, Axis]) -> Factors:
+    """The factors of one axis, made or found by name."""
+    if len(set(names)) < len(names):
+        raise ValueError(f"axis {' '.join(names)!r} names a part of itself twice")
+    known = 1
+    for name in names:
+        known *= axes.sizes.get(name, shared[name].size if name in shared else 1)
+    found: Factors = []
+    for name in names:
+        each = axes.sizes.get(name, shared[name].size if name in shared else size // max(known, 1))
+        if each == 1:
+            continue
+        if name == "_":
+            found += fixed_factors(each)
+        else:
+            found.append(shared.setdefault(name, Axis(each, fixed=name in axes.fixed)))
+    total = 1
+    for axis in found:
+        total *= axis.size
+    if total != size:
+        raise ValueError(f"axis {' '.join(names)!r} of size {size} does not fit what was said before: its factors make {total}")
+    return found

@@ -1,0 +1,238 @@
+"""From the labels of one traced run to a :class:`PermutationSpec`: what is free, inside of what, and at which level.
+
+A factor may have a permutation of its own for every position along another axis exactly if that position is known wherever the
+factor occurs: query dimensions inside a head, channels inside a normalisation group.
+
+>>> from opacus_shuffle.permutation.finding.labels import Axis
+>>> head, width = Axis(2), Axis(4)
+>>> known = known_positions([[[head, width], [Axis(9, fixed=True)]], [[head], [width]]])
+>>> known[width] == {head, width}
+True
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from opacus_shuffle.permutation.finding.labels import Axis, Dimensions, atoms, fix_all, terms
+from opacus_shuffle.permutation.finding.naming import name_factors
+from opacus_shuffle.permutation.finding.trace import Tracer
+from opacus_shuffle.permutation.moving.layout import Block, Factor, Term
+from opacus_shuffle.permutation.spec import PermutationSpec
+
+LEVELS = ("paper", "heads", "residual")
+LARGEST_JOINT_AXIS = 2**24
+"""Axes are seen as one only up to this many entries: the index vector needs 8 bytes for each."""
+
+
+def known_positions(occurrences: Iterable[Dimensions]) -> dict[Axis, set[Axis]]:
+    """Per atom the atoms (itself included) whose position is known wherever it occurs."""
+    known: dict[Axis, set[Axis]] = {}
+    seen = set()
+    for dimensions in occurrences:
+        alternatives = [terms(each) for each in dimensions if each]
+        key = tuple(tuple(each) for each in alternatives)
+        if key in seen:
+            continue
+        seen.add(key)
+        common = [set.intersection(*map(set, each)) for each in alternatives]
+        count = Counter(atom for each in alternatives for atom, times in _most(each).items() for _ in range(times))
+        for place, each in enumerate(alternatives):
+            # An atom on two other axes has two positions: which one would be meant?
+            rest = {atom for i, other in enumerate(common) if i != place for atom in other if count[atom] == 1}
+            for term in each:
+                for atom in term:
+                    here = rest.union(other for other in term if _alternate(term, atom, other))
+                    known[atom] = known[atom] & here if atom in known else here
+    return known
+
+
+def _most(each: Iterable[tuple[Axis, ...]]) -> Counter[Axis]:
+    """How often each atom occurs in a term, at most."""
+    found: Counter[Axis] = Counter()
+    for term in each:
+        found |= Counter(term)
+    return found
+
+
+def _alternate(term: tuple[Axis, ...], atom: Axis, other: Axis) -> bool:
+    """Whether every occurrence of the atom in a product has its own occurrence of the other beside it."""
+    if atom is other:
+        return True
+    row = [each for each in term if each is atom or each is other]
+    return len(row) % 2 == 0 and all(one is not two for one, two in itertools.pairwise(row))
+
+
+def build_spec(tracer: Tracer, level: str) -> PermutationSpec:
+    """The specification that the labels allow, at one of :data:`LEVELS`.
+
+    Fixes what the run never reached, and what the level leaves out.
+    """
+    reached = {atom for dimensions in tracer.occurrences for each in dimensions for atom in atoms(each)}
+    for dimensions in tracer.parameters.values():
+        for each in dimensions:
+            fix_all(atom for atom in atoms(each) if atom not in reached)
+    heads = set(atoms(tracer.heads))
+    streams = set(atoms(tracer.streams)) - heads
+    contracted = set(atoms(tracer.contracted))
+    if level != "residual":
+        fix_all(streams)
+    if level == "paper":
+        fix_all(heads)
+    known = known_positions([*tracer.occurrences, *tracer.parameters.values()])
+    labelled = {atom for dimensions in tracer.parameters.values() for each in dimensions for atom in atoms(each)}
+    inside = {atom: _outer(atom, known) for atom in labelled if not atom.fixed and atom.size > 1}
+    if level == "paper":  # one permutation of the values for all heads (WS Theorem 4)
+        inside = {atom: outer if atom in contracted else outer - heads for atom, outer in inside.items()}
+    _drop_wide_joints(tracer, inside)
+    return _assemble(tracer, inside, level, heads, streams, contracted)
+
+
+def _outer(atom: Axis, known: Mapping[Axis, set[Axis]]) -> set[Axis]:
+    """The atoms that this one is inside of; of two that always occur together, the older one is outside."""
+    found = set()
+    for other in known[atom]:
+        mutual = not other.fixed and atom in known[other]
+        if other is not atom and other.size > 1 and not (mutual and other.order > atom.order):
+            found.add(other)
+    return found
+
+
+def _joints(dimensions: Dimensions, inside: Mapping[Axis, set[Axis]]) -> list[tuple[Axis, Axis, int, int]]:
+    """Where an atom is inside of one on another axis of the same tensor: (atom, outer, first axis, last axis)."""
+    found = []
+    rows = [terms(each) for each in dimensions]
+    for axis, each in enumerate(rows):
+        for term in each:
+            for atom in term:
+                for outer in inside.get(atom, ()):
+                    if outer not in term:
+                        other = next(i for i, row in enumerate(rows) if i != axis and all(outer in t for t in row))
+                        found.append((atom, outer, min(axis, other), max(axis, other)))
+    return found
+
+
+def _drop_wide_joints(tracer: Tracer, inside: dict[Axis, set[Axis]]) -> None:
+    """Gives up nesting that would need a huge index vector, or would put one atom twice into the same grid."""
+    changed = True
+    while changed:
+        changed = False
+        for name, dimensions in tracer.parameters.items():
+            shape = tracer.tensors[name].shape
+            for start, stop, joined in _spans(dimensions, inside):
+                size = math.prod(shape[start:stop])
+                twice = any(
+                    len(set(term)) < len(term) for term in terms([axis for each in dimensions[start:stop] for axis in each])
+                )
+                if joined and (size > LARGEST_JOINT_AXIS or twice):
+                    for atom, outer, first, _ in _joints(dimensions, inside):
+                        if start <= first < stop:
+                            inside[atom].discard(outer)
+                            changed = True
+
+
+def _spans(dimensions: Dimensions, inside: Mapping[Axis, set[Axis]]) -> list[tuple[int, int, bool]]:
+    """The axes in groups that must be seen as one: (start, stop, whether there was a reason to join)."""
+    spans = [[axis, axis + 1, 0] for axis in range(len(dimensions))]
+    for _, _, first, last in _joints(dimensions, inside):
+        touched = [span for span in spans if span[0] <= last and span[1] > first]
+        merged = [min(span[0] for span in touched), max(span[1] for span in touched), 1]
+        spans = sorted([span for span in spans if span not in touched] + [merged])
+    return [(start, stop, bool(joined)) for start, stop, joined in spans]
+
+
+def _assemble(
+    tracer: Tracer,
+    inside: Mapping[Axis, set[Axis]],
+    level: str,
+    heads: set[Axis],
+    streams: set[Axis],
+    contracted: set[Axis],
+) -> PermutationSpec:
+    """Numbers the atoms and writes down the blocks."""
+    numbers: dict[Axis, int] = {}
+    blocks: dict[str, tuple[Block, ...]] = {}
+    places: dict[Axis, list[tuple[str, int]]] = {}
+    for name, dimensions in tracer.parameters.items():
+        shape = tuple(tracer.tensors[name].shape)
+        found = []
+        for start, stop, _ in _spans(dimensions, inside):
+            row = [axis for each in dimensions[start:stop] for axis in each]
+            moving = [atom for atom in atoms(row) if atom in inside]
+            if moving:
+                size = math.prod(shape[start:stop])
+                found.append(Block(start, stop, size, tuple(_terms(row, size, numbers))))
+                for atom in moving:
+                    places.setdefault(atom, []).append((name, start))
+        if found:
+            blocks[name] = tuple(found)
+    outer = {each for atom, found in inside.items() for each in found if atom in places}
+    names = name_factors(places, tracer.tensors, heads=heads, streams=streams, contracted=contracted, outer=outer)
+    for atom in [each for outer in inside.values() for each in outer]:
+        numbers.setdefault(atom, len(numbers))
+    factors = tuple(
+        Factor(
+            names.get(atom, "fixed"),
+            atom.size,
+            tuple(sorted(numbers[outer] for outer in inside.get(atom, ()))),
+            atom in inside,
+        )
+        for atom in numbers
+    )
+    parameters = {name for name, tensor in tracer.tensors.items() if name in tracer.parameter_names}
+    return PermutationSpec(
+        factors=factors,
+        blocks=blocks,
+        shapes={name: tuple(tracer.tensors[name].shape) for name in blocks},
+        buffers=tuple(name for name in blocks if name not in parameters),
+        unmoved={name: tracer.tensors[name].numel() for name in tracer.tensors if name in parameters and name not in blocks},
+        aliases={
+            name: tuple(alias for alias, target in tracer.aliases.items() if target == name)
+            for name in blocks
+            if name in tracer.aliases.values()
+        },
+        unknown=dict(tracer.unknown),
+        level=level,
+    )
+
+
+def _terms(row: list[Axis], size: int, numbers: dict[Axis, int]) -> list[Term]:
+    """The grids that tile a row of factors, with strides and offsets."""
+    found: list[tuple[int, tuple[tuple[Axis, int], ...]]] = [(0, ())]
+    stride = size
+    for axis in row:
+        stride //= axis.root.size
+        found = [
+            (offset + more * stride, (*grid, *[(atom, inner * stride) for atom, inner in tail]))
+            for offset, grid in found
+            for more, tail in _positions(axis)
+        ]
+    return [
+        Term(offset, tuple((numbers.setdefault(atom, len(numbers)), step) for atom, step in grid)) for offset, grid in found
+    ]
+
+
+def _positions(axis: Axis) -> list[tuple[int, tuple[tuple[Axis, int], ...]]]:
+    """The grids of one axis in units of its own entries: (offset, (atom, stride) pairs)."""
+    axis = axis.root
+    if axis.kind == "atom":
+        return [(0, ((axis, 1),))]
+    if axis.kind == "product":
+        found: list[tuple[int, tuple[tuple[Axis, int], ...]]] = [(0, ())]
+        stride = axis.size
+        for part in axis.parts:
+            stride //= part.size
+            found = [
+                (offset + more * stride, (*grid, *[(atom, inner * stride) for atom, inner in tail]))
+                for offset, grid in found
+                for more, tail in _positions(part)
+            ]
+        return found
+    found, start = [], 0
+    for part in axis.parts:
+        found += [(start + offset, grid) for offset, grid in _positions(part)]
+        start += part.size
+    return found

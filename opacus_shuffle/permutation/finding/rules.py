@@ -1,0 +1,115 @@
+"""What each ATen operation does to axis labels: a small rule per operation, and none on a guess.
+
+A rule holds if permuting the operands along their labels permutes the result along its labels. Where an operation sums over an
+axis it also notes the intermediate result without it, because a permutation of one axis may depend on the position along
+another only where that position is known. Operations that work entry by entry need no rule of their own.
+
+>>> "aten.zeros" in RULES
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from opacus_shuffle.permutation.finding.labels import (
+    Dimensions,
+    fixed_factors,
+    unify_all,
+)
+from opacus_shuffle.permutation.finding.operation import Call
+from opacus_shuffle.permutation.finding.trace import Tracer
+
+Rule = Callable[[Tracer, Call], None]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a function as the rule of these operations (without their ``aten.``; in-place twins are meant too)."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            RULES[f"aten.{name}"] = function
+        return function
+
+    return register
+
+
+def find_rule(call: Call) -> Rule | None:
+    """The rule of an operation, None if there is none."""
+    found = RULES.get(call.name) or RULES.get(call.name.removesuffix("_"))
+    return elementwise if found is None and call.pointwise else found
+
+
+@rule(
+    "copy",
+    "native_dropout",
+    "fill",
+    "bernoulli",
+    "rand_like",
+    "randn_like",
+    "uniform",
+    "normal",
+    "rrelu_with_noise",
+    "hardswish",
+    "zero",
+)
+@rule("log_sigmoid_forward", "_prelu_kernel", "prelu", "polar", "complex")
+def elementwise(tracer: Tracer, call: Call) -> None:
+    """Entry by entry, with broadcasting; random entries are independent and alike, so they may be permuted too."""
+    operands = [tensor for tensor in call.inputs if tensor.dim()]
+    for tensor in call.outputs:
+        if not tensor.numel():  # a buffer that this device has no use for
+            tracer.set(tensor, [fixed_factors(size) for size in tensor.shape])
+            continue
+        if len(operands) == 1 and operands[0].shape == tensor.shape:
+            tracer.set(tensor, tracer.labels(operands[0]))
+            continue
+        labels = [(each.shape, tracer.dimensions(each)) for each in operands]  # once: a constant's are made anew each time
+        result: Dimensions = []
+        for dim in range(-tensor.dim(), 0):
+            carriers = [dims[dim] for shape, dims in labels if len(shape) >= -dim and shape[dim] > 1]
+            for other in carriers[1:]:
+                unify_all(carriers[0], other)
+            result.append(carriers[0] if carriers else [])
+        tracer.set(tensor, result)
+    if call.name.removesuffix("_") in ("aten.add", "aten.sub", "aten.rsub", "aten.lerp"):
+        _note_stream(tracer, operands, call.out)
+
+
+def _note_stream(tracer: Tracer, operands: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+    """A sum of results of different layers is a skip connection."""
+    origins = {tracer.origins(tensor) for tensor in operands} - {frozenset()}
+    if len(origins) > 1:
+        tracer.streams += [axis for each in tracer.dimensions(result) for axis in each]
+
+
+@rule(
+    *(
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+    ),
+    *("empty_like", "rand", "randn"),
+)
+def uniform(tracer: Tracer, call: Call) -> None:
+    """All entries alike, or independent and alike: any permutation will do."""
+    tracer.equal_entries(call.out)
+
+
+def as_list(value: Any) -> list[int]:
+    """One dimension or several."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]

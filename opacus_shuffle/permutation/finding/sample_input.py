@@ -1,0 +1,352 @@
+"""Something to run a module on: what the user gave, what its data loader yields, or a guess from its layers.
+
+>>> from torch import nn
+>>> args, kwargs = guess(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 26 * 26, 2)))
+>>> tuple(args[0].shape)
+(2, 3, 28, 28)
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from opacus_shuffle.core.validation import integer
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+# Names under which a configuration keeps token numbers that mean something: padding stops attention, "end" cuts a text short.
+_SPECIAL_TOKENS = ("pad", "bos", "eos", "cls", "sep", "mask", "unk", "decoder_start", "image", "video", "audio")
+_SIDES = (32, 28, 64, 96, 224)
+_REMEDY = "pass shuffle_weights=find_permutations(module, sample_input) with an input that module(...) accepts"
+
+
+def normalise(sample_input: Any) -> Call:
+    """The positional and keyword arguments that a sample input stands for.
+
+    Args:
+        sample_input: A tensor (the only argument), a tuple or list (positional arguments) or a mapping (keyword arguments).
+
+    Returns:
+        ``(args, kwargs)``, so that ``module(*args, **kwargs)`` is the call that was meant.
+
+    Raises:
+        ValueError: It is none of these, or empty.
+    """
+    if isinstance(sample_input, torch.Tensor):
+        return (sample_input,), {}
+    if isinstance(sample_input, tuple | list) and sample_input:
+        return tuple(sample_input), {}
+    if isinstance(sample_input, Mapping) and sample_input and all(isinstance(name, str) for name in sample_input):
+        return (), dict(sample_input)
+    raise ValueError(
+        "sample_input must be a tensor, a non-empty tuple or list of positional arguments, or a non-empty mapping from "
+        f"names to keyword arguments, got {_describe(sample_input)}"
+    )
+
+
+def guess(module: nn.Module) -> Call:
+    """An input on which one forward pass runs, guessed from the module; the same one every time.
+
+    Hugging Face models are recognised by their ``config`` and ``main_input_name``; of any other module the first layer with
+    parameters, in the order of registration, tells the shape. What is returned has been tried.
+
+    Args:
+        module: The module to be run. Its buffers, its training flags and the random state are as before afterwards.
+
+    Returns:
+        ``(args, kwargs)`` of two records, in the type and on the device of the module's parameters.
+
+    Raises:
+        ValueError: No guess ran.
+    """
+    failure: Exception | None = None
+    generator = torch.Generator().manual_seed(0)
+    candidates = _hugging_face_inputs if _is_hugging_face(module) else _inputs_of_first_layer
+    for args, kwargs in candidates(module, generator):
+        call = _to_device(args, _device(module)), _to_device(kwargs, _device(module))
+        try:
+            run_quietly(module, *call)
+        except Exception as error:
+            failure = failure or error  # the first guess is the likeliest, and so is what it says
+        else:
+            return call
+    why = f"no guess for {type(module).__name__} ran"
+    why += f" (the first ended in {type(failure).__name__}: {failure})" if failure else ": its first layer tells no input shape"
+    raise ValueError(
+        f"sample_input must be given: {why}; pass a tensor, a tuple of arguments or a mapping of keyword arguments"
+    )
+
+
+def from_batch(module: nn.Module, batch: Any) -> Call:
+    """What one batch of a data loader means for ``module.forward``.
+
+    Args:
+        module: The module to be called; its signature decides which entries it is meant to see.
+        batch: A tensor is the only argument. A mapping gives the keyword arguments that ``forward`` accepts. Of a tuple or
+            list ``(inputs..., targets)`` the first entry is the input, or as many as ``forward`` requires; where that first
+            entry is itself a tuple, a list or a mapping, it holds the arguments.
+
+    Returns:
+        ``(args, kwargs)``, moved to the module's device.
+
+    Raises:
+        ValueError: The batch has none of these forms, or too few entries.
+    """
+    args, kwargs = _arguments(module, batch)
+    if not any(True for _ in _tensors((args, kwargs))):
+        raise ValueError(f"data_loader yields batches without a tensor for {_forward(module)}, {_describe(batch)}; {_REMEDY}")
+    return _to_device(args, _device(module)), _to_device(kwargs, _device(module))
+
+
+def first_records(data_loader: DataLoader, count: int = 2) -> Any:
+    """A batch of the first records of a data loader's data set, without a draw from its sampler or any random state.
+
+    Args:
+        data_loader: The loader. Its ``collate_fn`` makes the batch.
+        count: How many records; fewer if the data set has fewer.
+
+    Returns:
+        The collated batch.
+
+    Raises:
+        ValueError: The data set is empty or can only be iterated over.
+    """
+    count = integer("count", count)
+    dataset = data_loader.dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ValueError(f"data_loader.dataset must have a length and an index, got {type(dataset).__name__}; {_REMEDY}")
+    if not len(dataset):
+        raise ValueError(f"data_loader.dataset must not be empty, got a {type(dataset).__name__} of length 0")
+    # Worker processes would have their own random states; here the transforms share ours.
+    with _random_state_kept():
+        if data_loader.batch_sampler is None:  # no automatic batching: each entry of the data set is passed on alone
+            return data_loader.collate_fn(dataset[0])
+        indices = list(range(min(count, len(dataset))))
+        fetch: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
+        return data_loader.collate_fn(fetch(indices) if fetch else [dataset[i] for i in indices])
+
+
+def _arguments(module: nn.Module, batch: Any) -> Call:
+    """The arguments within a batch, wherever they lie."""
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping) and batch:
+        return (), _accepted(module, batch)
+    if isinstance(batch, tuple | list) and batch:
+        first = batch[0]
+        if isinstance(first, Mapping) and first:
+            return (), _accepted(module, first)
+        # A list of strings (untokenised texts) is a tuple's entry, not a list of arguments.
+        if isinstance(first, tuple | list) and any(isinstance(entry, torch.Tensor) for entry in first):
+            return tuple(first), {}
+        needed = max(1, _required_positional(module))
+        if len(batch) < needed:
+            raise ValueError(
+                f"data_loader yields batches of {len(batch)} entries, {_forward(module)} requires {needed} arguments; {_REMEDY}"
+            )
+        return tuple(batch[:needed]), {}
+    raise ValueError(
+        f"data_loader must yield tensors, mappings or tuples (inputs..., targets) for {_forward(module)}, "
+        f"got {_describe(batch)}; {_REMEDY}"
+    )
+
+
+def _accepted(module: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that ``forward`` takes by name."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(batch)
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    accepted = {name: value for name, value in batch.items() if name in names}
+    if not accepted:
+        raise ValueError(
+            f"data_loader yields mappings with {', '.join(map(str, batch))}, none of which {_forward(module)} accepts "
+            f"(it takes {', '.join(sorted(names))}); {_REMEDY}"
+        )
+    return accepted
+
+
+def _required_positional(module: nn.Module) -> int:
+    """How many positional arguments ``forward`` cannot do without."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty for p in parameters)
+
+
+def _is_hugging_face(module: nn.Module) -> bool:
+    """Whether the module describes itself as Hugging Face models do."""
+    return getattr(module, "config", None) is not None and isinstance(getattr(module, "main_input_name", None), str)
+
+
+def _hugging_face_inputs(module: nn.Module, generator: torch.Generator) -> Iterator[Call]:
+    """Keyword arguments by the model's configuration, the plainest first."""
+    config: Any = module.config
+    main = str(module.main_input_name)
+    takes = {name for name in ("attention_mask", "decoder_input_ids", "pixel_values") if _takes(module, name)}
+    kwargs: dict[str, Any] = {}
+    if main == "pixel_values" or ("pixel_values" in takes and hasattr(config, "vision_config")):
+        vision = getattr(config, "vision_config", config)
+        size = getattr(vision, "image_size", 224)
+        height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+        shape = (2, getattr(vision, "num_channels", 3), height, width)
+        kwargs["pixel_values"] = torch.randn(shape, generator=generator).to(_dtype(module))
+    if main == "input_ids":
+        tokens = _ordinary_tokens(module, generator)
+        kwargs["input_ids"] = tokens
+        if "attention_mask" in takes:
+            kwargs["attention_mask"] = torch.ones_like(tokens)
+        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in takes:
+            kwargs["decoder_input_ids"] = _ordinary_tokens(module, generator)
+    if not kwargs:
+        return
+    yield (), kwargs
+    end = getattr(config, "eos_token_id", None)
+    if "input_ids" in kwargs and isinstance(end, int):  # some heads read the state at the end token, so there must be one
+        tokens = kwargs["input_ids"].clone()
+        tokens[:, -1] = end
+        yield (), {**kwargs, "input_ids": tokens}
+
+
+def _ordinary_tokens(module: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    """Two random texts of eight tokens, none of which is special."""
+    config: Any = module.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocabulary = getattr(text, "vocab_size", None) or getattr(config, "vocab_size", None)
+    if not isinstance(vocabulary, int):
+        vocabulary = module.get_input_embeddings().num_embeddings  # type: ignore[operator, union-attr]
+    special: set[int] = set()
+    for source in (config, text):
+        for name in _SPECIAL_TOKENS:
+            number = getattr(source, f"{name}_token_id", None)
+            special.update(number if isinstance(number, tuple | list) else [number] if isinstance(number, int) else [])
+    ordinary = torch.tensor([token for token in range(vocabulary) if token not in special] or list(range(vocabulary)))
+    return ordinary[torch.randint(len(ordinary), (2, 8), generator=generator)]
+
+
+def _inputs_of_first_layer(module: nn.Module, generator: torch.Generator) -> Iterator[Call]:
+    """One argument in the shapes that the first layer with parameters can take."""
+    first = next((m for m in module.modules() if not any(m.children()) and any(True for _ in m.parameters())), None)
+    if isinstance(first, nn.Embedding | nn.EmbeddingBag):
+        allowed = torch.tensor([i for i in range(first.num_embeddings) if i != first.padding_idx])
+        for indices in ((2, 8), (2, 4), (2, 1), (2,)):
+            yield (allowed[torch.randint(len(allowed), indices, generator=generator)],), {}
+        return
+    for shape in _shapes(module, first):
+        yield (torch.randn(shape, generator=generator).to(_dtype(module)),), {}
+
+
+def _shapes(module: nn.Module, first: nn.Module | None) -> list[tuple[int, ...]]:
+    """The shapes to try on a first layer that reads numbers."""
+    if isinstance(first, nn.Linear):
+        flat = [(2, first.in_features), (2, 3, first.in_features)]
+        # Attention takes a matrix for one unbatched sequence, which is not what anybody trains on.
+        attends = any(hasattr(m, "num_heads") and hasattr(m, "embed_dim") for m in module.modules())
+        return flat[::-1] if attends else flat
+    if isinstance(first, nn.Conv1d | nn.ConvTranspose1d):
+        return [(2, first.in_channels, side) for side in (*_SIDES, 128, 256, 512, 1024)]
+    if isinstance(first, nn.Conv2d | nn.ConvTranspose2d):
+        return [(2, first.in_channels, side, side) for side in _SIDES]
+    if isinstance(first, nn.Conv3d | nn.ConvTranspose3d):
+        return [(2, first.in_channels, side, side, side) for side in _SIDES[:3]]  # cubes: more would fill the memory
+    if isinstance(first, nn.RNNBase):
+        return [(2, 3, first.input_size)]
+    if isinstance(first, nn.LayerNorm):
+        return [(2, *first.normalized_shape), (2, 3, *first.normalized_shape)]
+    return []
+
+
+def run_quietly(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """One forward pass without gradients, in evaluation mode, that leaves no trace.
+
+    Args:
+        module: The module. Its buffers and training flags are restored, whether or not the pass succeeds.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        What the module returned.
+    """
+    flags = [(m, m.training) for m in module.modules()]
+    buffers = [(m, name, b, b.clone()) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+    try:
+        module.eval()
+        with _random_state_kept(), torch.no_grad():
+            return module(*args, **kwargs)
+    finally:
+        for m, training in flags:
+            m.training = training
+        with torch.no_grad():
+            for m, name, buffer, value in buffers:
+                m._buffers[name] = buffer  # a forward pass may assign another tensor, or write into this one
+                buffer.copy_(value)
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """PyTorch's, Python's and NumPy's global random states, restored at the end."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (the global state is the one that transforms use)
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+
+
+def _takes(module: nn.Module, name: str) -> bool:
+    """Whether ``forward`` has a parameter of this name, or takes any."""
+    parameters = inspect.signature(module.forward).parameters
+    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def _device(module: nn.Module) -> torch.device:
+    """Where the module's first parameter or buffer is."""
+    return next((t.device for tensors in (module.parameters(), module.buffers()) for t in tensors), torch.device("cpu"))
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    """The type of the module's first floating-point parameter."""
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    """The same nest of tuples, lists and mappings with its tensors on this device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_to_device(entry, device) for entry in value))
+    if isinstance(value, tuple | list):
+        return type(value)(_to_device(entry, device) for entry in value)
+    if isinstance(value, Mapping):
+        return {name: _to_device(entry, device) for name, entry in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a nest of tuples, lists and mappings."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list | Mapping):
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(entry)
+
+
+def _forward(module: nn.Module) -> str:
+    """How messages name a module's forward."""
+    return f"{type(module).__name__}.forward"
+
+
+def _describe(value: Any) -> str:
+    """What was passed, short enough for a message."""
+    return (
+        f"an empty {type(value).__name__}" if isinstance(value, tuple | list | Mapping) and not value else type(value).__name__
+    )

@@ -1,0 +1,1 @@
+"""Sums of bounded vectors and numbers by multi-message shuffling."""

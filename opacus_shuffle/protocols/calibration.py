@@ -1,0 +1,253 @@
+r"""How fine the grid, how many noise bits: the printed constants, or the least noise that the exact accounting allows.
+
+One user's coordinate travels as g bits that say where on the grid it lies and b noise bits that are 1 with probability p.
+
+**paper**: SCO Theorem A.6 (Claim A.8, Corollary A.9 with drop-outs), constants as printed. **tight**: p = ½, and for every b
+the largest g, that is the least noise in the value's own units, whose Gaussian bound
+(:mod:`opacus_shuffle.analysis.binomial_sums`) meets (ε, δ); b is the smallest with which the variance is within
+:data:`OVERHEAD` of the limit for infinitely many bits (rounding to the grid costs 1/b of the noise, the binomial's tails the
+rest). Both are proved for every data set; the variances are some hundred thousand times apart:
+
+>>> paper, tight = (noise_variance(dimension=100, max_norm=1.0, epsilon=1.0, delta=1e-6, calibration=c) for c in CALIBRATIONS)
+>>> round(paper / tight)
+287928
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+from opacus_shuffle.analysis import sampled_sums
+from opacus_shuffle.analysis.advanced_composition import step_budget
+from opacus_shuffle.analysis.binomial_sums import (
+    LOST_SHARE,
+    MOST_TRIALS,
+    BinomialNoise,
+    SumRound,
+    gaussian_bound,
+    hockey_stick,
+    largest_mu,
+)
+from opacus_shuffle.core.validation import finite_number, integer, moderate, one_of, positive
+
+CALIBRATIONS = ("published", "tight")
+
+LARGEST_EPSILON = 15.0
+SMALLEST_HONEST_FRACTION = 1 / 3
+SMALLEST_DELTA = 1e-200
+
+OVERHEAD = 0.05
+"""How far above its limit the variance of the tight calibration may stay for the sake of fewer bits."""
+
+_PACE = 1.25
+
+
+@dataclasses.dataclass(frozen=True)
+class GridPlan:
+    """What every user of a round needs to know.
+
+    Attributes:
+        granularity: g, grid steps from end to end of a coordinate's range.
+        noise_bits: b, noise bits per user and coordinate.
+        bit_probability: p, that a noise bit is 1.
+        honest_users: How many users add their noise for certain.
+    """
+
+    granularity: int
+    noise_bits: int
+    bit_probability: float
+    honest_users: int
+
+    @property
+    def noise(self) -> BinomialNoise:
+        """What the honest users add to a coordinate's sum."""
+        return BinomialNoise(trials=self.noise_bits * self.honest_users, probability=self.bit_probability)
+
+    def round(self, dimension: int) -> SumRound:
+        """The round as :mod:`opacus_shuffle.analysis.binomial_sums` accounts for it."""
+        return SumRound(noise=self.noise, shift=self.granularity, dimension=dimension)
+
+    def variance(self, num_users: int) -> float:
+        """Of a coordinate's sum of ``num_users`` reports, in grid steps squared: noise, and rounding at its worst."""
+        return num_users * (0.25 + self.noise_bits * self.bit_probability * (1 - self.bit_probability))
+
+
+def check_privacy(epsilon: float, delta: float, honest_fraction: float, calibration: str) -> tuple[float, float, float, str]:
+    """The four in the ranges of SCO Theorem A.6 and Claim A.8."""
+    if positive("epsilon", epsilon) > LARGEST_EPSILON:
+        raise ValueError(
+            f"epsilon must not exceed {LARGEST_EPSILON:g}, got {epsilon!r}: SCO Theorem 3.2 says nothing beyond, and e^15 is "
+            "no protection worth its name; choose a smaller one"
+        )
+    if positive("delta", delta) < SMALLEST_DELTA:
+        raise ValueError(f"delta must be at least {SMALLEST_DELTA:g}, below which tails are not known, got {delta!r}")
+    if delta >= 0.5:
+        raise ValueError(f"delta must be below 1/2 (SCO Theorem 3.2), got {delta!r}; 1/num_users**1.1 is a usual choice")
+    fraction = finite_number("honest_fraction", honest_fraction)
+    if not SMALLEST_HONEST_FRACTION - 1e-12 <= fraction <= 1:
+        raise ValueError(
+            f"honest_fraction must lie in [1/3, 1], got {honest_fraction!r}: SCO Claim A.8 covers no smaller share of honest "
+            "users"
+        )
+    one_of("calibration", calibration, CALIBRATIONS)
+    return float(epsilon), float(delta), fraction, calibration
+
+
+def honest_users(num_users: int, honest_fraction: float) -> int:
+    """The fewest users that a fraction of them can mean."""
+    return max(1, math.ceil(num_users * honest_fraction - 1e-9))
+
+
+def paper_vector_plan(
+    *, num_users: int, dimension: int, max_norm: float, epsilon: float, delta: float, honest_fraction: float
+) -> GridPlan:
+    """SCO Theorem A.6; with drop-outs Corollary A.9, whose ε/γ is here the ε asked for.
+
+    ``granularity`` is max(2Δ₂√n, √d, 4) as printed: it depends on the unit in which ``max_norm`` is measured.
+    """
+    _check_drop_outs(epsilon, honest_fraction)
+    share = delta / (dimension + 1)
+    return _paper_plan(
+        granularity=max(2 * max_norm * math.sqrt(num_users), math.sqrt(dimension), 4.0),
+        epsilon=epsilon * honest_fraction / (18 * math.sqrt(-math.log(share))),
+        delta=share,
+        num_users=num_users,
+        honest_fraction=honest_fraction,
+    )
+
+
+def paper_scalar_plan(*, num_users: int, max_value: float, epsilon: float, delta: float, honest_fraction: float) -> GridPlan:
+    """SCO Lemma 3.1; with drop-outs Claim A.8.
+
+    Lemma 3.1 asks for g ≥ Δ√n alone, but its proof takes ln((1+α)/(1−α)) ≤ 3α with α = ε/(3g) "small": that needs α ≤ 0.858,
+    so g ≥ ε/2.57 besides (at n = 1, Δ = 1, ε = 15 the printed g = 1 gives α = 5).
+    """
+    _check_drop_outs(epsilon, honest_fraction)
+    local = epsilon * honest_fraction
+    return _paper_plan(
+        granularity=max(max_value * math.sqrt(num_users), local / 2.57, 3.0 if honest_fraction < 1 else 1.0),
+        epsilon=local,
+        delta=delta,
+        num_users=num_users,
+        honest_fraction=honest_fraction,
+    )
+
+
+def _check_drop_outs(epsilon: float, honest_fraction: float) -> None:
+    """Claim A.8 is for ε ≤ 1 of a protocol in which all are honest."""
+    if honest_fraction < 1 and epsilon * honest_fraction > 1:
+        raise ValueError(
+            f"calibration='published' with honest_fraction={honest_fraction!r} needs epsilon * honest_fraction <= 1 in each round "
+            f"(SCO Corollary A.9), got epsilon={epsilon!r}: use calibration='tight' or a smaller epsilon"
+        )
+
+
+def _paper_plan(*, granularity: float, epsilon: float, delta: float, num_users: int, honest_fraction: float) -> GridPlan:
+    """The smallest b above 180g²ln(2/δ)/(ε²n), and p = 90g²ln(2/δ)/(bε²n)."""
+    if granularity > 2**40:
+        raise ValueError(f"the paper's grid would have {granularity:.3g} steps: measure values in a larger unit")
+    g = math.ceil(granularity - 1e-9)
+    half = 90 * g**2 * math.log(2 / delta) / (epsilon**2 * num_users)
+    if 2 * half * num_users > MOST_TRIALS:
+        raise ValueError(
+            f"calibration='published' would send {2 * half:.3g} noise bits per user and coordinate: use calibration='tight' or a "
+            "larger epsilon"
+        )
+    b = math.floor(2 * half) + 1
+    return GridPlan(g, b, half / b, honest_users(num_users, honest_fraction))
+
+
+@functools.lru_cache(maxsize=1024)
+def tight_vector_plan(*, num_users: int, dimension: int, mu: float, lost: float, honest_fraction: float) -> GridPlan:
+    """The cheapest grid on which a round is a ``mu``-Gaussian mechanism but for a probability of ``lost``."""
+    honest = honest_users(num_users, honest_fraction)
+    tail = max(lost / dimension, 1e-300)
+
+    def largest_granularity(noise: BinomialNoise) -> int:
+        g = math.floor(mu * math.sqrt(noise.variance))
+        for _ in range(2):  # the slope falls with the shift, so what fits a larger one fits
+            slope = gaussian_bound(noise, shift=max(g, 1), tail=tail).slope
+            if not math.isfinite(slope):
+                return 0
+            g = min(g, math.floor(mu / slope))
+        return g
+
+    return _cheapest(num_users, honest, largest_granularity, limit=1 / mu**2)
+
+
+@functools.lru_cache(maxsize=1024)
+def tight_scalar_plan(*, num_users: int, epsilon: float, delta: float, honest_fraction: float) -> GridPlan:
+    """The cheapest grid of one coordinate, by its exact hockey stick."""
+    honest = honest_users(num_users, honest_fraction)
+
+    def largest_granularity(noise: BinomialNoise) -> int:
+        low, high = 0, noise.trials
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = hockey_stick(noise, shift=middle, epsilon=epsilon) <= delta
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+    return _cheapest(num_users, honest, largest_granularity, limit=1 / largest_mu(epsilon=epsilon, delta=delta) ** 2)
+
+
+def _cheapest(num_users: int, honest: int, largest_granularity: Callable[[BinomialNoise], int], *, limit: float) -> GridPlan:
+    """The fewest noise bits whose variance, of all users' sum, is near its limit (in units of the range squared)."""
+    # Rounding alone costs 1/bits of the noise, and a grid of one step at least has a standard deviation of 1/μ.
+    bits = max(1, math.floor(0.5 / OVERHEAD), math.floor(min(4 * limit / honest, MOST_TRIALS)))
+    while bits * honest <= MOST_TRIALS:
+        noise = BinomialNoise(trials=bits * honest, probability=0.5)
+        g = largest_granularity(noise)
+        if g >= 1:
+            plan = GridPlan(g, bits, 0.5, honest)
+            if plan.variance(num_users) / g**2 <= (1 + OVERHEAD) * limit * num_users / honest:
+                return plan
+        bits = math.ceil(bits * (_PACE if g >= 8 else 2.0))  # on so coarse a grid whole steps are far apart
+    raise ValueError(
+        f"no protocol with fewer than 2**50 noise bits gets there for num_users={num_users}: raise epsilon or delta, or take "
+        "fewer rounds"
+    )
+
+
+def round_mu(*, epsilon: float, delta: float, rounds: int = 1, sample_rate: float = 1.0) -> float:
+    """μ of each of ``rounds`` equal rounds that are (ε, δ)-DP together, rounded down: of the same users, or of samples."""
+    if sample_rate < 1:
+        lost = LOST_SHARE * delta / rounds
+        return sampled_sums.largest_mu(epsilon=epsilon, delta=delta, rounds=rounds, sample_rate=sample_rate, lost=lost)
+    return largest_mu(epsilon=epsilon, delta=delta * (1 - LOST_SHARE)) / math.sqrt(integer("rounds", rounds))
+
+
+def paper_round_budget(*, epsilon: float, delta: float, rounds: int) -> tuple[float, float]:
+    """(ε, δ) of each of T rounds with the same users, as SCO Algorithm 5 prints it: ε/(2√(2T·ln(1/δ))), δ/(T + 1).
+
+    Where that is too much (the printed ln(1/δ) stands for ln((T+1)/δ), and the term in ε² was left out: T > 1/δ, or ε large
+    and δ near ½), the most that advanced composition allows at the same δ's. One round gets all of it.
+    """
+    if rounds == 1:
+        return epsilon, delta
+    printed = epsilon / (2 * math.sqrt(2 * rounds * -math.log(delta)))
+    allowed, _ = step_budget(epsilon=epsilon, delta=delta, steps=rounds, delta_split=rounds / (rounds + 1))
+    return min(printed, allowed), delta / (rounds + 1)
+
+
+def noise_variance(*, dimension: int, max_norm: float, epsilon: float, delta: float, calibration: str = "tight") -> float:
+    """What each coordinate's sum gets in noise as the number of users and bits grows, in the unit of ``max_norm`` squared.
+
+    For planning before a protocol is built: :attr:`ShuffleVectorSum.variance` is the protocol's own.
+
+    Args:
+        dimension: d.
+        max_norm: Δ₂, the largest ℓ₂ norm of a user's vector.
+        epsilon: ε in (0, 15].
+        delta: δ in (0, ½).
+        calibration: ``"published"`` or ``"tight"``.
+    """
+    dimension, norm = integer("dimension", dimension), moderate("max_norm", max_norm)
+    epsilon, delta, _, calibration = check_privacy(epsilon, delta, 1.0, calibration)
+    if calibration == "tight":
+        return (2 * norm / round_mu(epsilon=epsilon, delta=delta)) ** 2
+    share = delta / (dimension + 1)
+    return (2 * norm) ** 2 * 90 * math.log(2 / share) / 2 * 18**2 * -math.log(share) / epsilon**2

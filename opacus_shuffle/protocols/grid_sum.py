@@ -1,0 +1,388 @@
+"""What the scalar and the vector protocol share: users put numbers on a grid, add noise bits, and the analyzer counts.
+
+A protocol here is a *plan* (:class:`~opacus_shuffle.protocols.calibration.GridPlan`: how fine, how many noise bits) and thin
+executors. :meth:`GridSum.simulate` draws the analyzer's answer at once, without any messages: the sum of the rounded values
+plus one binomial per coordinate has the same distribution as what the bits add up to.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from opacus_shuffle.analysis import binomial_sums, sampled_sums
+from opacus_shuffle.analysis.binomial_sums import LOST_SHARE, SumRound, gaussian_equivalent
+from opacus_shuffle.analysis.sampled_sums import SampledRound
+from opacus_shuffle.core.randomness import check_generator, secret_generator
+from opacus_shuffle.core.validation import instance_of, integer, one_of
+from opacus_shuffle.protocols.calibration import GridPlan
+from opacus_shuffle.protocols.messages import Messages, shuffled
+from opacus_shuffle.protocols.statement import PrivacyStatement
+
+_CHUNK = 2**17
+"""Numbers that are rounded at a time: what a processor's cache holds."""
+
+_SIXTEEN_BITS = 2**16
+
+TOLERANCE = 1e-5
+"""How far beyond its bound a value may lie, relatively, for the rounding of single precision; it is taken back to the bound."""
+
+
+class GridSum(ABC):
+    """Sums over ``num_users`` users of points in ``[low, low + span]^dimension``; subclasses say which points are allowed."""
+
+    num_users: int
+    dimension: int
+    epsilon: float
+    delta: float
+    calibration: str
+    honest_fraction: float
+    rounds: int = 1
+    sample_rate: float = 1.0
+    round_epsilon: float
+    round_delta: float
+    _plan: GridPlan
+    _low: float
+    _span: float
+
+    @property
+    def granularity(self) -> int:
+        """g, grid steps from end to end of a coordinate's range."""
+        return self._plan.granularity
+
+    @property
+    def noise_bits(self) -> int:
+        """b, noise bits per user and coordinate."""
+        return self._plan.noise_bits
+
+    @property
+    def bit_probability(self) -> float:
+        """p, that a noise bit is 1."""
+        return self._plan.bit_probability
+
+    @property
+    def bits_per_user(self) -> int:
+        """What one user sends in one round: d·(g + b) bits."""
+        return self.dimension * (self.granularity + self.noise_bits)
+
+    @property
+    def variance(self) -> float:
+        """Of each coordinate of the answer when all users take part: noise, and rounding at its worst (¼ grid step² a user)."""
+        return (self._span / self.granularity) ** 2 * self._plan.variance(self.num_users)
+
+    @property
+    def mean_squared_error(self) -> float:
+        """E‖answer − sum‖₂² at most: d times :attr:`variance`, what SCO Theorem 3.2 bounds."""
+        return self.dimension * self.variance
+
+    @property
+    def sum_round(self) -> SumRound:
+        """One round, as :mod:`opacus_shuffle.analysis.binomial_sums` accounts for it; honest users' noise alone."""
+        return self._plan.round(self.dimension)
+
+    @property
+    def mu(self) -> float:
+        """One round is a μ-Gaussian mechanism under replacement, but for a probability of :attr:`lost`."""
+        return self._equivalent[0]
+
+    @property
+    def lost(self) -> float:
+        """See :attr:`mu`."""
+        return self._equivalent[1]
+
+    @property
+    def _equivalent(self) -> tuple[float, float]:
+        return gaussian_equivalent(self.sum_round, lost=LOST_SHARE * self.delta / self.rounds)
+
+    def exact_epsilon(self, delta: float | None = None, *, rounds: int | None = None) -> tuple[float, float]:
+        """What the noise really gives: a lower value by one pair of data sets, and a proved one for all of them.
+
+        Args:
+            delta: δ; by default the protocol's.
+            rounds: Rounds in which the same users take part; by default as many as the protocol is made for.
+
+        Returns:
+            ``(lower, upper)``, rounded apart; ``upper`` never exceeds ε where ``delta`` and ``rounds`` are the protocol's.
+        """
+        delta = self.delta if delta is None else delta
+        count = self.rounds if rounds is None else integer("rounds", rounds)
+        repeated = [(self.sum_round, count)]
+        upper = binomial_sums.compute_epsilon(repeated, delta=delta)
+        if self.sample_rate < 1:
+            each = SampledRound(mu=self.mu, sample_rate=self.sample_rate, lost=self.lost)
+            upper = min(upper, sampled_sums.compute_epsilon([(each, count)], delta=delta))
+        if (delta, count) == (self.delta, self.rounds):
+            upper = min(upper, self.epsilon)
+        if not math.isfinite(upper):
+            raise ValueError(
+                f"delta={delta!r} is less than the binomial's tails can be held to over {count} rounds: ask for a larger delta"
+            )
+        return binomial_sums.lower_epsilon(repeated, delta=delta, sample_rate=self.sample_rate), upper
+
+    def statement(
+        self,
+        *,
+        rounds: int | None = None,
+        rounds_per_user: int | None = None,
+        num_users: int | None = None,
+        interaction: str | None = None,
+    ) -> PrivacyStatement:
+        """(ε, δ) of what the protocol is made for, with its meaning.
+
+        Args:
+            rounds: Rounds of the whole run; by default as many as the protocol is made for.
+            rounds_per_user: Rounds that one user takes part in: at most as many as the protocol is made for.
+            num_users: Users of the whole run; by default those of one round.
+            interaction: ``"one round"``, ``"sequential"`` or ``"full"``; by default the first for one round, else the last.
+
+        Raises:
+            ValueError: If a user takes part in more rounds than the protocol is made for.
+        """
+        whole = self.rounds if rounds is None else integer("rounds", rounds)
+        kind = ("one round" if whole == 1 else "full") if interaction is None else interaction
+        one_of("interaction", kind, ("one round", "sequential", "full"))
+        if rounds_per_user is not None:
+            each = integer("rounds_per_user", rounds_per_user)
+        else:
+            each = whole if kind == "full" else min(self.rounds, whole)
+        if each > self.rounds:
+            raise ValueError(
+                f"rounds_per_user={each} is more than this protocol is made for ({self.rounds}): let every user take part in "
+                f"fewer, or make a vector protocol for as many (its class method takes rounds={each})"
+            )
+        if each > whole:
+            raise ValueError(f"rounds_per_user={each} is more than there are rounds, rounds={whole}: leave it out")
+        if (kind == "one round" and whole != 1) or (kind == "full" and each != whole):
+            raise ValueError(
+                f"interaction={kind!r} does not go with rounds={whole} and rounds_per_user={each}: say 'sequential' where a "
+                "user takes part in some rounds only"
+            )
+        return PrivacyStatement(
+            epsilon=self.epsilon,
+            delta=self.delta,
+            interaction=kind,
+            rounds=whole,
+            rounds_per_user=each,
+            num_users=round(self.num_users / self.sample_rate) if num_users is None else integer("num_users", num_users),
+            bits_per_user=each * self.bits_per_user,
+            calibration=self.calibration,
+            honest_fraction=self.honest_fraction,
+            sample_rate=self.sample_rate,
+        )
+
+    # One user, the shuffler, the analyzer
+
+    def _randomize(self, point: torch.Tensor, generator: torch.Generator | None) -> Messages:
+        """One user's messages for a checked point of shape (d,)."""
+        draws = _draws(generator)
+        ones = self._round(point.unsqueeze(0), draws)[0].numpy() + _numpy(draws).binomial(
+            self.noise_bits, self.bit_probability, self.dimension
+        )
+        return Messages.of(ones, bits_per_report=self.granularity + self.noise_bits, granularity=self.granularity)
+
+    def shuffle(self, messages: Sequence[Messages], generator: torch.Generator | None = None) -> Messages:
+        """All users' messages in random order: what the analyzer, and the adversary, gets to see.
+
+        Args:
+            messages: One :class:`~opacus_shuffle.protocols.messages.Messages` per user.
+            generator: Of the permutation; by default secret.
+
+        Raises:
+            ValueError: If there are none, too many or too few of them, or some are not this protocol's.
+        """
+        given = [messages] if isinstance(messages, Messages) else list(messages)
+        if not given:
+            raise ValueError("messages must hold at least one user's messages, got none")
+        for each in given:
+            self._check(each)
+        self._check_reports(sum(each.num_reports for each in given))
+        return shuffled(given, _numpy(_draws(generator)))
+
+    def _analyze(self, messages: Messages) -> torch.Tensor:
+        """The estimate of the sum over those whose messages these are."""
+        self._check(messages)
+        return self.decode(torch.from_numpy(messages.ones()), messages.num_reports)
+
+    def _check(self, messages: Any) -> None:
+        """Refuse what this protocol did not send."""
+        if isinstance(messages, list | tuple):
+            raise ValueError("messages must be what shuffle(...) answered, got a list: call shuffle on it first")
+        instance_of("messages", messages, (Messages,))
+        expected = (self.dimension, self.granularity + self.noise_bits, self.granularity)
+        found = (len(messages.bits), messages.bits_per_report, messages.granularity)
+        if found != expected:
+            raise ValueError(
+                f"messages come from another protocol: (dimension, bits per coordinate, granularity) are {found}, here "
+                f"{expected}; build both ends with the same arguments"
+            )
+
+    def _check_reports(self, num_reports: Any) -> int:
+        """As many reports as the guarantee covers."""
+        reports = integer("num_reports", num_reports)
+        if not self._plan.honest_users <= reports <= self.num_users:
+            fewest = self._plan.honest_users
+            between = f"{fewest} to {self.num_users}" if fewest < self.num_users else str(fewest)
+            raise ValueError(
+                f"this protocol is for {between} users (num_users={self.num_users}, honest_fraction="
+                f"{self.honest_fraction:.3g}), got {reports}: fewer have too little noise, more were not planned for"
+            )
+        return reports
+
+    # All of it at once
+
+    def encode(self, points: Any, generator: torch.Generator | None = None) -> torch.Tensor:
+        """The sum of the users' randomly rounded points, in grid steps: int64, shape (d,).
+
+        Args:
+            points: X of shape (n, d), dense or sparse; or an iterable of such blocks of rows, where memory does not hold it.
+                A tensor expanded from one row (stride 0) costs no more than that row.
+            generator: On the CPU; by default secret.
+        """
+        return self._encode(points, _draws(generator))[0]
+
+    def _encode(self, points: Any, draws: torch.Generator) -> tuple[torch.Tensor, int]:
+        """The sum and the number of rows."""
+        if isinstance(points, torch.Tensor | np.ndarray):
+            return self._encode_block(real_numbers("X", points), draws)
+        if isinstance(points, str | bytes) or not isinstance(points, Iterable):
+            raise ValueError(f"X must be a tensor of shape (n, {self.dimension}) or blocks of such rows, got {points!r}")
+        total, rows = torch.zeros(self.dimension, dtype=torch.int64), 0
+        for block in points:
+            if not isinstance(block, torch.Tensor | np.ndarray):
+                raise ValueError(
+                    f"X must be a tensor or hold tensors of shape (rows, {self.dimension}), got a {type(block).__name__} in it"
+                )
+            counts, more = self._encode_block(real_numbers("X", block), draws)
+            total, rows = total + counts, rows + more
+        return total, rows
+
+    def _encode_block(self, block: torch.Tensor, draws: torch.Generator) -> tuple[torch.Tensor, int]:
+        """One block of rows."""
+        if block.ndim != 2 or block.shape[1] != self.dimension:
+            raise ValueError(f"X must have shape (n, {self.dimension}), got {tuple(block.shape)}")
+        if block.layout == torch.sparse_coo and block.dense_dim():
+            raise ValueError("X must be sparse in both dimensions, got a hybrid tensor: pass X.to_dense()")
+        rows, total = len(block), torch.zeros(self.dimension, dtype=torch.int64)
+        if rows == 0:
+            return total, 0
+        if block.layout != torch.strided:
+            return self._encode_sparse(block, draws), rows
+        if block.stride(0) == 0 and rows > 1:  # one row over and over: n coins for the same fraction are one binomial
+            place = self._place(self._checked(block[:1]))[0]
+            whole = place.floor()
+            coins = _numpy(draws).binomial(rows, (place - whole).numpy())
+            return rows * whole.long() + torch.from_numpy(coins), rows
+        step = max(1, _CHUNK // self.dimension)
+        for start in range(0, rows, step):
+            total += self._round(self._checked(block[start : start + step]), draws).sum(0)
+        return total, rows
+
+    def _encode_sparse(self, block: torch.Tensor, draws: torch.Generator) -> torch.Tensor:
+        """Rows of which only some entries are not zero: the zeros of a coordinate are one binomial."""
+        # Anew: a tensor may be marked as coalesced, and CSR always is, while an entry is there twice.
+        found = block.to_sparse_coo()  # type: ignore[no-untyped-call]
+        entries = torch.sparse_coo_tensor(found._indices(), found._values(), found.shape, is_coalesced=False).coalesce()
+        (row, column), values = entries.indices().cpu(), entries.values().to("cpu", torch.float64)
+        values = self._checked_entries(row, values, len(block))
+        place = (values - self._low) * (self.granularity / self._span)
+        whole = place.floor()
+        rounded = whole + (torch.rand(len(place), generator=draws, dtype=torch.float64) < place - whole)
+        total = torch.zeros(self.dimension, dtype=torch.int64).index_add_(0, column, rounded.clamp(0, self.granularity).long())
+        zeros = len(block) - torch.bincount(column, minlength=self.dimension)
+        place_of_zero = -self._low * self.granularity / self._span
+        fraction = place_of_zero - math.floor(place_of_zero)
+        coins = torch.from_numpy(_numpy(draws).binomial(zeros.numpy(), fraction))
+        return total + zeros * math.floor(place_of_zero) + coins
+
+    def draw_noise(self, num_reports: int, generator: torch.Generator | None = None) -> torch.Tensor:
+        """The noise bits of so many users, added up: int64, shape (d,)."""
+        reports = self._check_reports(num_reports)
+        noise = _numpy(_draws(generator)).binomial(reports * self.noise_bits, self.bit_probability, self.dimension)
+        return torch.from_numpy(noise)
+
+    def decode(self, counts: torch.Tensor, num_reports: int) -> torch.Tensor:
+        """The analyzer's estimate of the sum from the numbers of ones: float64, shape (d,).
+
+        Raises:
+            ValueError: If so many reports are not covered.
+        """
+        reports = self._check_reports(num_reports)
+        instance_of("counts", counts, (torch.Tensor,))
+        if counts.shape != (self.dimension,):
+            raise ValueError(f"counts must have shape ({self.dimension},), got {tuple(counts.shape)}")
+        expected = reports * self.noise_bits * self.bit_probability
+        return (counts.to(torch.float64) - expected) * (self._span / self.granularity) + reports * self._low
+
+    def _simulate(self, points: Any, generator: torch.Generator | None) -> torch.Tensor:
+        """A draw of the analyzer's answer."""
+        draws = _draws(generator)
+        counts, reports = self._encode(points, draws)
+        if not reports:
+            raise ValueError("X must hold one row per user, got none")
+        self._check_reports(reports)
+        return self.decode(counts + self.draw_noise(reports, draws), reports)
+
+    def _place(self, points: torch.Tensor) -> torch.Tensor:
+        """Where points lie on the grid, in steps."""
+        return ((points - self._low) * (self.granularity / self._span)).clamp_(0, self.granularity)
+
+    def _round(self, points: torch.Tensor, draws: torch.Generator) -> torch.Tensor:
+        """Points on the grid, rounded at random so that the mean is kept: int64.
+
+        Rounding is ⌊place + U⌋ with U uniform. The first 16 bits of U decide all but one in 65,536, and cost a quarter of what
+        64 do; the rest of U is drawn where it matters.
+        """
+        place = self._place(points).mul_(_SIXTEEN_BITS)
+        coarse = place.floor()
+        rest = place.sub_(coarse)
+        coarse.add_(torch.from_numpy(_sixteen_bits(_numpy(draws), coarse.numel())).view(coarse.shape))
+        sums = coarse.long()
+        tied = ((sums & (_SIXTEEN_BITS - 1)) == _SIXTEEN_BITS - 1).nonzero(as_tuple=True)
+        sums[tied] += torch.rand(len(tied[0]), generator=draws, dtype=torch.float64) >= 1 - rest[tied]
+        return sums >> 16
+
+    @abstractmethod
+    def _checked(self, points: torch.Tensor) -> torch.Tensor:
+        """Points as float64 on the CPU, within their bounds; refused if they are not."""
+
+    @abstractmethod
+    def _checked_entries(self, row: torch.Tensor, values: torch.Tensor, rows: int) -> torch.Tensor:
+        """The same for the entries of sparse rows."""
+
+
+def real_numbers(name: str, value: Any) -> torch.Tensor:
+    """A tensor of real numbers, detached; refused if the value is none."""
+    try:
+        if isinstance(value, np.ndarray) and not value.flags.writeable:
+            value = value.copy()
+        numbers = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} must be a tensor of real numbers, got {reprlib.repr(value)}") from None
+    if numbers.is_complex() or numbers.dtype == torch.bool:
+        raise ValueError(f"{name} must hold real numbers, got {numbers.dtype}")
+    return numbers
+
+
+def _draws(generator: torch.Generator | None) -> torch.Generator:
+    """The generator given, or a secret one."""
+    check_generator("generator", generator)
+    return secret_generator("cpu") if generator is None else generator
+
+
+def _numpy(draws: torch.Generator) -> np.random.Generator:
+    """NumPy's binomials and permutations, seeded by PyTorch's generator (256 bits at every call)."""
+    words = torch.randint(0, 2**32, (8,), generator=draws, dtype=torch.int64)
+    return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence(words.tolist())))
+
+
+def _sixteen_bits(draws: np.random.Generator, count: int) -> npt.NDArray[np.uint16]:
+    """So many whole numbers below 65,536."""
+    words = draws.integers(0, 2**64 - 1, -(-count // 4), dtype=np.uint64, endpoint=True)
+    return words.view(np.uint16)[:count]

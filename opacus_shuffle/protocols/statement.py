@@ -1,0 +1,96 @@
+"""What an optimisation or a sum has cost, with its meaning.
+
+>>> statement = PrivacyStatement(
+...     epsilon=1.0, delta=1e-6, interaction="sequential", rounds=20, rounds_per_user=1, num_users=10_000, bits_per_user=1200,
+...     calibration="tight")
+>>> statement.epsilon, statement.guarantee.name
+(1.0, 'PROVED')
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from opacus_shuffle.accountants.bounds.registry import Guarantee
+from opacus_shuffle.core.rounding import round_down, round_up
+
+ADVERSARIES = {
+    "one round": "sees every shuffled message of the round (bits with their coordinate)",
+    "sequential": "sees every shuffled message of every round (bits with their coordinate); each user takes part in one",
+    "full": "sees every shuffled message of every round (bits with their coordinate); a user takes part in many",
+    "pan": "sees the algorithm's whole inner state once, at a time of its choice, and the output",
+}
+TRUSTED = {"pan": "the algorithm, but for that one intrusion"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrivacyStatement:
+    """(ε, δ) with everything needed to read it.
+
+    Attributes:
+        epsilon: ε, rounded up.
+        delta: δ.
+        interaction: ``"one round"``, ``"sequential"`` (every user in one round: SCO Definition 2.7), ``"full"`` (users in many:
+            Definition 2.8) or ``"pan"`` (no shuffler: SCO Definition C.2).
+        rounds: Rounds in all.
+        rounds_per_user: In how many of them one user takes part.
+        num_users: Users whose data were used.
+        bits_per_user: What one user sends over the whole run; None where nothing is sent.
+        calibration: ``"published"`` or ``"tight"``.
+        honest_fraction: The share of every round's users that must follow the protocol; the others may drop out or send what
+            they like.
+        adjacency: ``"replace"``: one user's value becomes another.
+        guarantee: PROVED: for every data set.
+        sample_rate: γ: if below 1, every round's users are a fresh, secret, uniform sample of that share of all.
+        lower: A value that the smallest valid ε at δ is not below, rounded down, where it is known.
+    """
+
+    epsilon: float
+    delta: float
+    interaction: str
+    rounds: int
+    rounds_per_user: int
+    num_users: int
+    bits_per_user: int | None
+    calibration: str
+    honest_fraction: float = 1.0
+    adjacency: str = "replace"
+    guarantee: Guarantee = Guarantee.PROVED
+    lower: float | None = None
+    sample_rate: float = 1.0
+
+    @property
+    def adversary(self) -> str:
+        """Against whom it holds."""
+        return ADVERSARIES[self.interaction]
+
+    @property
+    def trusted(self) -> str:
+        """Who must not be the adversary."""
+        return TRUSTED.get(self.interaction, "the shuffler")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        values = dataclasses.asdict(self)
+        return {**values, "guarantee": self.guarantee.name, "adversary": self.adversary, "trusted": self.trusted}
+
+    def __str__(self) -> str:
+        lines = [
+            f"epsilon = {round_up(self.epsilon)} at delta = {self.delta:.3g}: {self.guarantee.value}",
+            f"  neighbours: one user's value is replaced ({self.num_users:,} users)",
+            f"  adversary:  {self.adversary}",
+            f"  trusted:    {self.trusted}",
+        ]
+        if self.honest_fraction < 1:
+            lines.append(f"  holds if:   at least {self.honest_fraction:.3g} of every round's users follow the protocol")
+        often = f"of which a user takes part in {self.rounds_per_user:,}"
+        if self.sample_rate < 1:
+            often = f"each of a fresh, secret sample of {self.sample_rate:.3g} of all users"
+        lines.append(f"  rounds:     {self.rounds:,}, {often}")
+        if self.bits_per_user is not None:
+            lines.append(f"  sends:      {self.bits_per_user:,} bits per user")
+        lines.append(f"  noise:      calibrated by {self.calibration!r}")
+        if self.lower is not None:
+            lines.append(f"  at least:   {round_down(self.lower)} (one pair of data sets has that)")
+        return "\n".join(lines)

@@ -1,0 +1,108 @@
+"""The stock ``opacus.PrivacyEngine`` with our accountants, after ``import opacus_shuffle``."""
+
+from __future__ import annotations
+
+import math
+
+import opacus
+import pytest
+import torch
+from helpers.toy import make_toy, run_epoch
+
+from opacus_shuffle import compute_epsilon
+from opacus_shuffle.accountants import ACCOUNTANTS
+
+pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
+every_accountant = pytest.mark.parametrize("name", [accountant.mechanism() for accountant in ACCOUNTANTS])
+WEIGHTS = {"dimension": 1000, "batch_clip": 50.0}
+
+
+def engine_of(name):
+    """A stock engine; of shuffled weights it cannot know how many there are, and its noise is the server's: not divided."""
+    engine = opacus.PrivacyEngine(accountant=name)
+    if name == "shuffled_fw":
+        engine.accountant.describe_weights(**WEIGHTS)
+    return engine
+
+
+@every_accountant
+def test_the_stock_engine_learns_n_and_b_in_its_step_hook(name):
+    engine = engine_of(name)
+    sigma, weights = (2.0, WEIGHTS) if name == "shuffled_fw" else (2.0 * math.sqrt(64), {})
+    model, optimizer, loader = engine.make_private(**make_toy(records=640, batch_size=64), noise_multiplier=sigma)
+    run_epoch(model, optimizer, loader)
+    numbers = {"num_users": 64} if name == "shuffle_gauss" else {"num_users": 640, "sample_rate": 0.1}
+    expected = compute_epsilon(name, noise_multiplier=2.0, steps=10, delta=1e-5, **numbers, **weights)
+    assert engine.get_epsilon(1e-5) == pytest.approx(expected, rel=1e-9)
+    assert expected > 0
+    assert (engine.accountant.num_users, engine.accountant.batch_size) == (640, 64)
+
+
+@every_accountant
+@pytest.mark.parametrize(("records", "batch"), [(98, 2), (930, 10), (99, 50)])
+def test_the_stock_engine_s_rounding_never_makes_epsilon_smaller(name, records, batch):
+    toy = make_toy(records=records, batch_size=batch)
+    engine = engine_of(name)
+    model, optimizer, loader = engine.make_private(**toy, noise_multiplier=8.0)
+    run_epoch(model, optimizer, loader)
+    rounds = engine.accountant.rounds()
+    assert engine.accountant.num_users == records
+    shares = 1 if name == "shuffled_fw" else batch
+    assert 8.0 / rounds[0][0].noise_multiplier >= math.sqrt(shares) * (1 - 1e-9)
+    # and where the data set cannot be seen: n down, B up
+    blind = type(engine.accountant)(**(WEIGHTS if name == "shuffled_fw" else {}))
+    blind._learn(optimizer, 1 / len(loader), None)
+    blind.history = list(engine.accountant.history)
+    for bound in ("pair", "certified"):
+        # 50 of 99 is a rate a little above the loader's 1/2, which is what the blind one goes by.
+        snapped = engine.accountant.history[0][1] / rounds[0][0].sample_rate if name == "subsampled_shuffle" else 1.0
+        known = engine.accountant.get_epsilon(1e-5, bound=bound)
+        assert blind.get_epsilon(1e-5, bound=bound) >= known * min(snapped, 1.0)
+
+
+def test_the_stock_engine_calibrates_when_told_n_and_refuses_when_not():
+    engine = opacus.PrivacyEngine(accountant="shuffle_gauss")
+    budget = {"target_epsilon": 4.0, "target_delta": 1e-5, "epochs": 2}
+    with pytest.raises(ValueError, match="num_users"):
+        engine.make_private_with_epsilon(**make_toy(), **budget)
+    model, optimizer, loader = engine.make_private_with_epsilon(**make_toy(), **budget, num_users=24)
+    for _ in range(2):
+        run_epoch(model, optimizer, loader)
+    assert engine.get_epsilon(1e-5) <= 4.0
+
+
+def test_the_stock_engine_calibrates_shuffled_weights_when_told_how_many_and_refuses_when_not():
+    engine = opacus.PrivacyEngine(accountant="shuffled_fw")
+    budget = {"target_epsilon": 4.0, "target_delta": 1e-5, "epochs": 2}
+    with pytest.raises(ValueError, match=r"make_private_with_epsilon\(\.\.\., num_users=\.\.\., dimension=\.\.\.\)"):
+        engine.make_private_with_epsilon(**make_toy(), **budget)
+    model, optimizer, loader = engine.make_private_with_epsilon(**make_toy(), **budget, num_users=24, **WEIGHTS)
+    for _ in range(2):
+        run_epoch(model, optimizer, loader)
+    with pytest.raises(ValueError, match="does not know dimension"):
+        engine.get_epsilon(1e-5)
+    spent = engine.accountant.get_epsilon(1e-5, **WEIGHTS)
+    assert 3.9 < spent <= 4.0
+    engine.accountant.describe_weights(**WEIGHTS)  # later is early enough
+    assert engine.get_epsilon(1e-5) == spent
+    with pytest.raises(ValueError, match="use a new PrivacyEngine"):
+        engine.accountant.describe_weights(dimension=2000)
+
+
+def test_a_norm_that_is_not_the_described_one_is_refused_before_the_update():
+    engine = engine_of("shuffled_fw")
+    model, optimizer, loader = engine.make_private(**{**make_toy(), "max_grad_norm": 2.0}, noise_multiplier=2.0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=r"max_grad_norm is 2\.0, but shuffled_fw accounts for clip=1\.0"):
+        run_epoch(model, optimizer, loader)
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_the_stock_engine_s_zero_batch_size_is_refused_before_it_spoils_the_weights():
+    toy = make_toy(records=49, batch_size=1)
+    engine = opacus.PrivacyEngine(accountant="shuffled_checkin")
+    model, optimizer, loader = engine.make_private(**toy, noise_multiplier=2.0)
+    assert optimizer.expected_batch_size == 0  # int(49 * (1 / 49))
+    with pytest.raises(ValueError, match="expected_batch_size"):
+        run_epoch(model, optimizer, loader)
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())

@@ -1,0 +1,155 @@
+"""From RDP to (ε, δ), the unshuffled Gaussian, and noise from a budget."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from decimal import Decimal
+
+import mpmath
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opacus_shuffle.analysis import composition, gaussian, mean_ratio
+from opacus_shuffle.analysis.calibration import smallest_noise_multiplier
+from opacus_shuffle.analysis.composition import RELATIVE_ERROR, OrderCapWarning, epsilon_from_rdp
+from opacus_shuffle.core.rounding import round_up
+
+TABLE_1 = {"noise_multiplier": 9.48, "num_users": 60_000}
+DELTA = 1 / 60_000
+
+
+def rounds(count):
+    return lambda orders: count * mean_ratio.compute_rdp(orders=orders, **TABLE_1)
+
+
+def test_table_1_of_the_paper_comes_out_with_orders_up_to_thirty():
+    ours = [epsilon_from_rdp(rounds(count), delta=DELTA, orders=range(2, 31))[0] for count in range(1, 8)]
+    assert [round(value, 5) for value in ours] == [0.22820, 0.22820, 0.22821, 0.22821, 0.22821, 0.22822, 0.22822]
+
+
+@pytest.mark.parametrize(("count", "epsilon"), [(1, 0.00140629), (7, 0.00251179), (1000, 0.0412988)])
+def test_all_useful_orders_give_far_less(count, epsilon):
+    value, order = epsilon_from_rdp(rounds(count), delta=DELTA)
+    assert float(f"{value:.6g}") == epsilon
+    assert 2 < order < mean_ratio.MAX_ORDER
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.floats(0.5, 30), st.integers(1, 10**5), st.integers(1, 10**4), st.floats(1e-12, 0.1))
+def test_epsilon_is_the_minimum_over_all_orders_and_rounded_up(sigma, users, count, delta):
+    def rdp(orders):
+        return count * mean_ratio.compute_rdp(noise_multiplier=sigma, num_users=users, orders=orders)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", OrderCapWarning)
+        try:
+            epsilon, order = epsilon_from_rdp(rdp, delta=delta)
+        except OrderCapWarning:
+            return
+    top = int(2 * order) + 64
+    orders = np.arange(2, min(top, mean_ratio.MAX_ORDER))
+    lemma = rdp(orders) + (math.log(1 / delta) + (orders - 1) * np.log1p(-1 / orders) - np.log(orders)) / (orders - 1)
+    best = max(lemma.min(), 0.0)
+    assert epsilon <= best * (1 + 2 * RELATIVE_ERROR) + 1e-15
+    if order >= 2:
+        assert epsilon >= best
+
+
+def test_the_cap_on_orders_warns_and_stays_valid():
+    def rdp(orders):
+        return mean_ratio.compute_rdp(noise_multiplier=100.0, num_users=10**9, orders=orders)
+
+    with pytest.warns(OrderCapWarning, match="16384"):
+        epsilon, order = epsilon_from_rdp(rdp, delta=1e-9)
+    assert order == mean_ratio.MAX_ORDER
+    assert 0 < epsilon < 1e-2
+
+
+def test_opacus_warning_about_the_edge_of_the_grid_does_not_reach_the_user():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert epsilon_from_rdp(rounds(1), delta=DELTA)[0] > 0
+
+
+@pytest.mark.parametrize("delta", [0, 1, -0.1, 1.5, math.nan, math.inf, "x", None])
+def test_delta_must_lie_between_zero_and_one(delta):
+    with pytest.raises(ValueError, match="delta"):
+        epsilon_from_rdp(rounds(1), delta=delta)
+    with pytest.raises(ValueError, match="delta"):
+        gaussian.compute_epsilon(mu=1.0, delta=delta)
+
+
+def test_an_rdp_that_is_not_finite_never_becomes_an_epsilon():
+    with pytest.raises(ValueError, match="not finite"):
+        epsilon_from_rdp(lambda orders: np.full_like(orders, np.nan), delta=1e-5)
+    with pytest.raises(ValueError, match="not finite"):
+        epsilon_from_rdp(lambda orders: np.where(orders > 5, np.inf, 1.0), delta=1e-5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.floats(1e-3, 1e3), st.floats(1e-30, 0.3))
+def test_the_gaussian_epsilon_is_just_above_the_exact_one(mu, delta):
+    epsilon = gaussian.compute_epsilon(mu=mu, delta=delta)
+    with mpmath.workdps(60):
+
+        def exact_delta(e):
+            return mpmath.ncdf(mpmath.mpf(mu) / 2 - e / mpmath.mpf(mu)) - mpmath.exp(e) * mpmath.ncdf(
+                -mpmath.mpf(mu) / 2 - e / mpmath.mpf(mu)
+            )
+
+        assert exact_delta(mpmath.mpf(epsilon)) <= mpmath.mpf(delta)
+        if epsilon > 0:  # the root is found to 1e-12 of its bracket, then enlarged by RELATIVE_ERROR
+            slack = 2 * gaussian.RELATIVE_ERROR * epsilon + 1e-11 * (mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / delta)))
+            lower = epsilon - slack
+            assert lower <= 0 or exact_delta(mpmath.mpf(lower)) >= mpmath.mpf(delta)
+
+
+@settings(deadline=None)
+@given(st.floats(1e-4, 1e3), st.floats(1e-12, 0.1))
+def test_calibration_ends_on_the_safe_side_and_close(target, delta):
+    def epsilon(sigma):
+        return gaussian.compute_epsilon(mu=1 / sigma, delta=delta)
+
+    sigma = smallest_noise_multiplier(epsilon, target_epsilon=target)
+    assert epsilon(sigma) <= target
+    assert sigma == 1e-3 or epsilon(sigma * (1 - 1e-6)) > target
+
+
+def test_a_budget_that_no_noise_meets_is_refused_with_the_floor():
+    with pytest.raises(ValueError, match="stays at"):
+        smallest_noise_multiplier(lambda sigma: 0.5 + 1 / sigma, target_epsilon=0.1)
+
+
+def test_calibration_refuses_nan():
+    with pytest.raises(ValueError, match="NaN"):
+        smallest_noise_multiplier(lambda sigma: math.nan, target_epsilon=1.0)
+
+
+@pytest.mark.parametrize("target", [0, -1, math.nan, math.inf])
+def test_target_epsilon_must_be_positive(target):
+    with pytest.raises(ValueError, match="target_epsilon"):
+        smallest_noise_multiplier(lambda sigma: 1 / sigma, target_epsilon=target)
+
+
+def test_no_privacy_loss_is_exactly_zero():
+    assert epsilon_from_rdp(rounds(1), delta=0.999)[0] == 0.0
+
+
+@given(st.floats(0, 1e300), st.integers(1, 8))
+def test_numbers_are_never_shown_below_themselves(value, digits):
+    shown = Decimal(round_up(value, digits))
+    assert Decimal(value) <= shown <= Decimal(value) * (1 + Decimal(10) ** (1 - digits))
+    assert len(round_up(value, digits)) < 30
+
+
+def test_the_conversion_is_opacus_own():
+    from opacus.accountants.analysis.rdp import get_privacy_spent
+
+    orders = [2.0, 5.0, 9.0, 17.0]
+    rdp = [0.01 * order for order in orders]
+    theirs, _ = get_privacy_spent(orders=orders, rdp=rdp, delta=1e-5)
+    ours, _ = composition.epsilon_from_rdp(lambda vector: 0.01 * vector, delta=1e-5, orders=orders)
+    assert theirs <= ours <= theirs * (1 + 2 * RELATIVE_ERROR)

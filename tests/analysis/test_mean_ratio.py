@@ -1,0 +1,215 @@
+"""Exact moments against independent slow references, closed forms and the properties that they must have."""
+
+from __future__ import annotations
+
+import math
+
+import mpmath
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from partition_sum import shuffle_gauss_rdp
+from scipy import integrate
+from scipy.stats import norm
+
+from opacus_shuffle.analysis.mean_ratio import MAX_ORDER, compute_rdp
+
+# The documented relative error of compute_rdp; every comparison with an exact value uses it.
+RELATIVE_ERROR = 1e-10
+
+sigmas = st.floats(0.3, 100.0)
+populations = st.integers(1, 10**9)
+rates = st.floats(1e-3, 1.0)
+
+
+def mp_rdp(*, noise_multiplier, num_users, order, rate=1.0, sampling=None):
+    """λ!/n^λ·[x^λ] A(x)^n by binary powering with 80 digits."""
+    with mpmath.workdps(80):
+        u = 1 / mpmath.mpf(noise_multiplier) ** 2
+        gamma = mpmath.mpf(rate)
+        moments = [mpmath.exp(u * k * (k - 1) / 2) for k in range(order + 1)]
+        users = num_users
+        if sampling == "poisson":
+            moments = [1 if k == 0 else 1 - gamma + gamma * a for k, a in enumerate(moments)]
+        if sampling == "fixed_size":
+            users = round(rate * num_users)
+            gamma = mpmath.mpf(users) / num_users
+
+        def product(a, b):
+            return [mpmath.fsum(a[i] * b[m - i] for i in range(m + 1)) for m in range(order + 1)]
+
+        base = [a / mpmath.factorial(k) for k, a in enumerate(moments)]
+        power = [mpmath.mpf(1)] + [mpmath.mpf(0)] * order
+        exponent = users
+        while exponent:
+            if exponent % 2:
+                power = product(power, base)
+            exponent //= 2
+            base = product(base, base) if exponent else base
+        means = [power[k] * mpmath.factorial(k) / mpmath.mpf(users) ** k for k in range(order + 1)]
+        if sampling == "fixed_size":
+            total = mpmath.fsum(
+                mpmath.binomial(order, j) * (1 - gamma) ** (order - j) * gamma**j * means[j] for j in range(order + 1)
+            )
+        else:
+            total = means[order]
+        return mpmath.log(total) / (order - 1)
+
+
+@pytest.mark.parametrize(
+    ("table", "sampling"),
+    [
+        ("shuffle_gauss_rdp", None),
+        ("shuffled_checkin_exact_rdp", "poisson"),
+        ("subsampled_shuffle_exact_rdp", "fixed_size"),
+    ],
+)
+def test_rdp_matches_the_twenty_digit_values(reference, table, sampling):
+    for row in reference[table]:
+        rate = row.get("rate", row["m"] / row["n"] if "m" in row else 1.0)
+        rdp = compute_rdp(
+            noise_multiplier=row["sigma"], num_users=row["n"], orders=row["order"], sample_rate=rate, sampling=sampling
+        )
+        assert rdp == pytest.approx(float(row["rdp"]), rel=RELATIVE_ERROR), row
+
+
+@settings(max_examples=40, deadline=None)
+@given(sigmas, populations, st.integers(2, 24), rates, st.sampled_from([None, "poisson", "fixed_size"]))
+def test_rdp_matches_eighty_digit_series_powers(sigma, users, order, rate, sampling):
+    rate = 1.0 if sampling is None else rate
+    if sampling == "fixed_size" and round(rate * users) < 1:
+        return
+    exact = mp_rdp(noise_multiplier=sigma, num_users=users, order=order, rate=rate, sampling=sampling)
+    rdp = compute_rdp(noise_multiplier=sigma, num_users=users, orders=order, sample_rate=rate, sampling=sampling)
+    assert rdp == pytest.approx(float(exact), rel=RELATIVE_ERROR)
+
+
+@pytest.mark.parametrize("sampling", [None, "poisson"])
+@pytest.mark.parametrize(("users", "order"), [(1, 60), (3, 60), (17, 60), (29, 60), (30, 61)])
+def test_fewer_users_than_orders_lose_no_digit(users, order, sampling):
+    # check-in: 2n + 2 on either side of the order exercises both ways to raise a series to a power.
+    rate = 1.0 if sampling is None else 0.3
+    for sigma in (0.5, 3.0, 30.0):
+        exact = mp_rdp(noise_multiplier=sigma, num_users=users, order=order, rate=rate, sampling=sampling)
+        rdp = compute_rdp(noise_multiplier=sigma, num_users=users, orders=order, sample_rate=rate, sampling=sampling)
+        assert rdp == pytest.approx(float(exact), rel=RELATIVE_ERROR)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(0.5, 10.0), st.integers(1, 40), st.integers(2, 14))
+def test_rdp_matches_algorithm_1_of_the_paper(sigma, users, order):
+    # Algorithm 1 in doubles cancels terms of size log n!: that is its error, not ours.
+    oracle = shuffle_gauss_rdp(order=order, num_users=users, noise_multiplier=sigma)
+    assert compute_rdp(noise_multiplier=sigma, num_users=users, orders=order) == pytest.approx(oracle, rel=1e-9, abs=1e-11)
+
+
+@given(sigmas, populations)
+def test_second_and_third_moments_are_the_closed_forms(sigma, users):
+    w = math.expm1(sigma**-2)
+    second, third = compute_rdp(noise_multiplier=sigma, num_users=users, orders=[2, 3])
+    assert second == pytest.approx(math.log1p(w / users), rel=RELATIVE_ERROR)
+    assert third == pytest.approx(math.log1p(3 * w / users + (w**3 + 3 * w**2) / users**2) / 2, rel=RELATIVE_ERROR)
+
+
+@given(sigmas, populations, rates, st.sampled_from([None, "poisson"]))
+def test_rdp_never_exceeds_unshuffled(sigma, users, rate, sampling):
+    orders = np.array([1.01, 1.5, 2, 2.5, 3, 7.3, 20, 40])
+    rdp = compute_rdp(
+        noise_multiplier=sigma,
+        num_users=users,
+        orders=orders,
+        sample_rate=1.0 if sampling is None else rate,
+        sampling=sampling,
+    )
+    assert np.all(rdp > 0)
+    assert np.all(rdp <= orders / (2 * sigma**2))
+
+
+@given(sigmas, st.integers(1, 10**8), st.integers(2, 30))
+def test_rdp_falls_with_the_number_of_users(sigma, users, factor):
+    orders = np.arange(2, 30)
+    few = compute_rdp(noise_multiplier=sigma, num_users=users, orders=orders)
+    many = compute_rdp(noise_multiplier=sigma, num_users=users * factor, orders=orders)
+    assert np.all(many <= few * (1 + RELATIVE_ERROR))
+
+
+@given(sigmas, populations)
+def test_rdp_rises_with_the_order_and_falls_with_the_noise(sigma, users):
+    orders = np.concatenate([np.linspace(1.05, 5, 20), np.arange(6, 40)])
+    rdp = compute_rdp(noise_multiplier=sigma, num_users=users, orders=orders)
+    assert np.all(np.diff(rdp) >= -RELATIVE_ERROR * rdp[1:])
+    assert np.all(compute_rdp(noise_multiplier=sigma * 1.1, num_users=users, orders=orders) <= rdp)
+
+
+def test_one_user_is_the_gaussian_mechanism():
+    orders = np.array([1.3, 2, 3.7, 50, 5000])
+    assert compute_rdp(noise_multiplier=0.7, num_users=1, orders=orders) == pytest.approx(
+        orders / (2 * 0.7**2), rel=RELATIVE_ERROR
+    )
+
+
+def test_full_rates_are_no_sampling_at_all():
+    plain = compute_rdp(noise_multiplier=1.2, num_users=50, orders=range(2, 40))
+    for sampling in ("poisson", "fixed_size"):
+        sampled = compute_rdp(noise_multiplier=1.2, num_users=50, orders=range(2, 40), sample_rate=1.0, sampling=sampling)
+        assert sampled == pytest.approx(plain, rel=RELATIVE_ERROR)
+
+
+def test_fractional_orders_lie_above_the_truth():
+    sigma = 1.0
+    for order in (1.5, 2.5, 3.3):
+
+        def moment(y, x, order=order):
+            ratio = (math.exp((2 * x - 1) / (2 * sigma**2)) + math.exp((2 * y - 1) / (2 * sigma**2))) / 2
+            return ratio**order * norm.pdf(x, scale=sigma) * norm.pdf(y, scale=sigma)
+
+        truth, error = integrate.dblquad(moment, -8, 12, -8, 12, epsabs=1e-7)
+        rdp = compute_rdp(noise_multiplier=sigma, num_users=2, orders=order)
+        assert rdp >= math.log(truth - error) / (order - 1)
+
+
+@pytest.mark.parametrize("users", [2, 60, 10**9])
+@pytest.mark.parametrize("sigma", [0.3, 9.48, 100.0])
+def test_ten_thousand_orders_stay_finite_and_ordered(users, sigma):
+    rdp = compute_rdp(noise_multiplier=sigma, num_users=users, orders=np.arange(2, 10_001))
+    assert np.all(np.isfinite(rdp))
+    assert np.all(np.diff(rdp) >= -RELATIVE_ERROR * rdp[1:])
+    # As λ grows one report dominates: E[R^λ] ≥ n·E[(X/n)^λ].
+    least = (math.log(users) - 10_000 * math.log(users) + 10_000 * 9_999 / (2 * sigma**2)) / 9_999
+    assert rdp[-1] >= least * (1 - RELATIVE_ERROR)
+
+
+def test_the_pair_is_not_the_worst_case():
+    # Why bound="published" and "pair" are Guarantee.PAIR: with the other record at −1 the divergence is larger.
+    sigma, grid = 0.86, np.linspace(-9, 9, 1801)
+    density = {mean: norm.pdf(grid, mean, sigma) for mean in (-1, 0, 1)}
+    moved = (np.outer(density[1], density[-1]) + np.outer(density[-1], density[1])) / 2
+    zero = (np.outer(density[0], density[-1]) + np.outer(density[-1], density[0])) / 2
+    divergence = math.log((moved**2 / zero).sum() * (grid[1] - grid[0]) ** 2)
+    assert divergence == pytest.approx(1.3228, abs=5e-5)
+    assert compute_rdp(noise_multiplier=sigma, num_users=2, orders=2) == pytest.approx(0.8890, abs=5e-5)
+    assert divergence < 2 / (2 * sigma**2)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"noise_multiplier": 0}, "noise_multiplier"),
+        ({"noise_multiplier": math.nan}, "noise_multiplier"),
+        ({"noise_multiplier": math.inf}, "noise_multiplier"),
+        ({"num_users": 0}, "num_users"),
+        ({"num_users": 2.5}, "num_users"),
+        ({"orders": 1.0}, "orders"),
+        ({"orders": []}, "orders"),
+        ({"orders": [2, math.nan]}, "orders"),
+        ({"orders": MAX_ORDER + 1}, "orders"),
+        ({"sample_rate": 0.5}, "sampling"),
+        ({"sample_rate": 0.0, "sampling": "poisson"}, "sample_rate"),
+        ({"sample_rate": 1e-3, "sampling": "fixed_size"}, "sample_rate"),
+        ({"sampling": "poisson"}, "sampling"),
+    ],
+)
+def test_bad_arguments_are_named(change, named):
+    with pytest.raises(ValueError, match=named):
+        compute_rdp(**{"noise_multiplier": 1.0, "num_users": 10, "orders": 2, **change})

@@ -1,0 +1,255 @@
+"""Composed ε against the exact Gaussian, published figures, Opacus's own accountant, brute force and simulation."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opacus.accountants import PRVAccountant
+from scipy.optimize import brentq
+from scipy.stats import binom
+
+from opacus_shuffle.analysis import composition, gaussian, gaussian_clones, mean_ratio
+from opacus_shuffle.analysis.privacy_loss import Mixture, compute_epsilon, lower_epsilon
+from opacus_shuffle.analysis.ratio_distribution import RatioDistribution, mean_distribution
+from opacus_shuffle.analysis.shuffled_rounds import (
+    ShuffledRound,
+    coarsen,
+    merge,
+    pair_epsilon,
+    sampled_gaussian_epsilon,
+    unshuffled_epsilon,
+)
+
+
+def alone(sigma, steps):
+    return [(ShuffledRound(noise_multiplier=sigma, num_users=1), steps)]
+
+
+def gaussian_by_laws(sigmas_and_steps, delta):
+    """The unshuffled Gaussian through distributions, grids and FFT: (lower, upper)."""
+
+    def distributions(side):
+        return [
+            (Mixture.of(mean_distribution(noise_multiplier=sigma, num_users=1, side=side, tail=19.0)), steps)
+            for sigma, steps in sigmas_and_steps
+        ]
+
+    return lower_epsilon(distributions("lower"), delta=delta), compute_epsilon(distributions("upper"), delta=delta)
+
+
+@pytest.mark.parametrize("delta", [0.1, 1e-5, 1e-12, 1e-60])
+@pytest.mark.parametrize(
+    "history", [[(2.0, 1)], [(2.0, 100)], [(30.0, 10_000)], [(0.5, 3)], [(2.0, 10), (5.0, 30)], [(20.0, 9), (1.0, 1), (3.0, 4)]]
+)
+def test_the_composed_gaussian_is_enclosed_within_a_percent(history, delta):
+    mu = math.sqrt(sum(steps / sigma**2 for sigma, steps in history))
+    exact = gaussian.compute_epsilon(mu=mu, delta=delta)
+    lower, upper = gaussian_by_laws(history, delta)
+    assert lower <= exact <= upper * (1 + 1e-8)  # the exact one is rounded up itself
+    assert upper - lower <= 0.01 * upper + 1e-3 * (exact == 0)
+
+
+THEORY_5 = [  # n, σ, T, δ, sampling, γ: this library's earlier prototype, five digits
+    (60_000, 9.48, 1, 1 / 60_000, None, 1.0, 0.00059456),
+    (60_000, 9.48, 7, 1 / 60_000, None, 1.0, 0.0020472),
+    (60_000, 9.48, 1000, 1 / 60_000, None, 1.0, 0.036357),
+    (60_000, 0.86, 50_000, 1e-5, "fixed_size", 0.001, 0.15677),
+    (60_000, 5.0, 5540, 1 / 60_000, "poisson", 0.1, 0.05382),
+]
+
+
+@pytest.mark.parametrize(("users", "sigma", "steps", "delta", "sampling", "rate", "prototype"), THEORY_5)
+def test_both_sides_lie_within_a_percent_of_each_other_and_of_the_prototype(
+    users, sigma, steps, delta, sampling, rate, prototype
+):
+    rounds = [(ShuffledRound(noise_multiplier=sigma, num_users=users, sample_rate=rate, sampling=sampling), steps)]
+    lower, upper = pair_epsilon(rounds, delta=delta)
+    assert lower <= upper
+    assert (upper - lower) / upper <= 0.01
+    assert upper == pytest.approx(prototype, rel=0.01)
+    assert lower == pytest.approx(prototype, rel=0.01)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    sigma=st.floats(0.5, 20),
+    users=st.integers(2, 10**4),
+    rate=st.floats(0.05, 1),
+    steps=st.integers(1, 10**4),
+    sampling=st.sampled_from(["poisson", "fixed_size"]),
+)
+def test_the_law_never_costs_more_than_its_exact_renyi_divergences(sigma, users, rate, steps, sampling):
+    if round(rate * users) < 1:
+        rate = 1.0
+    rounds = [(ShuffledRound(noise_multiplier=sigma, num_users=users, sample_rate=rate, sampling=sampling), steps)]
+    lower, upper = pair_epsilon(rounds, delta=1e-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", composition.OrderCapWarning)
+        by_rdp, _ = composition.epsilon_from_rdp(
+            lambda orders: (
+                steps
+                * mean_ratio.compute_rdp(
+                    noise_multiplier=sigma, num_users=users, orders=orders, sample_rate=rate, sampling=sampling
+                )
+            ),
+            delta=1e-6,
+        )
+    assert lower <= by_rdp
+    assert upper <= by_rdp * 1.005  # the grids' share: RDP's own loss is mostly far larger
+
+
+@pytest.mark.parametrize(("rate", "sigma", "steps"), [(0.01, 1.0, 1000), (0.1, 3.0, 50), (0.001, 0.7, 10_000)])
+def test_the_trusted_server_agrees_with_opacus_prv_accountant(rate, sigma, steps):
+    accountant = PRVAccountant()
+    accountant.history = [(sigma, rate, steps)]
+    error = 1e-3
+    prv = accountant._get_dprv(eps_error=error, delta_error=1e-8).compute_epsilon(1e-5, 1e-8, error)
+    rounds = [(ShuffledRound(noise_multiplier=sigma, num_users=10**6, sample_rate=rate, sampling="poisson"), steps)]
+    ours = sampled_gaussian_epsilon(rounds, delta=1e-5)
+    # Opacus composes D(with ‖ without) only; the other direction was never the larger one here.
+    assert prv[0] <= ours <= prv[2] * 1.005
+
+
+@pytest.mark.parametrize(("rate", "sigma", "steps"), [(0.1, 2.0, 40), (0.5, 0.8, 3)])
+def test_rounds_without_the_user_cost_nothing(rate, sigma, steps):
+    rounds = [(ShuffledRound(noise_multiplier=sigma, num_users=1000, sample_rate=rate, sampling="poisson"), steps)]
+
+    def delta_at(epsilon):
+        weights = binom.pmf(np.arange(steps + 1), steps, rate)
+        return sum(
+            weight * math.exp(gaussian.log_delta(mu=math.sqrt(k) / sigma, epsilon=epsilon))
+            for k, weight in enumerate(weights)
+            if k
+        )
+
+    exact = brentq(lambda epsilon: delta_at(epsilon) - 1e-5, 0, 200, xtol=1e-12)
+    found = unshuffled_epsilon(rounds, delta=1e-5)
+    assert exact <= found <= exact * 1.003
+
+
+def test_two_users_and_three_rounds_agree_with_simulation():
+    sigma, steps, draws, delta = 1.5, 3, 400_000, 0.02
+    lower, upper = pair_epsilon([(ShuffledRound(noise_multiplier=sigma, num_users=2), steps)], delta=delta)
+    generator = np.random.default_rng(20261122)
+    z = generator.standard_normal((draws, steps, 2))
+    ratio = np.exp(z / sigma - 0.5 / sigma**2).mean(axis=2).prod(axis=1)
+
+    def worst(epsilon, sign):
+        samples = (np.maximum(ratio - math.exp(epsilon), 0), np.maximum(1 - math.exp(epsilon) * ratio, 0))
+        return max(s.mean() + sign * 5 * s.std() / math.sqrt(draws) for s in samples)
+
+    assert worst(upper, -1) <= delta
+    assert worst(lower, +1) >= delta
+
+
+def test_a_hundred_thousand_rounds_and_a_tiny_delta_work():
+    one = ShuffledRound(noise_multiplier=9.48, num_users=60_000)
+    lower, upper = pair_epsilon([(one, 100_000)], delta=1e-9)
+    assert 0.99 * upper <= lower <= upper
+    lower, upper = pair_epsilon([(one, 1000)], delta=1e-100)
+    assert 0.99 * upper <= lower <= upper
+    assert pair_epsilon([(one, 1)], delta=0.9) == (0.0, 0.0)
+
+
+def test_the_order_and_the_splitting_of_a_history_do_not_matter():
+    first, second = (ShuffledRound(noise_multiplier=sigma, num_users=500) for sigma in (2.0, 3.0))
+    whole = pair_epsilon([(first, 5), (second, 7)], delta=1e-6)
+    assert pair_epsilon([(second, 7), (first, 5)], delta=1e-6) == pytest.approx(whole, rel=1e-9)
+    assert pair_epsilon([(first, 2), (second, 7), (first, 3)], delta=1e-6) == pytest.approx(whole, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_many_different_rounds_are_coarsened_to_the_safe_side():
+    sigmas = np.linspace(2, 4, 300)
+    rounds = merge([(ShuffledRound(noise_multiplier=float(sigma), num_users=1000), 1) for sigma in sigmas])
+    coarse = coarsen(rounds, "upper")
+    assert len(coarse) <= 65
+    assert sum(count for _, count in coarse) == 300
+    assert max(each.noise_multiplier for each, _ in coarse) <= 4
+    lower, upper = pair_epsilon(rounds, delta=1e-6)
+    assert 0 < lower < upper < 1.04 * lower  # 1.1 % of σ up, 1.1 % down, and the grids
+    homogeneous = [pair_epsilon([(ShuffledRound(noise_multiplier=s, num_users=1000), 300)], delta=1e-6)[0] for s in (4.0, 2.0)]
+    assert homogeneous[0] < lower < upper < homogeneous[1]
+
+
+def test_what_is_lost_adds_to_delta_and_too_much_of_it_leaves_nothing():
+    distribution = mean_distribution(noise_multiplier=3.0, num_users=100)
+    whole = compute_epsilon([(Mixture.of(distribution), 10)], delta=1e-5)
+    assert whole < compute_epsilon([(Mixture(((1.0, distribution),), lost=5e-7), 10)], delta=1e-5) < math.inf
+    assert compute_epsilon([(Mixture(((1.0, distribution),), lost=2e-6), 10)], delta=1e-5) == math.inf
+    assert whole < compute_epsilon([(Mixture.of(distribution), 10)], delta=1e-5, slack=(2e-6, 2e-6)) < math.inf
+    assert compute_epsilon([(Mixture.of(distribution), 10)], delta=1e-5, slack=(5e-6, 5e-6)) == math.inf
+
+
+def test_a_mixture_of_one_law_with_itself_is_that_law():
+    distribution = mean_distribution(noise_multiplier=3.0, num_users=100)
+    whole = compute_epsilon([(Mixture.of(distribution), 10)], delta=1e-5)
+    assert compute_epsilon([(Mixture(((0.3, distribution), (0.7, distribution))), 10)], delta=1e-5) == pytest.approx(
+        whole, rel=1e-9
+    )
+
+
+def test_a_law_that_tells_nothing_costs_nothing():
+    nothing = RatioDistribution(np.zeros(1), np.ones(1), 1.0, 0.0, 1.0)
+    assert compute_epsilon([(Mixture.of(nothing), 10)], delta=1e-5) == 0.0
+
+
+@pytest.mark.parametrize("sigma", [1e-3, 0.04, 0.06])
+def test_too_little_noise_for_the_law_falls_back_to_no_shuffler(sigma):
+    lower, upper = pair_epsilon([(ShuffledRound(noise_multiplier=sigma, num_users=100), 2)], delta=1e-5)
+    assert 0 <= lower <= upper <= gaussian.compute_epsilon(mu=math.sqrt(2) / sigma, delta=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"noise_multiplier": 0}, "noise_multiplier"),
+        ({"num_users": 0}, "num_users"),
+        ({"sample_rate": 1.5}, "sample_rate"),
+        ({"sample_rate": 0.5}, "sampling"),
+        ({"sampling": "poisson"}, "sampling"),
+        ({"sampling": "fixed_size", "sample_rate": 0.001}, "sample_rate"),
+    ],
+)
+def test_bad_rounds_are_named(changes, named):
+    with pytest.raises(ValueError, match=named):
+        ShuffledRound(**{"noise_multiplier": 1.0, "num_users": 10, **changes})
+
+
+@pytest.mark.parametrize("function", [pair_epsilon, unshuffled_epsilon, sampled_gaussian_epsilon])
+def test_bad_deltas_and_repetitions_are_named(function):
+    for delta in (0, 1, math.nan):
+        with pytest.raises(ValueError, match="delta"):
+            function(alone(1.0, 1), delta=delta)
+    with pytest.raises(ValueError, match="repetitions"):
+        function(alone(1.0, 0), delta=1e-5)
+    assert max(np.atleast_1d(function([], delta=1e-5))) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("sigma", "users", "steps", "delta"),
+    [(10.0, 60_000, 2**50, 1e-5), (276.7, 4246, 1, 0.999), (0.06, 1, 10**7, 0.1), (1.7, 2440, 1, 0.47), (1e6, 10**7, 10, 0.07)],
+)
+def test_extreme_rounds_end_in_a_finite_number_without_a_warning(sigma, users, steps, delta):
+    rounds = [(ShuffledRound(noise_multiplier=sigma, num_users=users), steps)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lower, upper = pair_epsilon(rounds, delta=delta)
+        assert 0 <= lower <= upper < math.inf
+        for adjacency in ("zero_out", "replace"):
+            for clones in ("mended", "truncated"):
+                found = gaussian_clones.compute_epsilon(rounds, delta=delta, adjacency=adjacency, clones=clones)
+                assert lower <= found < math.inf
+
+
+def test_clipping_a_law_with_atoms_at_zero_leaves_no_nan():
+    distribution = mean_distribution(noise_multiplier=0.6, num_users=5).scaled(1.5)  # pushes several atoms to R = 0
+    for side in ("upper", "lower"):
+        clipped = distribution.clipped(1e-9, side)
+        assert np.all(np.isfinite(clipped.masses))
+        assert np.all(np.isfinite(clipped.offsets))

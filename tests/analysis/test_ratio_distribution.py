@@ -1,0 +1,202 @@
+"""The discrete distributions of the mean ratio against closed forms, quadrature, exact moments and simulation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.integrate import quad
+from scipy.special import ndtr
+
+from opacus_shuffle.analysis import gaussian, mean_ratio
+from opacus_shuffle.analysis.ratio_distribution import mean_distribution
+
+sigmas = st.floats(0.3, 100.0)
+rates = st.floats(1e-3, 1.0)
+
+
+def both_sides(**numbers):
+    return mean_distribution(side="lower", **numbers), mean_distribution(side="upper", **numbers)
+
+
+def call(spot, strike, u):
+    """E(spot·X − strike)₊ for X = e^{√u z − u/2}: Black and Scholes."""
+    if strike <= 0:
+        return spot - strike
+    d = (math.log(spot / strike) + u / 2) / math.sqrt(u)
+    return spot * ndtr(d) - strike * ndtr(d - math.sqrt(u))
+
+
+def call_on_the_mean_of_two(threshold, u):
+    """E((X₁ + X₂)/2 − threshold)₊ by quadrature over z₁."""
+
+    def given_first(z):
+        first = math.exp(math.sqrt(u) * z - u / 2)
+        return call(0.5, threshold - first / 2, u) * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+
+    kink = (math.log(2 * threshold) + u / 2) / math.sqrt(u)
+    pieces = sorted({-12.0, min(max(kink, -12.0), 12.0 + math.sqrt(u)), 12.0 + math.sqrt(u)})
+    return sum(quad(given_first, a, b, epsabs=0, epsrel=1e-11, limit=400)[0] for a, b in itertools.pairwise(pieces))
+
+
+def epsilons_that_matter(distribution):
+    """Where the hockey sticks are neither 0 nor all of it, on both sides of 0."""
+    return [k * distribution.scale for k in (0.1, 0.5, 1, 2, 3, 4)]
+
+
+@settings(deadline=None, max_examples=30)
+@given(sigma=sigmas, users=st.integers(1, 10**5), rate=rates, sampling=st.sampled_from(["poisson", "fixed_size"]))
+def test_both_laws_are_probability_laws_of_mean_one(sigma, users, rate, sampling):
+    if round(rate * users) < 1:
+        rate = 1.0
+    for distribution in both_sides(
+        noise_multiplier=sigma, num_users=users, sample_rate=rate, sampling=sampling, resolution=0.1
+    ):
+        assert distribution.masses.min() >= 0
+        assert distribution.masses.sum() == pytest.approx(1, abs=1e-12)
+        mean_minus_one = distribution.masses @ distribution.offsets + (distribution.centre - 1) + distribution.infinite
+        # Rounding of a sum of terms of size 1 (or, with offsets, of the size of R − 1).
+        assert abs(mean_minus_one) <= 1e-12
+        assert distribution.offsets.min() >= -distribution.centre
+
+
+@settings(deadline=None, max_examples=30)
+@given(sigma=sigmas, users=st.integers(1, 10**5), rate=rates)
+def test_the_lower_law_never_exceeds_the_upper_one(sigma, users, rate):
+    lower, upper = both_sides(noise_multiplier=sigma, num_users=users, sample_rate=rate, sampling="poisson", resolution=0.1)
+    for epsilon in epsilons_that_matter(upper):
+        assert lower.hockey_stick(epsilon) <= upper.hockey_stick(epsilon) * (1 + 1e-11)
+        assert lower.reverse_hockey_stick(epsilon) <= upper.reverse_hockey_stick(epsilon) * (1 + 1e-11)
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.5, 0.99, 1.01, 3.0, 30.0, 1e6])
+def test_one_user_is_the_exact_gaussian(sigma):
+    lower, upper = both_sides(noise_multiplier=sigma, num_users=1)
+    for epsilon in epsilons_that_matter(upper):
+        exact = math.exp(gaussian.log_delta(mu=1 / sigma, epsilon=epsilon))
+        for name in ("hockey_stick", "reverse_hockey_stick"):
+            low, high = getattr(lower, name)(epsilon), getattr(upper, name)(epsilon)
+            assert low <= exact * (1 + 1e-9)
+            assert exact <= high * (1 + 1e-9)
+            # A cell of width w standard deviations moves δ by w²/8·φ at most, and δ ≥ φ/(1 + x)² · σ-units up to x = 4.
+            assert high - low <= 0.03 * exact
+
+
+@pytest.mark.parametrize("sigma", [0.5, 0.86, 2.0, 9.48])
+def test_two_users_agree_with_quadrature(sigma):
+    u = sigma**-2
+    lower, upper = both_sides(noise_multiplier=sigma, num_users=2)
+    for epsilon in epsilons_that_matter(upper):
+        forward = call_on_the_mean_of_two(math.exp(epsilon), u)
+        # E(1 − e^ε R)₊ = e^ε·E(e^{−ε} − R)₊, and put-call parity.
+        reverse = math.exp(epsilon) * (call_on_the_mean_of_two(math.exp(-epsilon), u) + math.exp(-epsilon) - 1)
+        for exact, low, high in (
+            (forward, lower.hockey_stick(epsilon), upper.hockey_stick(epsilon)),
+            (reverse, lower.reverse_hockey_stick(epsilon), upper.reverse_hockey_stick(epsilon)),
+        ):
+            error = 1e-9 * exact + 1e-13  # quadrature, and the parity's cancellation
+            assert low - error <= exact <= high + error
+            assert high - low <= 0.05 * exact + 1e-13
+
+
+@pytest.mark.parametrize(
+    ("users", "rate", "sampling"),
+    [(2, 1.0, None), (37, 1.0, None), (60_000, 1.0, None), (500, 0.1, "poisson"), (500, 0.1, "fixed_size")],
+)
+@pytest.mark.parametrize("sigma", [0.86, 2.0, 9.48])
+def test_exact_moments_lie_between(sigma, users, rate, sampling):
+    orders = np.array([2.0, 3.0, 5.0])
+    exact = mean_ratio.compute_rdp(
+        noise_multiplier=sigma, num_users=users, orders=orders, sample_rate=rate, sampling=sampling
+    ) * (orders - 1)
+    lower, upper = both_sides(noise_multiplier=sigma, num_users=users, sample_rate=rate, sampling=sampling)
+
+    def log_moments(distribution):  # Σ q (r^λ − 1) without cancellation
+        return [math.log1p(float(distribution.masses @ np.expm1(order * distribution.log_ratios))) for order in orders]
+
+    slack = 1e-9 * exact + 1e-13
+    assert np.all(log_moments(lower) <= exact + slack)
+    assert np.all(exact <= log_moments(upper) + slack)
+
+
+@pytest.mark.parametrize("users", [1, 100, 10**4, 10**7])
+def test_the_variance_is_off_by_the_grid_s_own(users):
+    sigma, resolution = 3.0, 0.03
+    true = math.expm1(sigma**-2) / users
+    lower, upper = both_sides(noise_multiplier=sigma, num_users=users, resolution=resolution)
+    levels = math.ceil(math.log2(users)) + 1
+    # Every level splits cells of ``resolution`` standard deviations: at most resolution²/4 of the variance each, widened by
+    # 1 + (distance/8)² further out, which on average is below 1.1.
+    allowed = levels * resolution**2 / 4 * 1.1
+    for distribution, sign in ((upper, 1), (lower, -1)):
+        mean = distribution.masses @ distribution.offsets
+        variance = distribution.masses @ (distribution.offsets - mean) ** 2
+        assert 0 <= sign * (variance / true - 1) <= allowed
+
+
+@settings(deadline=None, max_examples=15)
+@given(sigma=st.floats(0.5, 10), users=st.integers(1, 2000), epsilon=st.floats(0.01, 3))
+def test_more_users_never_cost_more(sigma, users, epsilon):
+    # SG's Conjecture 1, a theorem; an upper distribution of more users lies below the upper distribution of fewer, but for the grids.
+    fewer = mean_distribution(noise_multiplier=sigma, num_users=users)
+    more = mean_distribution(noise_multiplier=sigma, num_users=2 * users, side="lower")
+    assert more.hockey_stick(epsilon) <= fewer.hockey_stick(epsilon) * (1 + 1e-11)
+    assert more.reverse_hockey_stick(epsilon) <= fewer.reverse_hockey_stick(epsilon) * (1 + 1e-11)
+
+
+@pytest.mark.parametrize(("sigma", "users", "rate"), [(1.0, 30, 1.0), (0.7, 200, 0.2)])
+def test_simulation_agrees(sigma, users, rate):
+    generator = np.random.default_rng(20261122)
+    draws = 200_000
+    ratios = np.zeros(draws)
+    for _ in range(users):
+        z = generator.standard_normal(draws)
+        present = generator.random(draws) < rate
+        ratios += np.where(present, np.exp(z / sigma - 0.5 / sigma**2), 1.0)
+    ratios /= users
+    lower, upper = both_sides(noise_multiplier=sigma, num_users=users, sample_rate=rate, sampling="poisson")
+    for epsilon in (0.1 * upper.scale, upper.scale):
+        for sample, name in (
+            (np.maximum(ratios - math.exp(epsilon), 0), "hockey_stick"),
+            (np.maximum(1 - math.exp(epsilon) * ratios, 0), "reverse_hockey_stick"),
+        ):
+            error = 5 * sample.std() / math.sqrt(draws)
+            assert getattr(lower, name)(epsilon) - error <= sample.mean() <= getattr(upper, name)(epsilon) + error
+
+
+def test_check_in_with_certain_participation_is_the_whole_round():
+    whole = mean_distribution(noise_multiplier=2.0, num_users=100)
+    certain = mean_distribution(noise_multiplier=2.0, num_users=100, sample_rate=1.0, sampling="poisson")
+    assert np.array_equal(whole.masses, certain.masses)
+
+
+def test_ten_million_users_take_less_than_a_gigabyte():
+    tracemalloc.start()
+    distribution = mean_distribution(noise_multiplier=0.5123, num_users=10**7)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**30
+    assert distribution.hockey_stick(0.0) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"noise_multiplier": 0.01}, "noise_multiplier"),
+        ({"noise_multiplier": math.nan}, "noise_multiplier"),
+        ({"num_users": 0}, "num_users"),
+        ({"num_users": 2.5}, "num_users"),
+        ({"sample_rate": 0.5}, "sampling"),
+        ({"sample_rate": 0.001, "sampling": "fixed_size"}, "sample_rate"),
+        ({"sampling": "poisson"}, "sampling"),
+        ({"side": "middle"}, "side"),
+    ],
+)
+def test_bad_arguments_are_named(changes, named):
+    with pytest.raises(ValueError, match=named):
+        mean_distribution(**{"noise_multiplier": 1.0, "num_users": 10, **changes})

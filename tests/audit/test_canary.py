@@ -1,0 +1,157 @@
+"""The canary is in the sum as the coin says, and nowhere else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers.canary_runs import private, steps_of, weight
+from helpers.toy import make_toy
+from scipy.stats import binom
+from torch import nn
+
+from opacus_shuffle.audit.canary import GradientCanary
+from opacus_shuffle.permutation.network import unwrap
+
+# The canary -------------------------------------------------------------------------------------------------------------------
+
+MODES = [
+    (False, "hooks", "flat"),
+    (False, "functorch", "flat"),
+    (False, "ew", "flat"),
+    (False, "ghost", "flat"),
+    (False, "hooks", "per_layer"),
+    (True, "hooks", "flat"),
+    (True, "ghost", "flat"),
+    (True, "hooks", "per_layer"),
+]
+
+
+@pytest.mark.parametrize(("stock", "mode", "clipping"), MODES)
+def test_without_noise_the_score_is_the_canary_or_nothing(stock, mode, clipping):
+    norms = {"max_grad_norm": [0.7, 0.5, 0.6, 0.4]} if clipping == "per_layer" else {}
+    run = private(sigma=0.0, stock=stock, mode=mode, clipping=clipping, batch_size=2 if mode != "ew" else 8, **norms)
+    before = run["optimizer"].add_noise
+    with GradientCanary(run["optimizer"], weight(run), (3, 2), generator=torch.Generator().manual_seed(0)) as canary:
+        steps_of(run, 40)
+    assert run["optimizer"].add_noise == before
+    assert "add_noise" not in vars(run["optimizer"])
+    size = 0.7 if clipping == "per_layer" else 1.0
+    assert len(canary.trials) == 40
+    assert {trial.present for trial in canary.trials} == {False, True}
+    for trial in canary.trials:
+        # Adding and taking away a number of size 1 rounds by 2⁻⁵³, twice.
+        assert abs(trial.score - size * trial.present) < 1e-15
+
+
+def test_empty_batches_are_steps_too():
+    run = private(sigma=0.0, batch_size=1)  # a rate of 1/64: every third batch is empty
+    with GradientCanary(run["optimizer"], weight(run)) as canary:
+        steps_of(run, 60)
+    assert len(canary.trials) == 60
+    assert sum(trial.background == 0 for trial in canary.trials) > 0
+
+
+def test_nothing_but_the_entry_changes_and_only_when_the_coin_says_so():
+    plain, with_canary = private(sigma=1.0), private(sigma=1.0)
+    with GradientCanary(with_canary["optimizer"], weight(with_canary), (3, 2)) as canary:
+        steps_of(with_canary, 1)
+    steps_of(plain, 1)
+    for name, parameter in unwrap(plain["model"]).named_parameters():
+        off = weight(with_canary, name).grad - parameter.grad
+        expected = torch.zeros_like(off)
+        if name == "0.weight" and canary.trials[0].present:
+            expected[3, 2] = 1 / plain["optimizer"].expected_batch_size
+        torch.testing.assert_close(off, expected, rtol=0, atol=1e-15)
+
+
+def test_the_coin_is_fair():
+    run = private(sigma=0.0, sizes=(2, 2, 2))
+    with GradientCanary(run["optimizer"], weight(run), generator=torch.Generator().manual_seed(0)) as canary:
+        steps_of(run, 400)
+    heads = sum(trial.present for trial in canary.trials)
+    assert binom.ppf(1e-6, 400, 0.5) <= heads <= binom.ppf(1 - 1e-6, 400, 0.5)
+
+
+@pytest.mark.parametrize("batch_clip", [0.3, 1.0, 1e6])
+def test_batch_clipping_shrinks_the_canary_as_the_projection_does(batch_clip):
+    run = private("shuffled_fw", sigma=1e-6, shuffle_weights=True, batch_clip=batch_clip)
+    optimizer, place = run["optimizer"], (3, 2)
+    seen = []
+    stepped = optimizer.clip_and_accumulate
+
+    def noted():
+        stepped()
+        moving = [each for each in optimizer.params if id(each) in optimizer.shuffled]
+        seen.append([each.summed_grad.clone() for each in moving])
+
+    optimizer.clip_and_accumulate = noted
+    assert optimizer.params[0] is weight(run)
+    with GradientCanary(optimizer, weight(run), place) as canary:
+        steps_of(run, 30)
+
+    def projected(sums):
+        norm = math.sqrt(sum(float(each.square().sum()) for each in sums))
+        return float(sums[0][place]) * min(1.0, batch_clip / norm if norm else 1.0)
+
+    for trial, sums in zip(canary.trials, seen, strict=True):
+        assert math.isclose(trial.background, projected(sums), rel_tol=1e-12, abs_tol=1e-15)
+        sums[0][place] += trial.present
+        assert abs(trial.observed - projected(sums)) < 1e-5  # ten standard deviations of the noise
+        assert abs(trial.score) < 1 + 1e-5
+
+
+def test_removing_it_leaves_the_optimizer_as_it_was():
+    run = private()
+    optimizer = run["optimizer"]
+    mine = lambda: type(optimizer).add_noise(optimizer)  # noqa: E731
+    optimizer.add_noise = mine
+    canary = GradientCanary(optimizer, weight(run))
+    assert optimizer.add_noise is not mine
+    canary.remove()
+    canary.remove()
+    assert optimizer.add_noise is mine
+    steps_of(run, 1)
+    assert canary.trials == []
+
+
+def test_a_canary_that_someone_has_wrapped_is_silent_once_removed():
+    run = private()
+    canary = GradientCanary(run["optimizer"], weight(run))
+    inner = run["optimizer"].add_noise
+    run["optimizer"].add_noise = lambda: inner()
+    canary.remove()
+    steps_of(run, 2)
+    assert canary.trials == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"index": (1, 2, 3)}, r"index must lie within the parameter's shape \(8, 5\)"),
+        ({"index": (8, 0)}, "index must lie within"),
+        ({"index": 40}, r"index must lie in \[0, 40\)"),
+        ({"index": -1}, r"index must lie in \[0, 40\)"),
+        ({"index": 1.5}, "index must be a whole number or one per axis"),
+        ({"index": True}, "index must be a whole number or one per axis"),
+        ({"size": 0.0}, "size must be positive"),
+        ({"parameter": nn.Parameter(torch.zeros(2))}, "parameter must be one that optimizer trains"),
+        ({"parameter": "0.weight"}, "parameter must be a Tensor"),
+        ({"generator": 3}, "generator must be a Generator"),
+    ],
+)
+def test_a_canary_that_cannot_be_is_refused(change, message):
+    run = private()
+    arguments = {"parameter": weight(run), "index": 0, **change}
+    with pytest.raises(ValueError, match=message):
+        GradientCanary(run["optimizer"], **arguments)
+    assert "add_noise" not in vars(run["optimizer"])
+
+
+def test_a_second_canary_and_a_plain_optimizer_are_refused():
+    run = private()
+    with GradientCanary(run["optimizer"], weight(run)), pytest.raises(ValueError, match="holds a canary already"):
+        GradientCanary(run["optimizer"], weight(run))
+    with pytest.raises(ValueError, match="optimizer must be a DPOptimizer"):
+        GradientCanary(make_toy()["optimizer"], weight(run))

@@ -1,0 +1,307 @@
+"""A training run is audited through its canary; the numbers are what the noise allows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from helpers.canary_runs import DELTA, accounted, audit, nothing, private, steps_of, weight
+from helpers.model_zoo import NETWORKS, build
+from opacus.optimizers import DPOptimizer
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from scipy.stats import binom
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from opacus_shuffle.accountants.bounds.registry import Guarantee
+from opacus_shuffle.analysis import fenton_wilkinson, gaussian
+from opacus_shuffle.audit.canary import CanaryTrial, GradientCanary
+from opacus_shuffle.audit.lower_bounds import audit_scores
+from opacus_shuffle.audit.released_weights import ReleasedWeights, orbit
+from opacus_shuffle.permutation import find_permutations
+from opacus_shuffle.permutation.network import unwrap
+
+# What it shows of DP-SGD ------------------------------------------------------------------------------------------------------
+
+SIGMA = 0.5
+EXACT = gaussian.compute_epsilon(mu=1 / SIGMA, delta=DELTA)
+
+
+@pytest.fixture(scope="module")
+def trials() -> list[CanaryTrial]:
+    """20,000 sums of others' gradients, noised by Opacus's optimizer."""
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = DPOptimizer(
+        torch.optim.SGD([parameter], lr=0.1),
+        noise_multiplier=SIGMA,
+        max_grad_norm=1.0,
+        expected_batch_size=4,
+        generator=torch.Generator().manual_seed(0),
+    )
+    others = torch.randn(20_000, 2, generator=torch.Generator().manual_seed(1))
+    with GradientCanary(optimizer, parameter, 1, generator=torch.Generator().manual_seed(2)) as canary:
+        for each in others:
+            parameter.summed_grad = each.clone()
+            optimizer.add_noise()
+    assert [trial.background for trial in canary.trials] == others[:, 1].tolist()
+    return canary.trials
+
+
+def split(trials):
+    return [[trial.score for trial in trials if trial.present is present] for present in (False, True)]
+
+
+def test_the_scores_have_the_law_that_the_noise_gives_them(trials):
+    null, alternative = (torch.tensor(scores, dtype=torch.float64) for scores in split(trials))
+    for scores, mean in ((null, 0.0), (alternative, 1.0)):
+        # Five standard deviations of a mean, and of a variance (whose is √(2/n)·σ²).
+        assert abs(float(scores.mean()) - mean) < 5 * SIGMA / math.sqrt(len(scores))
+        assert abs(float(scores.var()) / SIGMA**2 - 1) < 5 * math.sqrt(2 / len(scores))
+
+
+def test_audits_exceed_the_proved_value_no_more_often_than_they_may(trials):
+    for method in ("clopper_pearson", "gdp"):
+        found = [
+            audit_scores(*split(trials[start : start + 100]), delta=DELTA, confidence=0.6, method=method)
+            for start in range(0, 20_000, 100)
+        ]
+        assert sum(each > EXACT for each in found) <= binom.ppf(1 - 1e-6, len(found), 0.4)
+        assert max(found) > 0
+
+
+def test_the_gaussian_fit_to_a_run_comes_within_30_percent_of_the_truth():
+    # μ = 2, so at the best threshold α = β = Φ(−1) = 0.159, from 500 scores each: a rate's standard deviation is 0.0164, a
+    # quantile's 0.0164/φ(1) = 0.068. Two confidence limits, each at 80 %, take 2·0.84·0.068 = 0.11 off μ, and chance adds
+    # √2·0.068 = 0.096 times a normal number. ε(μ) is 70 % of ε(2) at μ = 1.48, 4.2 standard deviations away.
+    result = audit(private(stock=True, sigma=SIGMA, dtype=torch.float32), steps=2000, method="gdp", confidence=0.6)
+    assert result.largest.lower.method == "gdp"
+    assert result.largest.lower > 0.7 * EXACT
+
+
+# The audit of a run -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+def test_a_stock_engine_is_audited_by_its_gradients(accountant):
+    result = audit(private(accountant, stock=True, sigma=0.2), steps=200)
+    assert [finding.name for finding in result.findings] == ["gradient"]
+    assert [claim.name for claim in result.claims] == ["certified"]
+    assert result.claims[0].epsilon == gaussian.compute_epsilon(mu=5, delta=DELTA)
+    assert result.claims[0].guarantee is Guarantee.PROVED
+    assert 0 < result.largest.lower <= result.claims[0].epsilon
+    assert result.contradicted == ()
+    assert any("probability 0.125" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("hooks", {}),
+        ("functorch", {}),
+        ("ghost", {}),
+        ("ew", {}),
+        ("hooks", {"clipping": "per_layer", "max_grad_norm": [0.5] * 4}),
+    ],
+)
+def test_whoever_sees_released_weights_sees_the_gradients(mode, options):
+    run = private(shuffle_weights=True, sigma=0.3, mode=mode, **options)
+    result = audit(run, steps=120)
+    gradient, shuffled, realigned = result.findings
+    assert [finding.name for finding in result.findings] == ["gradient", "shuffled gradient", "re-aligned"]
+    assert realigned.recovered == 1.0
+    assert realigned.lower == gradient.lower  # in double precision the same scores but for rounding, so the same counts
+    assert gradient.lower > 0
+    assert gradient.recovered is shuffled.recovered is None
+
+
+def test_the_difference_of_two_releases_is_the_noised_gradient():
+    run = private(shuffle_weights=True, sigma=1.0)
+    tensor = weight(run)
+    with GradientCanary(run["optimizer"], tensor, (3, 2)) as canary:
+        view = ReleasedWeights(unwrap(run["model"]), run["optimizer"], run["engine"].shuffler, "0.weight", tensor, (3, 2))
+        view.watch()
+        for batch in itertools.islice(itertools.cycle(run["data_loader"]), 30):
+            run["optimizer"].zero_grad()
+            run["loss"](run["model"], batch).backward()
+            run["optimizer"].step()
+            view.look(canary.trials[-1].background)
+        view.unwatch()
+    assert view.recovered == [1.0] * 30
+    for mine, trial in zip(view.differences, canary.trials, strict=True):
+        # Weights of size 1 are rounded by 2⁻⁵³; the learning rate and the batch size make that 80 times larger.
+        assert abs(mine - trial.score) < 80 * 8 * 2**-53
+
+
+def test_theorem_6_is_below_what_the_shuffled_gradients_show():
+    # No one else has a gradient, so all its conditions are met, but that an entry has 8 places to be in, and not 8032.
+    run = private("shuffled_fw", sizes=(1000, 8, 3), sigma=0.4, shuffle_weights=True, batch_clip=1.0, dtype=torch.float32)
+    result = audit({**run, "loss": nothing}, steps=600)
+    paper, certified = result.claims
+    assert (paper.name, paper.guarantee) == ("published", Guarantee.ESTIMATE)
+    d = run["engine"].accountant.dimension
+    assert paper.epsilon == fenton_wilkinson.compute_epsilon(noise_std=0.4, delta=DELTA, dimension=d)
+    gradient, shuffled, realigned = (finding.lower for finding in result.findings)
+    assert paper.epsilon < shuffled < gradient <= certified.epsilon
+    assert abs(realigned - gradient) < 0.5  # in single precision
+    assert result.contradicted == (paper,)
+
+
+def test_theorem_6_claims_nothing_without_batch_clipping():
+    run = private(sigma=0.5, shuffle_weights=True)
+    paper, certified = audit(run).claims
+    assert math.isclose(paper.epsilon, certified.epsilon, rel_tol=1e-6)
+
+
+def test_the_run_is_the_same_run_watched_or_not():
+    watched, plain = private(shuffle_weights=True), private(shuffle_weights=True)
+    audit(watched)
+    name, place = "0.weight", (0, 0)
+    with GradientCanary(plain["optimizer"], weight(plain, name), place, generator=torch.Generator().manual_seed(9)):
+        steps_of(plain, 100)
+    for (key, one), (_, other) in zip(
+        unwrap(watched["model"]).named_parameters(), unwrap(plain["model"]).named_parameters(), strict=True
+    ):
+        assert torch.equal(one, other), key
+    assert accounted(watched) == 100
+    assert watched["engine"].shuffler.shuffles == 100
+
+
+def test_virtual_steps_are_no_trials():
+    run = private(shuffle_weights=True, sigma=0.3, batch_size=16)
+    with BatchMemoryManager(
+        data_loader=run["data_loader"], max_physical_batch_size=3, optimizer=run["optimizer"]
+    ) as data_loader:
+        result = audit({**run, "data_loader": data_loader})
+    assert result.findings[2].recovered == 1.0
+    assert result.findings[2].lower == result.findings[0].lower
+    assert accounted(run) == 100
+
+
+def test_everything_is_put_back_when_the_loss_fails():
+    run = private(shuffle_weights=True)
+    shuffler = run["engine"].shuffler
+
+    def failing(model, batch):
+        if shuffler.steps == 3:
+            raise RuntimeError("no more")
+        return cross_entropy(model(batch[0]), batch[1])
+
+    with pytest.raises(RuntimeError, match="no more"):
+        audit({**run, "loss": failing})
+    assert "add_noise" not in vars(run["optimizer"])
+    assert "_draw" not in vars(shuffler)
+
+
+def test_the_canary_is_by_default_in_the_largest_tensor_that_moves():
+    run = private(sizes=(3, 4, 50), shuffle_weights=True)
+    assert "entry (0, 0) of '2.weight'" in audit(run).notes[0]
+    run = private(sizes=(3, 4, 50))
+    assert "entry (0, 0) of '2.weight'" in audit(run).notes[0]
+    chosen = audit(private("shuffled_fw", shuffle_weights=True), parameter="2.bias", index=2)
+    assert "entry (2,) of '2.bias'" in chosen.notes[0]
+    assert [claim.name for claim in chosen.claims] == ["certified"]  # it stays where it is: Theorem 6 is not about it
+
+
+@pytest.mark.parametrize("name", ["mlp_with_normalised_hidden_units", "symmetric_matrix", "gated_linear_units"])
+def test_the_orbit_is_where_permutations_bring_an_entry(name):
+    module, sample = build(NETWORKS[name])
+    spec = find_permutations(module, sample)
+    generator = torch.Generator().manual_seed(5)
+    numbers = {key: torch.arange(math.prod(spec.shapes[key])).view(spec.shapes[key]) for key in spec.blocks}
+    images = {key: [] for key in spec.blocks}
+    for _ in range(300):
+        moved = {key: value.clone() for key, value in numbers.items()}
+        spec.move({key: [value] for key, value in moved.items()}, spec.sample(generator))
+        for key, value in moved.items():
+            images[key].append(value.flatten())
+    for key, shape in ((key, spec.shapes[key]) for key in spec.blocks):
+        for start in {0, math.prod(shape) // 2, math.prod(shape) - 1}:
+            place = tuple(int(i) for i in torch.unravel_index(torch.tensor(start), shape))
+            found = set(orbit(spec, key, numbers[key], place).flatten().nonzero().flatten().tolist())
+            reached = {int((image == start).nonzero()) for image in images[key]}
+            assert reached <= found
+            # In 300 uniform draws one of k ≤ 20 places is missed with a chance below 20·exp(−300/20); of 81, most are seen.
+            assert reached == found if len(found) <= 20 else len(reached) > len(found) / 2
+
+
+REFUSED = [
+    (
+        {"sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "shuffle_weights": True},
+        "plain torch.optim.SGD.*momentum=0.9",
+    ),
+    ({"sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), "shuffle_weights": True}, "weight_decay=0.1"),
+    ({"sgd": torch.optim.Adam, "shuffle_weights": True}, "plain torch.optim.SGD.*got Adam"),
+    ({"sgd": lambda p: torch.optim.SGD(p, lr=0.0), "shuffle_weights": True}, "positive lr"),
+    ({"shuffle_weights": True, "shuffle_mode": "on_release"}, "shuffle_mode is 'on_release'"),
+    ({"engine": "shuffled_checkin", "local_noise": True}, "local noise, which grows with the records"),
+    ({"sigma": 0.0}, r"optimizer.noise_multiplier must be positive"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_runs_whose_steps_say_something_else_are_refused(options, message):
+    run = private(**options)
+    before = {name: value.clone() for name, value in unwrap(run["model"]).named_parameters()}
+    with pytest.raises(ValueError, match=message):
+        audit(run)
+    assert all(torch.equal(before[name], value) for name, value in unwrap(run["model"]).named_parameters())
+    assert "add_noise" not in vars(run["optimizer"])
+
+
+def test_adaptive_clipping_is_refused():
+    extra = {
+        "target_unclipped_quantile": 0.5,
+        "clipbound_learning_rate": 0.1,
+        "max_clipbound": 2.0,
+        "min_clipbound": 0.1,
+        "unclipped_num_std": 5.0,
+    }
+    with pytest.raises(ValueError, match="clips adaptively"):
+        audit(private(clipping="adaptive", **extra))
+
+
+def test_momentum_is_fine_where_nothing_is_shuffled():
+    run = private(sgd=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), sigma=0.2)
+    assert audit(run).largest.lower > 0
+
+
+def test_noise_that_changes_on_the_way_is_refused():
+    run = private()
+
+    def quieter(model, batch):
+        run["optimizer"].noise_multiplier *= 0.99
+        return cross_entropy(model(batch[0]), batch[1])
+
+    with pytest.raises(ValueError, match="must not change"):
+        audit({**run, "loss": quieter})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 10}, "steps must be a whole number of at least 100"),
+        ({"delta": 0}, "delta must lie strictly between 0 and 1"),
+        ({"confidence": 1}, "confidence must lie strictly between 0 and 1"),
+        ({"method": "normal"}, "method must be one of 'clopper_pearson', 'gdp'"),
+        ({"parameter": "weight"}, "parameter must be one of '0.weight', '0.bias'"),
+        ({"index": (99, 0)}, "index must lie within"),
+        ({"loss": None}, "loss must be a function"),
+        ({"engine": "rdp"}, "engine must be a PrivacyEngine"),
+        ({"data_loader": []}, "data_loader must yield batches"),
+    ],
+)
+def test_bad_arguments_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        audit(
+            {**private(), **{key: value for key, value in change.items() if key in ("loss", "engine", "data_loader")}},
+            **{key: value for key, value in change.items() if key not in ("loss", "engine", "data_loader")},
+        )
+
+
+def test_a_model_that_is_not_training_is_refused():
+    run = private()
+    run["model"].eval()
+    with pytest.raises(ValueError, match=r"call model\.train"):
+        audit(run)

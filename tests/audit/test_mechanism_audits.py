@@ -1,0 +1,358 @@
+"""The mechanisms' audits against closed distributions of their scores, exact ε of the pairs audited, and full simulation.
+
+A count out of N independent runs lies within Bin(N, p)'s 1e-9 quantiles, p being the exact probability (seeds are fixed).
+"""
+
+from __future__ import annotations
+
+import math
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from scipy.special import log_ndtr, logsumexp, ndtri
+
+from opacus_shuffle.analysis.permuted_gaussian import PermutedStep
+from opacus_shuffle.analysis.permuted_gaussian import pair_epsilon as permuted_pair
+from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, pair_epsilon
+from opacus_shuffle.audit import (
+    audit_gaussian,
+    audit_permuted_gaussian,
+    audit_scores,
+    audit_shuffle_gauss,
+    mechanism_audits,
+)
+from opacus_shuffle.audit.mechanism_audits import likelihood_ratios, log_sum_ratio
+from opacus_shuffle.audit.permuted_gaussian_audit import largest_coordinates
+from opacus_shuffle.audit.sampling import chunks, largest_normal, numpy_generator
+
+VIT = {"noise_multiplier": 0.27372, "dimension": 85_800_000, "steps": 500, "sample_rate": 0.02, "delta": 5e-6}
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def assert_counted(count, runs, probability):
+    low, high = stats.binom.ppf(1e-9, runs, probability), stats.binom.isf(1e-9, runs, probability)
+    assert low <= count <= high, (count, low, high)
+
+
+def epsilon_of(result, name):
+    return next(claim.epsilon for claim in result.claims if claim.name == name)
+
+
+# ---- the largest of many normals --------------------------------------------------------------------------------------------
+
+
+class Fixed:
+    """A source of randomness that is none."""
+
+    def __init__(self, values):
+        self.values = np.asarray(values, dtype=np.float64)
+
+    def standard_exponential(self, size):
+        assert size == len(self.values)
+        return self.values
+
+
+@pytest.mark.parametrize("count", [1, 2, 1000, 85_800_000, 10**12, 5 * 10**14])
+def test_the_largest_normal_is_the_quantile_it_should_be_far_into_the_tail(count):
+    exponential = [1e-16, 1e-9, 1e-3, 0.5, 3.0, 30.0]
+    found = largest_normal(count, len(exponential), Fixed(exponential))
+    with mpmath.workdps(60):
+        for z, e in zip(found, exponential, strict=True):
+            # The logarithm of the largest one's distribution function at z must be −e. A relative error η of z moves it by
+            # η·|z|·count·φ(z)/Φ(z): scipy's inverse is taken to have 1e-13 of it.
+            z = mpmath.mpf(float(z))
+            slope = abs(z) * count * mpmath.npdf(z) / mpmath.ncdf(z)
+            assert abs(count * mpmath.log1p(-mpmath.ncdf(-z)) + e) <= 1e-13 * slope + 1e-15 * e
+
+
+def test_the_largest_of_none_is_below_everything_and_the_largest_of_one_is_normal():
+    found = largest_normal([0, 1, 2], 3, Fixed([1.0, 1.0, 1.0]))
+    assert found[0] == -math.inf
+    assert found[1] == pytest.approx(ndtri(math.exp(-1)), rel=1e-12)
+    assert found[2] == pytest.approx(ndtri(math.exp(-0.5)), rel=1e-12)
+
+
+def test_chunks_cover_every_run_once():
+    for total, width in ((1, 1), (10, 2**19), (10, 2**30), (3 * 2**20 + 1, 1), (1000, 3000)):
+        parts = list(chunks(total, width))
+        assert [parts[0].start, *(part.stop for part in parts)] == [*(part.start for part in parts), total]
+
+
+def test_a_generator_repeats_itself_and_none_does_not():
+    assert numpy_generator("g", seeded(1)).random() == numpy_generator("g", seeded(1)).random()
+    assert numpy_generator("g", seeded(1)).random() != numpy_generator("g", seeded(2)).random()
+    assert numpy_generator("g", None).random() != numpy_generator("g", None).random()
+
+
+# ---- the Gaussian mechanism -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sigma", [1.0, 2.0])
+def test_a_gaussian_step_is_found_within_three_tenths_by_both_methods(sigma):
+    result = audit_gaussian(noise_multiplier=sigma, delta=1e-5, generator=seeded(1))
+    truth = epsilon_of(result, "certified")
+    counts, gdp = (finding.lower for finding in result.findings)
+    assert (counts.method, gdp.method) == ("clopper_pearson", "gdp")
+    assert 0.7 * truth <= counts <= truth
+    assert 0.97 * truth <= gdp <= truth
+    assert result.contradicted == ()
+
+
+def test_few_trials_are_said_to_be_too_few_for_a_large_epsilon():
+    result = audit_gaussian(noise_multiplier=0.1, delta=1e-5, trials=1000, generator=seeded(1))
+    assert "Counts alone, from 500 runs, cannot show an epsilon above 4.9" in str(result)
+    assert result.findings[0].lower <= math.log(500 / 3.68)
+    assert result.findings[1].lower > 0
+
+
+# ---- shuffled Gaussian ------------------------------------------------------------------------------------------------------
+
+
+def log_below(threshold, *, shift, dimension, steps, rate):
+    """Log P(no coordinate of any step above the threshold), with the record; without it for rate 0."""
+    everywhere = float(log_ndtr(threshold))
+    moved = math.expm1(float(log_ndtr(threshold - shift)) - everywhere)
+    return steps * (dimension * everywhere + math.log1p(rate * moved))
+
+
+@pytest.mark.parametrize(
+    ("sigma", "dimension", "steps", "rate"),
+    [
+        (0.27372, 85_800_000, 500, 0.02),
+        (0.27372, 85_800_000, 1, 1.0),
+        (1.0, 1, 1, 1.0),
+        (0.5, 3, 4, 0.3),
+        (0.2, 10**12, 3, 0.9),
+    ],
+)
+def test_the_largest_coordinate_has_the_law_of_the_whole_vector(sigma, dimension, steps, rate):
+    runs = 400_000
+    null, alternative = largest_coordinates(
+        shift=1 / sigma, dimension=dimension, steps=steps, sample_rate=rate, trials=runs, rng=np.random.default_rng(1)
+    )
+    distribution = {"shift": 1 / sigma, "dimension": dimension, "steps": steps}
+    for threshold in np.quantile(np.concatenate([null, alternative]), [1e-4, 0.01, 0.1, 0.5, 0.9, 0.99, 0.9999]):
+        assert_counted((null > threshold).sum(), runs, -math.expm1(log_below(threshold, rate=0, **distribution)))
+        assert_counted((alternative > threshold).sum(), runs, -math.expm1(log_below(threshold, rate=rate, **distribution)))
+
+
+def test_the_closed_law_is_that_of_a_vector_drawn_in_full():
+    # From the words of the mechanism: d coordinates of noise per step, and in a sampled step the record's c in one of them.
+    rng, runs, sigma, dimension, steps, rate = np.random.default_rng(2), 100_000, 0.5, 3, 4, 0.3
+    vectors = sigma * rng.standard_normal((runs, steps, dimension))
+    null = vectors.max(axis=(1, 2)) / sigma
+    vectors[..., 0] += rng.random((runs, steps)) < rate
+    alternative = vectors.max(axis=(1, 2)) / sigma
+    distribution = {"shift": 1 / sigma, "dimension": dimension, "steps": steps}
+    for threshold in (0.5, 1.0, 2.0, 3.0, 4.0):
+        assert_counted((null > threshold).sum(), runs, -math.expm1(log_below(threshold, rate=0, **distribution)))
+        assert_counted((alternative > threshold).sum(), runs, -math.expm1(log_below(threshold, rate=rate, **distribution)))
+
+
+def best_of_the_largest_coordinate(*, noise_multiplier, dimension, delta, steps=1, sample_rate=1.0):
+    """The ε that the exact rates of the best threshold show: what an audit with endless runs would find."""
+    distribution = {"shift": 1 / noise_multiplier, "dimension": dimension, "steps": steps}
+    best = 0.0
+    for threshold in np.linspace(0, 12, 4001):
+        power = -math.expm1(log_below(threshold, rate=sample_rate, **distribution))
+        alpha = -math.expm1(log_below(threshold, rate=0, **distribution))
+        if power > delta and alpha > 0:
+            best = max(best, math.log((power - delta) / alpha))
+    return best
+
+
+def test_the_test_is_hardly_weaker_than_any_other_at_the_papers_settings():
+    # So the likelihood ratio of all steps would find little more.
+    for settings in (VIT, {**VIT, "steps": 1, "sample_rate": 1.0, "delta": 2.5e-7}):
+        step = PermutedStep(**{name: settings[name] for name in ("noise_multiplier", "dimension", "sample_rate")})
+        lower, upper = permuted_pair([(step, settings["steps"])], delta=settings["delta"])
+        assert 0.97 * lower <= best_of_the_largest_coordinate(**settings) <= upper
+
+
+def test_the_papers_vit_run_has_more_than_its_formula_says():
+    result = audit_permuted_gaussian(**VIT, generator=seeded(1))
+    assert result.largest.lower > 0.5
+    assert [claim.name for claim in result.contradicted] == ["published"]
+    assert [claim.name for claim in result.claims] == ["published", "pair", "certified"]
+    assert result.largest.lower <= best_of_the_largest_coordinate(**VIT)
+    assert "could not contradict certified" in " ".join(str(result).split())
+
+
+def test_audits_exceed_the_exact_epsilon_of_the_pair_no_more_often_than_stated():
+    step = PermutedStep(noise_multiplier=0.5, dimension=20, sample_rate=0.5)
+    _, truth = permuted_pair([(step, 3)], delta=0.05)
+    rng = np.random.default_rng(3)
+    audits, confidence = 300, 0.5
+    distribution = {"shift": 1 / 0.5, "dimension": 20, "steps": 3, "sample_rate": 0.5}
+    errors = sum(
+        audit_scores(*largest_coordinates(**distribution, trials=2000, rng=rng), delta=0.05, confidence=confidence) > truth
+        for _ in range(audits)
+    )
+    assert errors <= stats.binom.isf(1e-9, audits, 1 - confidence)
+
+
+def test_a_smaller_batch_clip_is_a_smaller_record():
+    small = {"noise_multiplier": 0.25, "dimension": 1000, "delta": 1e-3, "trials": 20_000}
+    clipped = audit_permuted_gaussian(**small, batch_clip=0.5, generator=seeded(1))
+    noisier = audit_permuted_gaussian(**{**small, "noise_multiplier": 0.5}, generator=seeded(1))
+    assert clipped.largest.lower == noisier.largest.lower > 0
+    # A larger one leaves the record as it is.
+    alike = [audit_permuted_gaussian(**small, batch_clip=c, generator=seeded(1)).largest.lower for c in (1.0, 2.0)]
+    assert alike[0] == alike[1] > clipped.largest.lower
+
+
+def test_a_step_that_is_never_sampled_shows_nothing():
+    result = audit_permuted_gaussian(
+        noise_multiplier=0.3, dimension=10**6, sample_rate=1e-6, delta=1e-5, trials=100_000, generator=seeded(1)
+    )
+    assert result.largest.lower == 0
+
+
+# ---- shuffle Gaussian -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("v", "a1", "a0"), [(0.0, 1.0, 0.0), (-1.0, 1.0, 0.0), (-1.0, 1.0, -1.0), (0.3, -0.5, 0.5)])
+@pytest.mark.parametrize("sigma", [0.05, 0.7, 5.0])
+def test_the_statistic_is_the_likelihood_ratio_of_the_unordered_reports(v, a1, a0, sigma):
+    # By the definition: a mean over which of the reports is user 1's.
+    reports = v + sigma * np.random.default_rng(1).standard_normal((20, 4))
+    logs = {}
+    for a in (a1, a0):
+        who = [stats.norm.logpdf(reports, v, sigma).sum(1) + stats.norm.logpdf(reports[:, i], a, sigma)
+               - stats.norm.logpdf(reports[:, i], v, sigma) for i in range(4)]  # fmt: skip
+        logs[a] = logsumexp(who, axis=0) - math.log(4)
+    found = log_sum_ratio((reports - v) / sigma, (a1 - v) / sigma) - log_sum_ratio((reports - v) / sigma, (a0 - v) / sigma)
+    np.testing.assert_allclose(found, logs[a1] - logs[a0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(("present", "absent"), [(1.0, 0.0), (0.6, 0.3), (0.5, -0.5)])
+def test_the_scores_are_log_likelihood_ratios_of_the_runs(steps, present, absent):
+    # For any two distributions E₀ R = 1 and E₁ 1/R = 1. With the others between, R has moments enough for the standard error to hold.
+    null, alternative = likelihood_ratios(
+        present=present, absent=absent, users=5, steps=steps, trials=200_000, rng=np.random.default_rng(2)
+    )
+    for ratios in (np.exp(null), np.exp(-alternative)):
+        assert abs(ratios.mean() - 1) <= 6 * ratios.std() / math.sqrt(len(ratios))
+    assert alternative.mean() > 0 > null.mean()
+
+
+def test_one_user_is_the_gaussian_mechanism():
+    # log R = d·(z − d/2) with d = (a₁ − a₀)/σ summed over T rounds: N(∓T d²/2, T d²), whatever the others would have held.
+    runs, steps, d = 200_000, 3, 1.5
+    for score, mean in zip(
+        likelihood_ratios(present=1.2, absent=-0.3, users=1, steps=steps, trials=runs, rng=np.random.default_rng(3)),
+        (-steps * d**2 / 2, steps * d**2 / 2),
+        strict=True,
+    ):
+        distribution = stats.norm(mean, d * math.sqrt(steps))
+        for threshold in distribution.ppf([1e-3, 0.1, 0.5, 0.9, 0.999]):
+            assert_counted((score > threshold).sum(), runs, distribution.sf(threshold))
+
+
+def test_others_at_the_edge_show_more_than_the_papers_pair_has_and_no_more_than_the_certificate():
+    result = audit_shuffle_gauss(
+        noise_multiplier=1.0, num_users=300, delta=1e-3, others=-1.0, trials=100_000, generator=seeded(1)
+    )
+    assert [claim.name for claim in result.claims] == ["published", "pair", "certified", "certified_sharp"]
+    assert "pair" in [claim.name for claim in result.contradicted]
+    assert result.largest.lower < epsilon_of(result, "certified_sharp")
+    assert "Audited: all other users hold -1, and one user holds 1 or 0." in str(result)
+
+
+@pytest.mark.parametrize(("sigma", "users", "steps", "delta"), [(0.5, 20, 1, 0.01), (1.0, 10, 3, 0.01)])
+def test_the_papers_pair_is_not_contradicted_and_nearly_reached(sigma, users, steps, delta):
+    result = audit_shuffle_gauss(
+        noise_multiplier=sigma, num_users=users, steps=steps, delta=delta, trials=200_000, generator=seeded(2)
+    )
+    lower, upper = pair_epsilon([(ShuffledRound(noise_multiplier=sigma, num_users=users), steps)], delta=delta)
+    assert result.largest.lower <= upper
+    # The exact test shows the exact ε; counts of 1e5 runs know rates of some per cent to some per cent.
+    assert result.largest.lower >= 0.8 * lower
+    assert result.contradicted == ()
+
+
+def test_replacement_has_only_claims_that_cover_it():
+    result = audit_shuffle_gauss(
+        noise_multiplier=2.0, num_users=50, delta=1e-2, others=-1.0, adjacency="replace", trials=20_000, generator=seeded(1)
+    )
+    assert [claim.name for claim in result.claims] == ["certified", "certified_sharp"]
+    assert result.contradicted == ()
+    assert "one user holds 1 or -1" in str(result)
+
+
+def test_by_default_an_audit_of_many_reports_has_fewer_trials(monkeypatch):
+    monkeypatch.setattr(mechanism_audits, "_REPORTS", 1_000_000)
+    few = audit_shuffle_gauss(noise_multiplier=2.0, num_users=100, delta=1e-2, steps=2, generator=seeded(1))
+    assert few.largest.lower.trials == (1250, 1250)
+    fewest = audit_shuffle_gauss(noise_multiplier=2.0, num_users=3000, delta=1e-2, generator=seeded(1))
+    assert fewest.largest.lower.trials == (500, 500)
+
+
+# ---- all of them ------------------------------------------------------------------------------------------------------------
+
+AUDITS = {
+    audit_gaussian: {"noise_multiplier": 1.0, "delta": 1e-3, "trials": 2000},
+    audit_permuted_gaussian: {"noise_multiplier": 0.5, "dimension": 100, "delta": 1e-3, "trials": 2000},
+    audit_shuffle_gauss: {"noise_multiplier": 1.0, "num_users": 10, "delta": 1e-3, "trials": 2000},
+}
+all_audits = pytest.mark.parametrize("audit", AUDITS, ids=lambda audit: audit.__name__)
+
+
+@all_audits
+def test_the_generator_decides_and_without_one_chance_does(audit):
+    findings = [audit(**AUDITS[audit], generator=seeded(seed)).findings for seed in (1, 1)]
+    assert [vars(f.lower) for f in findings[0]] == [vars(f.lower) for f in findings[1]]
+    secret = audit(**AUDITS[audit])
+    assert secret.largest.lower.trials == (1000, 1000)
+    assert secret.largest.lower.confidence == 0.95
+    assert audit(**AUDITS[audit], confidence=0.5).largest.lower.confidence == 0.5
+
+
+@all_audits
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("noise_multiplier", 0.0),
+        ("noise_multiplier", math.nan),
+        ("delta", 0.0),
+        ("delta", 1),
+        ("trials", 999),
+        ("trials", 2000.5),
+        ("confidence", 0),
+        ("confidence", 95),
+        ("generator", 7),
+    ],
+)
+def test_what_every_audit_takes_is_checked_by_name(audit, name, value):
+    with pytest.raises(ValueError, match=name):
+        audit(**{**AUDITS[audit], name: value})
+
+
+@pytest.mark.parametrize(
+    ("audit", "name", "value"),
+    [
+        (audit_permuted_gaussian, "dimension", 0),
+        (audit_permuted_gaussian, "dimension", 1.5),
+        (audit_permuted_gaussian, "steps", 0),
+        (audit_permuted_gaussian, "sample_rate", 0.0),
+        (audit_permuted_gaussian, "sample_rate", 1.1),
+        (audit_permuted_gaussian, "batch_clip", 0.0),
+        (audit_shuffle_gauss, "num_users", 0),
+        (audit_shuffle_gauss, "num_users", 10_000_001),
+        (audit_shuffle_gauss, "steps", 0),
+        (audit_shuffle_gauss, "others", 1.1),
+        (audit_shuffle_gauss, "record", -1.1),
+        (audit_shuffle_gauss, "record", 0.0),
+        (audit_shuffle_gauss, "adjacency", "add_remove"),
+    ],
+)
+def test_what_one_audit_takes_is_checked_by_name(audit, name, value):
+    with pytest.raises(ValueError, match=name):
+        audit(**{**AUDITS[audit], name: value})

@@ -1,0 +1,72 @@
+"""``opacus-shuffle audit``: what it prints, what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from opacus_shuffle.commands.main import main
+from opacus_shuffle.commands.small_audits import AuditSettings, audit_small_training
+
+FEW = ["--trials", "1000", "--dimension", "1000", "--steps", "20", "--seed", "0"]
+
+
+def test_the_published_setting_prints_two_pairs_of_data_sets_and_what_was_claimed(capsys):
+    assert main(["audit", "--kind", "published", *FEW]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count("claimed: paper <= 0.5") == 2
+    assert printed.count("claimed: certified") == 2
+    assert "found: largest coordinate >=" in printed
+    assert "found: sum of coordinates >=" in printed
+    assert "what it does not contradict it does not prove" in printed
+
+
+def test_a_small_training_run_is_re_aligned_and_contradicts_the_formula_but_not_the_certificate(capsys):
+    arguments = ["audit", "--kind", "training", "--training-steps", "600", "--confidence", "0.99", "--seed", "1", "--json"]
+    assert main(arguments) == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    found = {finding["name"]: finding for finding in result["findings"]}
+    claimed = {claim["name"]: claim["epsilon"] for claim in result["claims"]}
+    assert list(found) == ["gradient", "shuffled gradient", "re-aligned"]
+    assert found["re-aligned"]["recovered"] == 1.0
+    assert result["contradicted"] == ["published"]
+    assert claimed["published"] < found["re-aligned"]["lower"]["epsilon"] <= claimed["certified"]
+
+
+def test_a_seed_repeats_the_audit_of_a_training_run():
+    settings = AuditSettings(training_steps=100, seed=3)
+    first, second = (audit_small_training(settings).to_dict() for _ in range(2))
+    assert first == second
+
+
+def test_a_picture_is_written(tmp_path, capsys):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    target = tmp_path / "audit.png"
+    assert main(["audit", "--kind", "published", *FEW, "-o", str(target)]) == 0
+    assert target.stat().st_size > 10_000
+    assert capsys.readouterr().out.rstrip().endswith("audit.png")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--trials", "10"], "trials must be a whole number of at least 1000"),
+        (["--training-steps", "7"], "training_steps must be a whole number of at least 100"),
+        (["--delta", "0"], "delta must lie strictly between 0 and 1"),
+        (["--confidence", "1"], "confidence must lie strictly between 0 and 1"),
+        (["--sample-rate", "1.5"], "sample_rate must lie in (0, 1]"),
+        (["--dimension", "1"], "dimension must be a whole number of at least 2"),
+        (["--batch-clip", "-1"], "batch_clip must be positive"),
+        (["--target-epsilon", "nan"], "target_epsilon must be a finite number"),
+        (["--seed", "-1"], "seed must be a whole number of at least 0"),
+        (["-o", "."], "--output must name a file"),
+    ],
+)
+def test_bad_flags_end_in_one_line_that_names_them_before_any_work(capsys, flags, named):
+    assert main(["audit", "--kind", "published", *flags]) == 2
+    captured = capsys.readouterr()
+    assert named in captured.err
+    assert captured.out == ""
+    assert len(captured.err.strip().splitlines()) == 1

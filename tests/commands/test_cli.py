@@ -1,0 +1,310 @@
+"""The console script, as a user types it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from opacus_shuffle import compute_epsilon, compute_noise_multiplier
+from opacus_shuffle.commands.main import main
+from opacus_shuffle.commands.training import TrainingSettings, train
+
+pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
+CHECKIN = ["--mechanism", "shuffled_checkin", "--num-users", "60000", "--steps", "100", "--sample-rate", "0.1"]
+NUMBERS = {"num_users": 60_000, "steps": 100, "sample_rate": 0.1}
+WEIGHTS = [
+    "--mechanism",
+    "shuffled_fw",
+    "--num-users",
+    "50000",
+    "--steps",
+    "500",
+    "--sample-rate",
+    "0.02",
+    "--dimension",
+    "85.8e6",
+]
+QUICK = {"epochs": 1, "batch_size": 40, "seed": 0}
+
+
+@pytest.mark.parametrize("bound", ["published", "pair", "certified", "certified_sharp"])
+def test_epsilon_prints_one_number_and_its_meaning(capsys, bound):
+    assert main(["epsilon", *CHECKIN, "--noise-multiplier", "5", "--delta", "1e-5", "--bound", bound]) == 0
+    number, *meaning = capsys.readouterr().out.splitlines()
+    exact = compute_epsilon("shuffled_checkin", noise_multiplier=5.0, delta=1e-5, bound=bound, **NUMBERS)
+    assert exact <= float(number) <= exact * 1.001  # four digits, rounded up
+    told = "\n".join(meaning)
+    for word in (bound, "zero_out", "1e-05", "100 rounds", "every data set", "adversary"):
+        assert word in told
+    assert ("PROVED" if bound.startswith("certified") else "PAIR") in told
+
+
+@pytest.mark.parametrize("bound", ["published", "published_optimised", "pair", "certified"])
+def test_epsilon_of_shuffled_weights_says_what_it_is_worth(capsys, bound):
+    job = ["epsilon", *WEIGHTS, "--noise-multiplier", "0.27372", "--delta", "5e-6", "--bound", bound]
+    assert main(job) == 0
+    number, *meaning = capsys.readouterr().out.splitlines()
+    exact = compute_epsilon(
+        "shuffled_fw",
+        noise_multiplier=0.27372,
+        num_users=50_000,
+        steps=500,
+        sample_rate=0.02,
+        dimension=85_800_000,
+        delta=5e-6,
+        bound=bound,
+    )
+    assert exact <= float(number) <= exact * 1.001  # four digits, rounded up
+    told = "\n".join(meaning)
+    worth, words = {
+        "certified": ("PROVED", ["every data set", "sees all weights and noised gradients of every step"]),
+        "pair": ("PAIR", ["one pair of data sets", "by itself", "certified for every data set: epsilon = 108"]),
+    }.get(bound, ("ESTIMATE", ["no data set for certain", "by itself", "certified for every data set: epsilon = 108"]))
+    for word in (worth, *words):
+        assert word in told
+
+
+def test_layers_and_norms_of_shuffled_weights_reach_the_formula(capsys):
+    numbers = [*WEIGHTS[:-1], "100,2e4,300", "--clip", "0.1", "--batch-clip", "0.4", "--delta", "1e-5"]
+    assert main(["epsilon", *numbers, "--noise-multiplier", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    run = {
+        "num_users": 50_000,
+        "steps": 500,
+        "sample_rate": 0.02,
+        "dimension": (100, 20_000, 300),
+        "clip": 0.1,
+        "batch_clip": 0.4,
+    }
+    assert found["epsilon"] == compute_epsilon("shuffled_fw", noise_multiplier=1.0, delta=1e-5, **run)
+    assert found["guarantee"] == "ESTIMATE"
+
+
+def test_the_noise_of_shuffled_weights_is_that_of_the_sum(capsys):
+    assert main(["noise", *WEIGHTS, "--target-epsilon", "0.5", "--target-delta", "5e-6"]) == 0
+    number, *meaning = capsys.readouterr().out.splitlines()
+    assert float(number) == pytest.approx(0.27372, abs=5e-6)
+    assert "noise multiplier of the sum" in meaning[0]
+    assert "ESTIMATE" in meaning[1]
+
+
+def test_the_report_of_shuffled_weights_contradicts_its_estimate(capsys):
+    assert main(["report", *WEIGHTS, "--noise-multiplier", "0.27372", "--delta", "5e-6"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "is no upper bound here: the pair of data sets of 'pair' has epsilon of at least 1.8" in shown
+    assert "To quote: epsilon = 108" in shown
+
+
+def test_noise_prints_one_number_that_meets_the_budget(capsys):
+    budget = ["--target-epsilon", "1", "--target-delta", "1e-5", "--bound", "pair"]
+    assert main(["noise", *CHECKIN, *budget]) == 0
+    number = float(capsys.readouterr().out.splitlines()[0])
+    exact = compute_noise_multiplier("shuffled_checkin", target_epsilon=1.0, target_delta=1e-5, bound="pair", **NUMBERS)
+    assert exact <= number <= exact * (1 + 1e-5)
+    assert compute_epsilon("shuffled_checkin", noise_multiplier=number, delta=1e-5, bound="pair", **NUMBERS) <= 1.0
+
+
+def test_report_prints_the_whole_ladder(capsys):
+    numbers = [*CHECKIN, "--noise-multiplier", "5", "--delta", "1e-5"]
+    assert main(["report", *numbers]) == 0
+    shown = capsys.readouterr().out
+    for word in ("To quote", "nobody", "the shuffler", "the server", "PROVED", "PAIR", "zero_out", "100 rounds"):
+        assert word in shown
+    assert main(["report", *numbers, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    quoted = next(row for row in found["bounds"] if row["bound"] == found["quote"])
+    assert quoted["guarantee"] == "PROVED"
+
+
+@pytest.mark.parametrize("suffix", ["png", "pdf", "svg"])
+def test_plot_writes_a_picture(capsys, tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    target = tmp_path / f"ladder.{suffix}"
+    numbers = [
+        "--mechanism",
+        "shuffle_gauss",
+        "--num-users",
+        "500",
+        "--steps",
+        "3",
+        "--noise-multiplier",
+        "5",
+        "--delta",
+        "1e-5",
+    ]
+    assert main(["plot", *numbers, "-o", str(target)]) == 0
+    assert capsys.readouterr().out.strip() == str(target)
+    assert target.stat().st_size > 5000
+
+
+@pytest.mark.parametrize("target", ["/nowhere/at/all.png", "ladder.xyz"])
+def test_a_picture_that_cannot_be_written_is_one_line(capsys, target):
+    pytest.importorskip("matplotlib")
+    numbers = [
+        "--mechanism",
+        "shuffle_gauss",
+        "--num-users",
+        "500",
+        "--steps",
+        "3",
+        "--noise-multiplier",
+        "5",
+        "--delta",
+        "1e-5",
+    ]
+    assert main(["plot", *numbers, "-o", target]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_json_is_for_machines(capsys):
+    assert main(["epsilon", *CHECKIN, "--noise-multiplier", "5", "--delta", "1e-5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["guarantee"] == "PAIR"
+    assert 0 < found["certified_epsilon"] < found["epsilon"]  # Theorem 3 as printed loses more than the certificate
+    assert main(["noise", *CHECKIN, "--target-epsilon", "1", "--target-delta", "1e-5", "--bound", "pair", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["epsilon"] <= 1.0
+    assert found["noise_multiplier"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["epsilon", *CHECKIN, "--noise-multiplier", "-1", "--delta", "1e-5"], "noise_multiplier"),
+        (["epsilon", *CHECKIN, "--noise-multiplier", "nan", "--delta", "1e-5"], "noise_multiplier"),
+        (["epsilon", *CHECKIN, "--noise-multiplier", "1", "--delta", "2"], "delta"),
+        (["epsilon", *CHECKIN, "--noise-multiplier", "1", "--delta", "1e-5", "--adjacency", "replace"], "certified"),
+        (["epsilon", *CHECKIN, "--noise-multiplier", "1", "--delta", "1e-5", "--steps", "0"], "steps"),
+        (["noise", *CHECKIN, "--target-epsilon", "0", "--target-delta", "1e-5"], "target_epsilon"),
+        (["train", "--data", "mnist"], "data-root"),
+        (["train", "--data", "cifar10", "--data-root", "/nowhere"], "cifar10"),
+        (["train", "--epochs", "0"], "epochs"),
+        (["train", "--bound", "certified"], "target_epsilon"),
+        (["train", "--batch-size", "5000"], "batch_size"),
+        (["train", "--seed", "-1"], "seed"),
+        (["train", "--device", "meta"], "device"),
+        (["epsilon", *CHECKIN[:-2], "--noise-multiplier", "1", "--delta", "1e-5"], "--sample-rate"),
+        (["epsilon", *CHECKIN, "--noise-multiplier", "1e-170", "--delta", "1e-5"], "noise_multiplier"),
+        (["epsilon", *CHECKIN, "--noise-multiplier", "1", "--delta", "1e-5", "--num-users", "9" * 400], "num_users"),
+        (["train", "--noise-multiplier", "0"], "noise_multiplier"),
+        (["train", "--delta", "0"], "delta"),
+        (["train", "--device", "abacus"], "device"),
+        (["train", "--data-root", "/tmp"], "mnist-5k"),
+        (["epsilon", *WEIGHTS[:-2], "--noise-multiplier", "1", "--delta", "1e-5"], "dimension"),
+        (["epsilon", *WEIGHTS[:-1], "2.5", "--noise-multiplier", "1", "--delta", "1e-5"], "dimension"),
+        (["epsilon", *WEIGHTS[:-1], "10,0", "--noise-multiplier", "1", "--delta", "1e-5"], "dimension"),
+        (["epsilon", *WEIGHTS, "--clip", "0", "--noise-multiplier", "1", "--delta", "1e-5"], "clip"),
+        (["epsilon", *WEIGHTS, "--batch-clip", "nan", "--noise-multiplier", "1", "--delta", "1e-5"], "batch_clip"),
+        (["epsilon", *WEIGHTS, "--bound", "certified_sharp", "--noise-multiplier", "1", "--delta", "1e-5"], "bound"),
+        (
+            ["epsilon", *CHECKIN, "--dimension", "10", "--noise-multiplier", "1", "--delta", "1e-5"],
+            "shuffled_checkin has no dimension",
+        ),
+        (["noise", *CHECKIN, "--batch-clip", "1", "--target-epsilon", "1", "--target-delta", "1e-5"], "batch_clip"),
+        (["train", "--accountant", "shuffled_fw", "--local-noise"], "local_noise"),
+        (["train", "--accountant", "shuffled_fw", "--no-shuffle-weights", "--batch-clip", "1"], "shuffle_weights=True"),
+        (["train", "--batch-clip", "1"], "batch_clip"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_exit_status_2(capsys, arguments, named):
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert named in printed.err
+    assert len(printed.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["epsilon", "--sigma", "1"], ["epsilon", *WEIGHTS[:-1], "many", "--noise-multiplier", "1", "--delta", "1e-5"]],
+)
+def test_unknown_flags_and_words_for_numbers_are_refused(capsys, arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("accountant", ["shuffle_gauss", "subsampled_shuffle", "shuffled_checkin"])
+@pytest.mark.parametrize("local_noise", [True, False])
+def test_the_main_job_trains_and_ends_with_accuracy_and_the_table(capsys, accountant, local_noise):
+    flag = "--local-noise" if local_noise else "--no-local-noise"
+    job = ["train", "--accountant", accountant, flag, "--epochs", "1", "--batch-size", "400", "--noise-multiplier", "1"]
+    assert main(job) == 0
+    printed = capsys.readouterr().out
+    for word in ("test accuracy", "held-out", "certified", "PROVED", accountant, "10 rounds"):
+        assert word in printed
+    assert ("added once to the sum" in printed) is not local_noise
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], ["permuted 10 times", "ESTIMATE", "(the sum's)"]),
+        (["--noise-multiplier", "1", "--batch-clip", "0.5"], ["permuted 10 times"]),
+        (["--no-shuffle-weights"], ["composition", "nothing is permuted"]),
+    ],
+)
+def test_the_main_job_with_shuffled_weights(capsys, options, words):
+    assert main(["train", "--accountant", "shuffled_fw", "--epochs", "1", "--batch-size", "400", *options]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for word in ("test accuracy", "certified", "PROVED", "shuffled_fw", "10 rounds", *words):
+        assert word in printed
+    assert "added once to the sum" not in printed
+    assert ("permuted" in printed.replace("nothing is permuted", "")) is ("--no-shuffle-weights" not in options)
+
+
+def test_a_budget_for_shuffled_weights_is_met_by_its_estimate_and_said_to_be_no_more(capsys):
+    job = ["train", "--accountant", "shuffled_fw", "--epochs", "1", "--batch-size", "400", "--target-epsilon", "2", "--json"]
+    assert main(job) == 0
+    found = json.loads(capsys.readouterr().out)
+    spent = {row["bound"]: row["epsilon"] for row in found["bounds"]}
+    assert 1.99 < spent["published"] <= 2.0 < spent["certified"]
+    assert found["quote"] == "certified"
+
+
+def test_a_seed_repeats_a_run_and_no_seed_does_not():
+    def weights(seed):
+        settings = TrainingSettings(**{**QUICK, "batch_size": 1000, "seed": seed})
+        return next(train(settings, progress=False).model.parameters())
+
+    assert weights(0).equal(weights(0))
+    assert not weights(None).equal(weights(None))
+
+
+def test_a_budget_is_kept():
+    settings = TrainingSettings(target_epsilon=3.0, bound="pair", **QUICK)
+    result = train(settings, progress=False)
+    spent = {answer.bound: answer.epsilon for answer in result.report.bounds}
+    assert 2.99 < spent["pair"] <= 3.0
+    assert result.noise_multiplier > 0
+
+
+def test_both_a_noise_and_a_budget_is_one_too_many():
+    with pytest.raises(ValueError, match="not both"):
+        train(TrainingSettings(noise_multiplier=1.0, target_epsilon=1.0), progress=False)
+
+
+@pytest.mark.slow
+def test_the_main_job_learns_the_digits():
+    result = train(dataclasses.replace(TrainingSettings(), seed=0), progress=False)
+    assert result.accuracy > 0.85
+    assert all(math.isfinite(answer.epsilon) for answer in result.report.bounds)
+
+
+def test_the_module_runs_as_a_script():
+    run = subprocess.run(
+        [sys.executable, "-m", "opacus_shuffle.commands.main", "--version"], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.startswith("opacus-shuffle ")
+
+
+def test_an_estimate_below_what_one_pair_has_for_certain_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--num-users", "50000", "--sample-rate", "0.02", "--steps", "500", "--noise-multiplier", "0.27372"]
+    assert main(["epsilon", "--mechanism", "shuffled_fw", *settings, "--dimension", "85800000", "--delta", "5e-6"]) == 0
+    assert "paper (0.4983) is no upper bound here" in capsys.readouterr().out

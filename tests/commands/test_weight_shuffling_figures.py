@@ -1,0 +1,77 @@
+"""The figures' numbers: what they must be whatever the paper's open settings are, and that what is written can be read."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+import weight_shuffling_figures as figures
+
+from opacus_shuffle.analysis.fenton_wilkinson import compute_delta
+from opacus_shuffle.analysis.lognormal_sums import NormalDistribution
+
+
+def test_the_vits_run_is_five_hundred_steps_of_the_known_budget():
+    run = figures.RUNS["ViT"]
+    assert run.steps == 500
+    epsilon, delta = run.budget(0.5)
+    assert round(epsilon, 4) == 0.1976
+    assert delta == pytest.approx(2.5e-7, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", figures.RUNS)
+def test_every_configuration_spends_its_step_and_no_less(name):
+    run = figures.RUNS[name]
+    for norm in (0.1, 10.0):
+        sigma = figures.noise(run, epsilon=1.0, norm=norm)
+        epsilon, delta = run.budget(1.0)
+        spent = compute_delta(epsilon=epsilon, noise_std=sigma, dimension=run.dimension, batch_clip=norm)
+        assert spent == pytest.approx(delta, rel=1e-4)
+
+
+@pytest.mark.parametrize("norm", figures.NORMS)
+def test_noise_falls_with_epsilon_and_with_dimension(norm):
+    rows = figures.figure_4(norm=norm)
+    sigmas = np.array([[row[name] for name in list(row)[1:]] for row in rows])
+    assert sigmas.shape == (6, len(figures.DIMENSIONS))
+    assert np.all(np.diff(sigmas, axis=0) < 0)
+    assert np.all(np.diff(sigmas[:, 1:], axis=1) < 0)
+    assert np.all(sigmas[:, 1:] < sigmas[:, :1])
+
+
+def test_the_unshuffled_column_is_the_papers_unshuffled_mechanism():
+    assert figures.figure_4()[2]["d = 1"] == figures.noise(figures.RUNS["ViT"], epsilon=0.5, dimension=1, norm=3.0)
+
+
+@pytest.mark.parametrize("norm", figures.NORMS)
+def test_the_order_is_one_over_the_root_of_log_d(norm):
+    assert figures.exponent(figures.RUNS["ViT"], norm=norm) == pytest.approx(-0.5, abs=0.02)
+
+
+def test_a_distance_is_between_distribution_functions():
+    samples = np.sort(np.random.default_rng(0).normal(size=10_000))
+    # Kolmogorov's 1.95/√n at probability 1e-3; and two unit normals a shift of 2 apart differ by 2Φ(1) − 1.
+    assert figures.distance(NormalDistribution(0.0, 1.0), samples) < 0.0195
+    assert figures.distance(NormalDistribution(2.0, 1.0), samples) == pytest.approx(math.erf(1 / math.sqrt(2)), abs=0.0195)
+
+
+def test_figures_can_be_written_and_read_back(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    figures.main(["--figure", "2", "--repetitions", "200", "--output", str(tmp_path / "new")])
+    figures.main(["--figure", "4", "--output", str(tmp_path / "new")])
+    assert "F-W" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {
+        f"figure_{n}.{k}" for n in (2, 4) for k in ("json", "csv", "png")
+    }
+    rows = json.loads((tmp_path / "new" / "figure_4.json").read_text())
+    with (tmp_path / "new" / "figure_4.csv").open(newline="") as file:
+        read = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    assert read == rows == figures.figure_4()
+    for reading in json.loads((tmp_path / "new" / "figure_2.json").read_text()).values():
+        for method, values in reading["cdf"].items():
+            assert len(values) == len(reading["x"]), method
+            assert np.all(np.diff(values) >= 0), method
+            assert 0 <= values[0] <= values[-1] <= 1, method

@@ -1,0 +1,104 @@
+"""The engine's batches: each accountant has its sampler, no step or record is lost, and no other sampler is taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.toy import make_toy, run_epoch, way_of
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+
+from opacus_shuffle import PrivacyEngine
+from opacus_shuffle.accountants import ACCOUNTANTS
+from opacus_shuffle.engine.sampling import FixedSizeSampler
+
+pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
+NAMES = [accountant.mechanism() for accountant in ACCOUNTANTS]
+every_accountant = pytest.mark.parametrize("name", NAMES)
+
+
+def test_each_accountant_gets_its_sampler():
+    for name in NAMES:
+        _, _, loader = PrivacyEngine(accountant=name).make_private(**make_toy(), noise_multiplier=2.0, **way_of(name))
+        kind = UniformWithReplacementSampler if name in ("shuffled_checkin", "shuffled_fw") else FixedSizeSampler
+        assert isinstance(loader.batch_sampler, kind)
+        assert loader.batch_sampler.generator is not None
+
+
+def test_the_fixed_size_sampler_draws_every_set_alike():
+    sampler = FixedSizeSampler(num_samples=5, batch_size=2, steps=20_000, generator=torch.Generator().manual_seed(0))
+    counts = {}
+    for batch in sampler:
+        assert len(set(batch)) == 2
+        counts[frozenset(batch)] = counts.get(frozenset(batch), 0) + 1
+    assert len(counts) == 10
+    # chi-square with 9 degrees of freedom exceeds 39 with probability 1e-5
+    assert sum((count - 2000) ** 2 / 2000 for count in counts.values()) < 39
+
+
+@every_accountant
+@pytest.mark.parametrize(
+    ("records", "batch"),
+    [(930, 10), (98, 2), (49, 1), (99, 1), (75, 1), (100, 30), (7, 100)],
+)
+def test_float_arithmetic_never_loses_a_step_or_a_record(name, records, batch):
+    toy = make_toy(records=records, batch_size=batch)
+    length = len(toy["data_loader"])
+    engine = PrivacyEngine(accountant=name)
+    model, optimizer, loader = engine.make_private(**toy, noise_multiplier=2.0, **way_of(name))
+    assert len(loader) == length
+    assert optimizer.expected_batch_size >= 1
+    run_epoch(model, optimizer, loader)
+    assert engine.accountant.num_users == records
+    if name in ("shuffled_checkin", "shuffled_fw"):
+        assert engine.accountant.history == [(2.0, 1 / length, length)]
+        assert optimizer.expected_batch_size == max(1, round(records / length))
+    else:
+        reports = min(batch, records)
+        assert engine.accountant.history == [(2.0, reports / records, length)]
+        assert optimizer.expected_batch_size == reports
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+@every_accountant
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda data: {"sampler": WeightedRandomSampler(torch.ones(24), 24), "batch_size": 6},
+        lambda data: {"sampler": RandomSampler(data, replacement=True), "batch_size": 6},
+        lambda data: {"sampler": SubsetRandomSampler(range(12)), "batch_size": 6},
+        lambda data: {"batch_sampler": [[0, 1], [2, 3]]},
+    ],
+)
+def test_samplers_that_nobody_accounts_for_are_refused(name, sampler):
+    toy = make_toy()
+    data = toy["data_loader"].dataset
+    toy["data_loader"] = DataLoader(data, **sampler(data))
+    with pytest.raises(ValueError, match=r"cannot account|Sampler"):
+        PrivacyEngine(accountant=name).make_private(**toy, noise_multiplier=1.0, **way_of(name))
+
+
+def test_shuffle_gauss_keeps_a_loader_of_its_own_if_all_batches_have_one_size():
+    toy = make_toy(records=25, batch_size=6, shuffle=True)
+    options = {"noise_multiplier": 1.0, "local_noise": True, "poisson_sampling": False}
+    with pytest.raises(ValueError, match="drop_last"):
+        PrivacyEngine(accountant="shuffle_gauss").make_private(**toy, **options)
+    toy["data_loader"] = DataLoader(toy["data_loader"].dataset, batch_size=6, shuffle=True, drop_last=True)
+    engine = PrivacyEngine(accountant="shuffle_gauss")
+    model, optimizer, loader = engine.make_private(**toy, **options)
+    assert loader is toy["data_loader"]
+    run_epoch(model, optimizer, loader)
+    assert engine.accountant.history == [(1.0, 6 / 25, 4)]
+    assert engine.accountant.rounds()[0][0].num_users == 6
+
+
+def test_streams_and_empty_data_are_refused():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([])
+
+    for data in (Stream(), TensorDataset(torch.zeros(0, 5))):
+        toy = make_toy()
+        toy["data_loader"] = DataLoader(data, batch_size=2)
+        with pytest.raises(ValueError, match="data_loader"):
+            PrivacyEngine(accountant="shuffle_gauss").make_private(**toy, noise_multiplier=1.0)

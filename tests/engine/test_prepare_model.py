@@ -1,0 +1,381 @@
+"""Position ids of batch one: per-sample gradients by Opacus, against one backward pass per record."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import opacus
+import pytest
+import torch
+from opacus.grad_sample import GradSampleModule, GradSampleModuleExpandedWeights
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_shuffle.engine.prepare_model import check_position_ids, positions_with_batch_one, prepare_model
+
+VOCABULARY, LENGTH, RECORDS = 40, 6, 3
+
+
+class Positions(nn.Module):
+    """A block of its own that knows where the tokens are, as BERT has."""
+
+    def __init__(self, *, width=4, length=8):
+        super().__init__()
+        self.words, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
+
+    def forward(self, tokens):
+        return self.words(tokens) + self.places(torch.arange(tokens.shape[1])[None])
+
+
+class Text(nn.Module):
+    """The smallest model with the defect."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = Positions(), nn.Linear(4, 2)
+
+    def forward(self, tokens, *, fail=None):
+        hidden = self.embed(tokens)
+        if fail is not None:
+            raise fail
+        return self.head(torch.tanh(hidden).mean(1))
+
+
+class RelativeAttention(nn.Module):
+    """Scores with a learned table of relative positions [queries, keys], as T5 has."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 2)
+
+    def forward(self, hidden_states):
+        steps = torch.arange(hidden_states.shape[1])
+        bias = self.table((steps[None] - steps[:, None]).clamp(-4, 4) + 4).permute(2, 0, 1)[None]
+        scores = hidden_states @ hidden_states.transpose(1, 2)
+        return (torch.softmax(scores[:, None] + bias, -1) @ hidden_states[:, None]).mean(1)
+
+
+class RelativeText(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.attention = nn.Embedding(VOCABULARY, 4), RelativeAttention()
+
+    def forward(self, input_ids):
+        return self.attention(self.words(input_ids)).sum(1)
+
+
+def texts(records=RECORDS, length=LENGTH):
+    return torch.randint(1, VOCABULARY, (records, length), generator=torch.Generator().manual_seed(3))
+
+
+def lookups(model, *args):
+    """What each embedding of the model is asked for."""
+    seen = {}
+    handles = [
+        module.register_forward_hook(lambda _, inputs, __, name=name: seen.update({name: tuple(inputs[0].shape)}))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+    ]
+    model(*args)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def hugging_face(name, **changes):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    bert = {"vocab_size": VOCABULARY, "max_position_embeddings": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+    bert |= {"hidden_size": 16, "intermediate_size": 24, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    distil = {"vocab_size": VOCABULARY, "max_position_embeddings": 12, "n_layers": 2, "n_heads": 2, "dim": 16, "hidden_dim": 24}
+    gpt2 = {"vocab_size": VOCABULARY, "n_positions": 12, "n_embd": 16, "n_layer": 2, "n_head": 2, "pad_token_id": 0}
+    gpt2 |= {"bos_token_id": 1, "eos_token_id": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    t5 = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+    configuration = {
+        "Bert": (transformers.BertConfig, bert),
+        "Albert": (transformers.AlbertConfig, {**bert, "embedding_size": 8, "classifier_dropout_prob": 0.0}),
+        "Electra": (transformers.ElectraConfig, {**bert, "embedding_size": 8}),
+        "Roberta": (transformers.RobertaConfig, bert),
+        "DistilBert": (
+            transformers.DistilBertConfig,
+            {**distil, "dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0},
+        ),
+        "GPT2": (transformers.GPT2Config, gpt2),
+        "T5": (transformers.T5Config, {**t5, "decoder_start_token_id": 0}),
+    }
+    family = next(family for family in configuration if name.startswith(family))
+    kind, values = configuration[family]
+    return getattr(transformers, name)(kind(**{**values, **changes})).train()
+
+
+def record_losses(model, tokens):
+    """One loss per record: of the next tokens for language models, of the label for classifiers."""
+    logits = model(tokens).logits
+    if logits.dim() == 3:
+        loss = F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
+        return loss.mean(1)
+    return F.cross_entropy(logits, tokens[:, 0] % 2, reduction="none")
+
+
+def worst_relative_error(model, private, tokens):
+    """Between Opacus's per-sample gradients and a loop over the records."""
+    record_losses(private, tokens).sum().backward()
+    found = {name: p.grad_sample for name, p in model.named_parameters()}
+    worst = 0.0
+    for i in range(len(tokens)):
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        loss = record_losses(model, tokens[i : i + 1]).sum()
+        for name, gradient in zip(names, torch.autograd.grad(loss, parameters), strict=True):
+            scale = max(float(gradient.abs().max()), 1e-3)
+            worst = max(worst, float((found[name][i] - gradient).abs().max()) / scale)
+    return worst
+
+
+CLASSIFIERS = ["BertForSequenceClassification", "DistilBertForSequenceClassification", "GPT2ForSequenceClassification"]
+OTHERS = ["AlbertForSequenceClassification", "ElectraForSequenceClassification"]
+PLACES = {
+    "Bert": "bert.embeddings.position_embeddings",
+    "Dist": "distilbert.embeddings.position_embeddings",
+    "GPT2": "transformer.wpe",
+    "Albe": "albert.embeddings.position_embeddings",
+    "Elec": "electra.embeddings.position_embeddings",
+}
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize("force_functorch", [False, True], ids=["hooks", "functorch"])
+@pytest.mark.parametrize("name", [*CLASSIFIERS, "GPT2LMHeadModel", *OTHERS])
+def test_per_sample_gradients_are_those_of_a_loop_over_records(name, force_functorch):
+    model = prepare_model(hugging_face(name).double())
+    private = GradSampleModule(model, loss_reduction="sum", force_functorch=force_functorch)
+    assert worst_relative_error(model, private, texts()) <= 1e-12
+
+
+@pytest.mark.parametrize("name", [*CLASSIFIERS, "GPT2LMHeadModel", *OTHERS])
+def test_the_defect_is_named_and_prepare_model_mends_it_without_changing_an_output(name):
+    model, tokens = hugging_face(name), texts()
+    before, place = model(tokens).logits, PLACES[name[:4]]
+    assert positions_with_batch_one(model, tokens) == [place]
+    with pytest.raises(ValueError, match=rf"{place}, .*call opacus_shuffle.engine.prepare_model\(model\)"):
+        check_position_ids(model, (tokens,))
+    assert prepare_model(model) is model
+    assert positions_with_batch_one(model, {"input_ids": tokens}) == []
+    check_position_ids(model, (), {"input_ids": tokens})
+    assert lookups(model, tokens)[place] == tokens.shape
+    assert torch.equal(model(tokens).logits, before)
+
+
+def test_embedded_inputs_count_as_records_too():
+    model = prepare_model(hugging_face("BertForSequenceClassification"))
+    with torch.no_grad():
+        embedded = model.get_input_embeddings()(texts())
+        assert torch.equal(model(inputs_embeds=embedded).logits, model(texts()).logits)
+    assert positions_with_batch_one(model, {"inputs_embeds": embedded}) == []
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("name", [*CLASSIFIERS, "ElectraForSequenceClassification"])
+def test_the_stock_engine_takes_two_steps(name, mode):
+    model = prepare_model(hugging_face(name))
+    data = TensorDataset(texts(8), torch.randint(0, 2, (8,), generator=torch.Generator().manual_seed(1)))
+    before = [p.clone() for p in model.parameters()]
+    private, optimizer, *criterion, _ = opacus.PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+        data_loader=DataLoader(data, batch_size=4),
+        criterion=nn.CrossEntropyLoss(),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+        grad_sample_mode=mode,
+    )
+    loss = criterion[0] if criterion else nn.CrossEntropyLoss()
+    for tokens, labels in DataLoader(data, batch_size=4):
+        optimizer.zero_grad()
+        loss(private(tokens).logits, labels).backward()
+        optimizer.step()
+    assert all(not torch.equal(p, q) and p.isfinite().all() for p, q in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_a_tied_language_model_takes_a_step_with_hooks(wrap_model):
+    model = prepare_model(hugging_face("GPT2LMHeadModel"))
+    private, optimizer, _ = opacus.PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-2),
+        data_loader=DataLoader(TensorDataset(texts(4)), batch_size=2),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+        wrap_model=wrap_model,
+    )
+    before = model.transformer.wpe.weight.clone()
+    record_losses(private if wrap_model else model, texts(4)).mean().backward()
+    optimizer.step()
+    assert not torch.equal(before, model.transformer.wpe.weight)
+
+
+def test_without_the_fix_the_stock_optimizer_fails():
+    model = Text()
+    private = GradSampleModule(model)
+    private(texts()).sum().backward()
+    assert model.embed.places.weight.grad_sample.shape[0] == 1
+    assert model.embed.words.weight.grad_sample.shape[0] == RECORDS
+
+
+@pytest.mark.parametrize("wrapper", [GradSampleModule, GradSampleModuleExpandedWeights])
+def test_a_small_model_of_ones_own_is_mended_too(wrapper):
+    model = prepare_model(Text())
+    wrapper(model)(texts()).sum().backward()
+    assert {p.grad_sample.shape[0] for p in model.parameters()} == {RECORDS}
+
+
+@pytest.mark.parametrize("records", [0, 1])
+def test_batches_of_one_record_and_of_none_have_as_many_gradients(records):
+    model = prepare_model(Text())
+    GradSampleModule(model)(texts(records)).sum().backward()
+    assert {p.grad_sample.shape[0] for p in model.parameters()} == {records}
+
+
+def test_models_without_the_defect_are_left_alone():
+    plain = prepare_model(nn.Sequential(nn.Linear(3, 2), nn.ReLU()))
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in plain.modules())
+    model, tokens = hugging_face("RobertaForSequenceClassification"), texts()
+    logits, asked = model(tokens).logits, lookups(model, tokens)
+    assert positions_with_batch_one(model, tokens) == []
+    prepare_model(model)
+    assert torch.equal(model(tokens).logits, logits)
+    assert lookups(model, tokens) == asked
+
+
+def test_preparing_twice_is_preparing_once_for_wholes_and_parts():
+    model = Text()
+    for _ in range(2):
+        prepare_model(model.embed)
+        prepare_model(model)
+        prepare_model(model.embed)
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == [1, 1, 1, 1, 0]
+    assert [len(m._forward_hooks) for m in model.modules()] == [1, 1, 0, 0, 0]
+    assert lookups(model, texts())["embed.places"] == (RECORDS, LENGTH)
+    assert lookups(model.embed, texts())["places"] == (RECORDS, LENGTH)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+def test_copies_work_on_their_own(duplicate):
+    model = prepare_model(Text())
+    other = duplicate(model)
+    assert other.embed.places._forward_pre_hooks[next(iter(other.embed.places._forward_pre_hooks))].calls.frames == []
+    with torch.no_grad():
+        other.embed.places.weight.zero_()
+    assert lookups(other, texts(5))["embed.places"] == (5, LENGTH)
+    assert torch.equal(other.embed(texts()), other.embed.words(texts()))
+    assert lookups(model, texts(2))["embed.places"] == (2, LENGTH)
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("error"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_a_call_that_failed_leaves_no_batch_size_behind(failure):
+    model = prepare_model(Text())
+    with pytest.raises(type(failure)):
+        model(texts(7), fail=failure)
+    if isinstance(failure, Exception):
+        assert lookups(model.embed.places, torch.zeros(1, 3, dtype=torch.long))[""] == (1, 3)
+    assert lookups(model, texts(2))["embed.places"] == (2, LENGTH)
+    assert lookups(model, texts(1))["embed.places"] == (1, LENGTH)
+    assert lookups(model.embed.places, torch.zeros(1, 3, dtype=torch.long))[""] == (1, 3)
+
+
+def test_an_embedding_called_on_its_own_sees_what_it_is_given():
+    model = prepare_model(Text())
+    model(texts())
+    assert model.embed.places(torch.zeros(1, 3, dtype=torch.long)).shape == (1, 3, 4)
+
+
+@pytest.mark.parametrize("length", [1, 2, LENGTH])
+def test_tables_of_relative_positions_are_no_position_ids(length):
+    model, tokens = RelativeText(), texts(length=length)
+    before, asked = model(tokens), lookups(model, tokens)
+    prepare_model(model)
+    assert torch.equal(model(tokens), before)
+    assert lookups(model, tokens) == asked
+
+
+@pytest.mark.parametrize("length", [1, LENGTH])
+def test_t5_and_its_generation_are_unchanged(length):
+    model = hugging_face("T5ForConditionalGeneration")
+    tokens, labels = texts(), texts(length=length)
+    before = model(input_ids=tokens, decoder_input_ids=labels).logits
+    written = model.eval().generate(tokens, max_new_tokens=4, do_sample=False)
+    prepare_model(model.train())
+    assert torch.equal(model(input_ids=tokens, decoder_input_ids=labels).logits, before)
+    assert torch.equal(model.eval().generate(tokens, max_new_tokens=4, do_sample=False), written)
+
+
+def test_generation_by_gpt2_is_unchanged():
+    model = hugging_face("GPT2LMHeadModel").eval()
+    written = model.generate(texts(), max_new_tokens=4, do_sample=False)
+    assert torch.equal(prepare_model(model).generate(texts(), max_new_tokens=4, do_sample=False), written)
+
+
+def test_several_choices_per_record_are_not_taken_for_records():
+    model = hugging_face("BertForMultipleChoice")
+    tokens = texts(8).view(2, 4, LENGTH)
+    before, asked = model(tokens).logits, lookups(model, tokens)
+    prepare_model(model)
+    prepare_model(model.bert)
+    assert torch.equal(model(tokens).logits, before)
+    assert lookups(model, tokens) == asked
+    assert positions_with_batch_one(model, tokens) == [PLACES["Bert"]]
+
+
+def test_images_with_learned_places_are_mended():
+    class Patches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cut, self.places = nn.Conv2d(1, 4, 4, 4), nn.Embedding(4, 4)
+
+        def forward(self, x):
+            return self.cut(x).flatten(2).transpose(1, 2) + self.places(torch.arange(4)[None])
+
+    model, images = Patches(), torch.randn(3, 1, 8, 8)
+    before = model(images)
+    assert torch.equal(prepare_model(model)(images), before)
+    assert lookups(model, images)["places"] == (3, 4)
+
+
+def test_frozen_embeddings_are_no_obstacle():
+    model = Text()
+    model.embed.places.weight.requires_grad_(False)
+    assert positions_with_batch_one(model, texts()) == []
+    GradSampleModule(prepare_model(model))(texts()).sum().backward()
+
+
+def test_an_embedding_that_scales_by_frequency_is_left_alone():
+    model = Text()
+    model.embed.places.scale_grad_by_freq = True
+    assert lookups(prepare_model(model), texts())["embed.places"] == (1, LENGTH)
+
+
+def test_one_record_tells_nothing():
+    model = Text()
+    check_position_ids(model, (texts(1),))
+    with pytest.raises(ValueError, match="sample_input must hold at least two records to tell, got 1"):
+        positions_with_batch_one(model, texts(1))
+
+
+def test_looking_for_the_defect_leaves_no_trace():
+    model = Text()
+    model.head.eval()
+    state = torch.get_rng_state()
+    positions_with_batch_one(model, texts())
+    assert [m.training for m in model.modules()] == [True, True, True, True, False]
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_package_does_not_import_transformers():
+    script = "import sys, opacus_shuffle.core.opacus_compat, opacus_shuffle.engine.prepare_model; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,206 @@
+"""Checkpoints of shuffled runs: what they hold, and that a run goes on from them."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from helpers.shuffled_runs import (
+    BATCH,
+    EXACT,
+    RECORDS,
+    contents,
+    distance,
+    drawn,
+    drawn_each,
+    in_order,
+    left,
+    moved,
+    off,
+    prepare,
+    records,
+    unreleased,
+    unshuffle,
+    weights,
+)
+
+from opacus_shuffle.core.randomness import KeyChain
+
+
+def checkpoint(run) -> io.BytesIO:
+    file = io.BytesIO()
+    run.engine.save_checkpoint(path=file, module=run.model, optimizer=run.optimizer)
+    file.seek(0)
+    return file
+
+
+def resume(run, file) -> None:
+    file.seek(0)
+    run.engine.load_checkpoint(path=file, module=run.model, optimizer=run.optimizer)
+
+
+@pytest.mark.parametrize("own_generator", [False, True])
+def test_a_resumed_run_is_the_one_that_went_on(own_generator):
+    options = {"shuffle": True, "own_generator": own_generator, "optimizer": "Adam", **in_order}
+    run = prepare(**options).train(1)
+    file = checkpoint(run)
+    again = prepare(**options)
+    resume(again, file)
+    assert distance(weights(run.network), weights(again.network)) == 0
+    for each in (run, again):
+        each.train(1)
+    assert distance(contents(run), contents(again)) == 0
+    assert (again.shuffler.steps, again.shuffler.shuffles) == (run.shuffler.steps, run.shuffler.shuffles)
+    assert again.engine.accountant.history == run.engine.accountant.history
+
+
+def permutation_of_checkpoint(run, own_generator: bool, key: bytes):
+    """The permutation that the next checkpoint of a run shows."""
+    if own_generator:
+        return drawn_each(run.shuffler, run.shuffler.shuffles + 1)[-1]
+    return run.shuffler.spec.sample(KeyChain(key).next_generator())
+
+
+@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize("own_generator", [False, True])
+def test_on_release_a_resumed_run_is_the_one_that_went_on_permuted(own_generator, shown):
+    options = {"shuffle": True, "shuffle_mode": "on_release", "own_generator": own_generator, "optimizer": "Adam", **in_order}
+    run = prepare(**options).train(1)
+    before, spec = contents(run), run.shuffler.spec
+    plan = permutation_of_checkpoint(run, own_generator, run.shuffler.state_dict()["key"])
+    if shown:
+        run.model.state_dict()
+    file = checkpoint(run)
+    assert run.shuffler.shuffles == 1
+    assert distance(before, contents(run)) == 0
+    saved = torch.load(file, weights_only=False)
+    found = left(saved["module_state_dict"], saved["optimizer_state_dict"], run.network)
+    assert off(found, moved(spec, plan, before)) == 0
+    again = prepare(**options)
+    resume(again, file)
+    assert off(left(again.model.state_dict(), again.optimizer.state_dict(), again.network), found) == 0
+    assert distance(weights(again.network), moved(spec, plan, weights(run.network))) == 0
+    later = permutation_of_checkpoint(run, own_generator, run.shuffler.state_dict()["key"])
+    for each in (run, again):
+        each.train(1)
+    assert distance(contents(again), moved(spec, plan, contents(run))) <= EXACT
+    for each in (run, again):  # they show themselves by the same permutations from now on
+        assert off(left(each.model.state_dict()), moved(spec, later, contents(each))) == 0
+    assert (again.shuffler.steps, again.shuffler.shuffles) == (run.shuffler.steps, run.shuffler.shuffles) == (8, 2)
+    assert again.engine.accountant.history == run.engine.accountant.history
+    # and taking all back leads to the run that nothing has left of
+    plain = prepare(optimizer="Adam", **in_order).train(2)
+    assert distance(contents(plain), contents(run)) == 0
+    spec.apply_(again.network, spec.invert(plan), again.plain_optimizer)
+    assert distance(contents(plain), contents(again)) <= EXACT
+
+
+def test_a_checkpoint_written_in_the_middle_of_a_batch_disturbs_nothing():
+    plain, run = (
+        prepare(shuffle=shuffle, shuffle_mode=mode) for shuffle, mode in ((False, "every_step"), (True, "on_release"))
+    )
+    plain.train()
+    run.train(before=lambda: checkpoint(run))
+    assert run.shuffler.shuffles == run.shuffler.steps - 1 == 2 * RECORDS // BATCH - 1
+    assert distance(contents(plain), contents(run)) == 0
+
+
+def test_a_run_that_loads_its_own_checkpoint_goes_on_from_there():
+    plain = prepare(optimizer="Adam", **in_order).train(2)
+    run = unreleased(optimizer="Adam", **in_order)
+    file = checkpoint(run)
+    run.train(1)
+    resume(run, file)
+    plan = drawn(run.shuffler, 1)
+    run.train(1)
+    spec = run.shuffler.spec
+    spec.apply_(run.network, spec.invert(plan), run.plain_optimizer)
+    assert distance(contents(plain), contents(run)) <= EXACT
+
+
+def test_without_the_secret_a_resumed_run_goes_other_ways_to_the_same_function():
+    options = {"shuffle": True, "own_generator": False, **in_order}
+    run = prepare(**options).train(1)
+    file = checkpoint(run)
+    saved = torch.load(file, weights_only=False)
+    del saved["opacus_shuffle"]
+    file = io.BytesIO()
+    torch.save(saved, file)
+    again = prepare(**options)
+    resume(again, file)
+    run.train(1)
+    again.train(1)
+    assert distance(weights(run.network), weights(again.network)) > 1e-3
+    x = records("mlp")[:5][0]
+    assert float((run.network(x) - again.network(x)).detach().abs().max()) <= EXACT
+
+
+def test_checkpoints_of_plain_and_shuffled_runs_can_be_exchanged():
+    plain, run = prepare(**in_order).train(1), prepare(shuffle=True, **in_order).train(1)
+    to_shuffle, to_plain = prepare(shuffle=True, **in_order), prepare(**in_order)
+    resume(to_shuffle, checkpoint(plain))
+    resume(to_plain, checkpoint(run))
+    assert "opacus_shuffle" not in torch.load(checkpoint(plain), weights_only=False)
+    for each in (plain, to_shuffle, to_plain, run):
+        each.train(1)
+    unshuffle(to_shuffle)
+    assert distance(contents(plain), contents(to_shuffle)) <= EXACT
+
+
+def test_a_checkpoint_keeps_what_the_caller_puts_into_it():
+    run, file = unreleased(), io.BytesIO()
+    run.engine.save_checkpoint(path=file, module=run.model, checkpoint_dict={"mine": 5})
+    file.seek(0)
+    with pytest.warns(UserWarning, match="optimizer_state_dict"):
+        found = run.engine.load_checkpoint(path=file, module=run.model, optimizer=run.optimizer)
+    assert found["mine"] == 5
+    assert run.shuffler.shuffles == 1
+
+
+def test_a_checkpoint_shows_permutations_to_come_but_none_that_were():
+    run = prepare(shuffle=True, own_generator=False)
+    first = run.shuffler.state_dict()["key"]
+    run.train(1)
+    state = torch.load(checkpoint(run), weights_only=False)["opacus_shuffle"]
+    assert state["generator"] is None
+    # the saved key is the one that as many draws lead to, and leads to the next ones
+    chain = KeyChain(first)
+    keys = [first] + [(chain.next_generator(), chain.key)[1] for _ in range(run.shuffler.shuffles)]
+    assert keys[-1] == state["key"]
+    assert len(set(keys)) == len(keys)
+    chain, again = KeyChain(state["key"]), KeyChain(state["key"])
+    for _ in range(3):
+        assert torch.equal(
+            torch.randperm(50, generator=chain.next_generator()), torch.randperm(50, generator=again.next_generator())
+        )
+    before = weights(run.network)
+    expected = run.shuffler.spec.sample(KeyChain(state["key"]).next_generator())
+    run.shuffler.shuffle_()
+    run.shuffler.spec.apply_(run.network, run.shuffler.spec.invert(expected))
+    assert distance(before, weights(run.network)) == 0
+
+
+def test_two_draws_of_a_chain_have_nothing_in_common_and_two_chains_differ():
+    chain = KeyChain()
+    draws = [torch.randint(2**62, (4,), generator=chain.next_generator()) for _ in range(5)]
+    draws.append(torch.randint(2**62, (4,), generator=KeyChain().next_generator()))
+    assert len({int(number) for draw in draws for number in draw}) == 24
+    assert len(KeyChain().key) == 32
+
+
+@pytest.mark.parametrize("own_generator", [False, True])
+def test_a_secret_of_another_kind_is_refused_and_nothing_loaded(own_generator):
+    run = prepare(shuffle=True, own_generator=own_generator).train(1)
+    again = prepare(shuffle=True, own_generator=not own_generator)
+    before = contents(again)
+    with pytest.raises(ValueError, match="shuffle_generator"):
+        resume(again, checkpoint(run))
+    assert distance(before, contents(again)) == 0
+    assert again.engine.accountant.history == []
+
+
+@pytest.mark.parametrize("state", [None, {}, {"key": b""}])
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(ValueError, match="WeightShuffler"):
+        prepare(shuffle=True).shuffler.load_state_dict(state)

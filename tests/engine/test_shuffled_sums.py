@@ -1,0 +1,496 @@
+"""Training with shuffled sums: the distribution of the gradient, batches in pieces, what is refused, and a run from end to end."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import warnings
+
+import opacus
+import pytest
+import torch
+from helpers.toy import make_toy, run_epoch
+from opacus.optimizers import DPOptimizer
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_shuffle import PrivacyEngine
+from opacus_shuffle.engine.optimizers import VectorSumOptimizer
+from opacus_shuffle.engine.sampling import FixedSizeSampler
+from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
+
+TOY = 5 * 40 + 40 + 40 * 3 + 3
+"""What the toy network trains."""
+
+
+def protocol_for(records=6, dimension=TOY, *, max_norm=1.0, epsilon=1.0, delta=1e-5, calibration="tight", **options):
+    return ShuffleVectorSum(records, dimension, max_norm, epsilon=epsilon, delta=delta, calibration=calibration, **options)
+
+
+def optimizer_for(parameters, protocol, *, seed=0, reduction="sum"):
+    return VectorSumOptimizer(
+        torch.optim.SGD(parameters, lr=1.0),
+        aggregator=protocol,
+        noise_multiplier=2 / protocol.mu,
+        max_grad_norm=protocol.max_norm,
+        expected_batch_size=protocol.num_users,
+        loss_reduction=reduction,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def give(parameters, samples):
+    """Per-record gradients as a backward pass leaves them."""
+    for parameter, sample in zip(parameters, samples, strict=True):
+        parameter.grad_sample = sample.clone()
+
+
+class Noiseless(ShuffleVectorSum):
+    """Neither noise nor rounding to speak of: a grid of 2^40 steps, and the noise's mean in place of the noise."""
+
+    granularity = 2**40
+
+    def draw_noise(self, num_reports, generator=None):
+        return torch.full((self.dimension,), round(num_reports * self.noise_bits * self.bit_probability), dtype=torch.int64)
+
+
+# --- the distribution of the gradient ------------------------------------------------------------------------------------------
+
+
+def test_the_gradient_is_unbiased_and_has_the_protocol_s_variance():
+    """3000 coordinates with equal gradients are 3000 draws."""
+    records, dimension = 8, 3000
+    protocol = protocol_for(records, dimension)
+    shapes = [(40, 50), (1000,)]
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    value = 0.7 / math.sqrt(dimension)  # within the norm: nothing is clipped
+    give(parameters, [torch.full((records, *shape), value) for shape in shapes])
+    optimizer = optimizer_for(parameters, protocol)
+    assert optimizer.pre_step()
+    assert [parameter.grad.shape for parameter in parameters] == [torch.Size(shape) for shape in shapes]
+    errors = torch.cat([parameter.grad.reshape(-1).double() for parameter in parameters]) - records * value
+    # Rounding has variance frac·(1 − frac) of a grid step squared, not the worst 1/4.
+    step = 2 / protocol.granularity
+    place = (value + 1) / step
+    rounding = records * (place - math.floor(place)) * (1 - place + math.floor(place))
+    variance = step**2 * (records * protocol.noise_bits * protocol.bit_probability**2 + rounding)
+    assert variance <= protocol.variance
+    five = 5 / math.sqrt(dimension)  # standard deviations of a mean; of a variance it is √2 times that, relatively
+    assert abs(errors.mean()) < five * math.sqrt(variance)
+    assert errors.var() == pytest.approx(variance, rel=five * math.sqrt(2))
+
+
+def test_without_noise_it_is_opacus_s_clipped_gradient():
+    torch.manual_seed(0)
+    shapes = [(7, 3), (5,), (2, 2, 2)]
+    samples = [torch.randn(6, *shape) * scale for shape, scale in zip(shapes, (0.01, 1.0, 0.2), strict=True)]
+    dimension = sum(math.prod(shape) for shape in shapes)
+    ours, stock = ([nn.Parameter(torch.zeros(shape)) for shape in shapes] for _ in range(2))
+    optimizer = optimizer_for(ours, Noiseless(6, dimension, 1.0, 1.0, 1e-5, "tight"), reduction="mean")
+    plain = DPOptimizer(torch.optim.SGD(stock, lr=1.0), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=6)
+    for parameters, each in ((ours, optimizer), (stock, plain)):
+        give(parameters, samples)
+        assert each.pre_step()
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert mine.grad.dtype == theirs.grad.dtype
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_every_record_is_clipped_to_the_norm_whatever_the_precision():
+    seen = []
+
+    class Watching(ShuffleVectorSum):
+        def encode(self, points, generator=None):
+            seen.append(points)
+            return super().encode(points, generator)
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        parameter = nn.Parameter(torch.zeros(300, dtype=dtype))
+        optimizer = optimizer_for([parameter], Watching(4, 300, 0.5, 1.0, 1e-5, "tight"))
+        give([parameter], [1e3 * torch.randn(4, 300).to(dtype)])
+        optimizer.pre_step()
+        assert parameter.grad.dtype == dtype
+    norms = torch.cat([points.norm(dim=1) for points in seen])
+    assert seen[0].dtype == torch.float64
+    assert norms.max() <= 0.5
+    assert norms.min() > 0.4999
+
+
+# --- batches in pieces ------------------------------------------------------------------------------------------------
+
+
+def test_pieces_of_a_batch_add_up_to_the_batch():
+    """On a grid without rounding, the counts and the noise are the same to the bit."""
+    samples = torch.randn(12, 50)
+
+    def release(pieces):
+        parameter = nn.Parameter(torch.zeros(50))
+        optimizer = optimizer_for([parameter], Noiseless(12, 50, 1.0, 1.0, 1e-5, "tight"))
+        for number, piece in enumerate(pieces):
+            optimizer.signal_skip_step(do_skip=number < len(pieces) - 1)
+            give([parameter], [piece])
+            optimizer.pre_step()
+            if number < len(pieces) - 1:
+                optimizer.zero_grad()
+        return parameter.grad
+
+    torch.testing.assert_close(release([samples]), release(samples.split(5)), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(release([samples]), release(samples.split(1)), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_the_law_is_the_same_in_pieces(pieces):
+    records, dimension = 8, 2000
+    protocol = protocol_for(records, dimension)
+    parameter = nn.Parameter(torch.zeros(dimension))
+    optimizer = optimizer_for([parameter], protocol, seed=pieces)
+    for number in range(pieces):
+        optimizer.signal_skip_step(do_skip=number < pieces - 1)
+        give([parameter], [torch.zeros(records // pieces, dimension)])
+        optimizer.pre_step()
+        if number < pieces - 1:
+            optimizer.zero_grad()
+    # an even grid has a point at zero: no rounding; an odd one rounds half up, half down
+    rounding = records * 0.25 * (protocol.granularity % 2)
+    variance = (2 / protocol.granularity) ** 2 * (records * protocol.noise_bits / 4 + rounding)
+    assert parameter.grad.double().var() == pytest.approx(variance, rel=5 * math.sqrt(2 / dimension))
+
+
+def test_the_memory_manager_s_physical_batches_make_one_round():
+    toy = make_toy(records=24, batch_size=6)
+    engine = PrivacyEngine(accountant="shuffled_sums")
+    model, optimizer, loader = engine.make_private(**toy, aggregator=protocol_for())
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as pieces:
+        physical = 0
+        for x, y in pieces:
+            nn.CrossEntropyLoss()(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            physical += 1
+    assert physical == 8
+    assert len(engine.accountant) == 4
+
+
+def test_a_batch_that_was_left_leaves_nothing():
+    parameter = nn.Parameter(torch.zeros(10))
+    optimizer = optimizer_for([parameter], Noiseless(2, 10, 1.0, 1.0, 1e-5, "tight"))
+    optimizer.signal_skip_step()
+    give([parameter], [torch.ones(1, 10)])
+    optimizer.pre_step()
+    optimizer.discard_partial_batch()
+    give([parameter], [torch.zeros(2, 10)])
+    assert optimizer.pre_step()
+    assert parameter.grad.abs().max() < 1e-9
+
+
+def test_a_batch_is_released_once():
+    parameter = nn.Parameter(torch.zeros(10))
+    optimizer = optimizer_for([parameter], protocol_for(2, 10))
+    give([parameter], [torch.zeros(2, 10)])
+    optimizer.pre_step()
+    with pytest.raises(ValueError, match="zero_grad"):
+        optimizer.add_noise()
+    give([parameter], [torch.zeros(2, 10)])
+    with pytest.raises(ValueError, match="zero_grad"):
+        optimizer.pre_step()
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match=r"backward"):
+        optimizer.add_noise()
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_learns_and_is_accounted():
+    torch.manual_seed(0)
+    x = torch.randn(2000, 2)
+    y = (x @ torch.tensor([1.0, -2.0]) > 0).long()
+    model = nn.Linear(2, 2)
+    engine = PrivacyEngine(accountant="shuffled_sums")
+    model, optimizer, loader = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=2.0),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=200),
+        max_grad_norm=1.0,
+        target_epsilon=2.0,
+        target_delta=1e-5,
+        epochs=4,
+        aggregator="tight",
+        noise_generator=torch.Generator().manual_seed(1),
+    )
+    for _ in range(4):
+        run_epoch(model, optimizer, loader)
+    assert (model(x).argmax(1) == y).float().mean() > 0.9
+    assert engine.accountant.history == [(optimizer.noise_multiplier, 0.1, 40)]
+    assert 1.9 < engine.get_epsilon(1e-5, bound="certified") <= 2.0
+    assert "certified" in str(engine.privacy_report(1e-5))
+    # sampled protocols need less noise than rounds that everyone takes part in
+    everyone = ShuffleVectorSum.for_rounds(200, 6, 1.0, 2.0, 1e-5, rounds=40, calibration="tight")
+    assert optimizer.aggregator.variance < everyone.variance / 4
+
+
+def test_a_generator_makes_a_run_repeatable_and_without_one_no_two_are_alike():
+    def trained(seed):
+        torch.manual_seed(0)
+        toy = make_toy()
+        engine = PrivacyEngine(accountant="shuffled_sums")
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        toy["data_loader"].generator = torch.Generator().manual_seed(3)
+        model, optimizer, loader = engine.make_private(**toy, aggregator=protocol_for(), noise_generator=generator)
+        run_epoch(model, optimizer, loader)
+        return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+    assert torch.equal(trained(1), trained(1))
+    assert not torch.equal(trained(1), trained(2))
+    assert not torch.equal(trained(None), trained(None))
+
+
+def test_epsilon_grows_with_every_epoch_and_the_certificate_is_below_the_paper():
+    engine = PrivacyEngine(accountant="shuffled_sums")
+    model, optimizer, loader = engine.make_private(**make_toy(), aggregator=protocol_for())
+    assert isinstance(loader.batch_sampler, FixedSizeSampler)
+    spent = []
+    for _ in range(3):
+        run_epoch(model, optimizer, loader)
+        spent.append([engine.get_epsilon(1e-5, bound=bound) for bound in ("certified", "published")])
+        assert spent[-1][0] == engine.get_epsilon(1e-5)
+    assert sorted(spent) == spent
+    assert all(certified < paper for certified, paper in spent)
+
+
+@pytest.mark.parametrize("aggregator", ["tight", "published"])
+@pytest.mark.parametrize("adjacency", [None, "replace"])
+def test_the_budget_is_met(aggregator, adjacency):
+    engine = PrivacyEngine(accountant="shuffled_sums")
+    options = {} if adjacency is None else {"adjacency": adjacency}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, optimizer, loader = engine.make_private_with_epsilon(
+            **make_toy(), target_epsilon=1.5, target_delta=1e-5, epochs=2, aggregator=aggregator, **options
+        )
+    for _ in range(2):
+        run_epoch(model, optimizer, loader)
+    bound = "published" if aggregator == "published" else "certified"
+    assert engine.get_epsilon(1e-5, bound=bound, **options) <= 1.5
+    if aggregator == "tight":
+        assert engine.get_epsilon(1e-5, bound=bound, adjacency="replace") > 1.45
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
+def test_every_way_to_per_record_gradients_goes(mode):
+    engine = PrivacyEngine(accountant="shuffled_sums")
+    model, optimizer, loader = engine.make_private(**make_toy(), aggregator=protocol_for(), grad_sample_mode=mode)
+    run_epoch(model, optimizer, loader)
+    assert len(engine.accountant) == 4
+
+
+def test_weight_shuffling_is_post_processing():
+    engines = [PrivacyEngine(accountant="shuffled_sums") for _ in range(2)]
+    for engine, shuffle in zip(engines, (False, True), strict=True):
+        model, optimizer, loader = engine.make_private(**make_toy(), aggregator=protocol_for(), shuffle_weights=shuffle)
+        run_epoch(model, optimizer, loader)
+    assert engines[1].shuffler is not None
+    assert engines[0].get_epsilon(1e-5) == engines[1].get_epsilon(1e-5)
+
+
+def test_a_checkpoint_restores_the_accountant_and_refuses_another_protocol():
+    def private(protocol):
+        toy = make_toy()
+        engine = PrivacyEngine(accountant="shuffled_sums")
+        return engine, *engine.make_private(**toy, aggregator=protocol)
+
+    engine, model, optimizer, loader = private(protocol_for())
+    run_epoch(model, optimizer, loader)
+    file = io.BytesIO()
+    engine.save_checkpoint(path=file, module=model, optimizer=optimizer)
+    again, other, steps, _ = private(protocol_for())
+    file.seek(0)
+    again.load_checkpoint(path=file, module=other, optimizer=steps)
+    assert again.accountant.history == engine.accountant.history
+    assert again.get_epsilon(1e-5) == engine.get_epsilon(1e-5)
+    different, other, steps, _ = private(protocol_for(epsilon=0.5))
+    file.seek(0)
+    with pytest.raises(ValueError, match=r"same\s+protocol"):
+        different.load_checkpoint(path=file, module=other, optimizer=steps)
+
+
+def test_some_may_drop_out_where_everyone_takes_part_and_the_protocol_allows_it():
+    """Six records, at least half of them honest: three suffice, two do not; in a sample all must be there."""
+
+    def stepped(records, batch, count):
+        toy = make_toy(records=records, batch_size=batch)
+        engine = PrivacyEngine(accountant="shuffled_sums")
+        protocol = protocol_for(batch, honest_fraction=0.5)
+        model, optimizer, _ = engine.make_private(**toy, aggregator=protocol)
+        nn.CrossEntropyLoss()(model(torch.randn(count, 5)), torch.zeros(count, dtype=torch.long)).backward()
+        optimizer.step()
+        return len(engine.accountant)
+
+    assert stepped(6, 6, 3) == 1
+    with pytest.raises(ValueError, match=r"num_reports|users"):
+        stepped(6, 6, 2)
+    with pytest.raises(ValueError, match=r"honest_fraction is 0.5.*samples"):
+        stepped(24, 6, 5)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"aggregator": None}, "needs an aggregator"),
+        ({"aggregator": None, "noise_multiplier": 1.0}, "needs an aggregator"),
+        ({"aggregator": "tight"}, "ShuffleVectorSum"),
+        ({"noise_multiplier": 1.0}, "noise_multiplier=1.0"),
+        ({"grad_sample_mode": "ghost"}, "grad_sample_mode"),
+        ({"clipping": "per_layer", "max_grad_norm": [1.0] * 4}, "clipping"),
+        ({"clipping": "adaptive"}, "clipping"),
+        ({"local_noise": True}, "local_noise"),
+        ({"batch_clip": 1.0}, "batch_clip"),
+        ({"batch_clip": 1.0, "shuffle_weights": True}, "batch_clip"),
+        ({"unshuffled_noise_multiplier": 3.0}, "unshuffled_noise_multiplier"),
+        ({"max_grad_norm": 2.0}, "max_norm"),
+        ({"aggregator": protocol_for(5)}, "num_users=6"),
+        ({"aggregator": protocol_for(dimension=TOY + 1)}, f"dimension={TOY}"),
+        ({"poisson_sampling": True}, "one size"),
+        ({"agregator": protocol_for()}, "aggregator"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused_and_leaves_no_trace(changes, named):
+    engine = PrivacyEngine(accountant="shuffled_sums")
+    toy = make_toy()
+    before = copy.deepcopy(engine.accountant.__dict__)
+    with pytest.raises(ValueError, match=named):
+        engine.make_private(**{**toy, "aggregator": protocol_for(), **changes})
+    assert engine.accountant.__dict__ == before
+    assert not hasattr(next(toy["module"].parameters()), "grad_sample")
+
+
+def test_aggregators_go_with_their_own_accountant_alone():
+    for name in ("prv", "subsampled_shuffle", "shuffled_fw"):
+        with pytest.raises(ValueError, match="accountant='shuffled_sums'"):
+            PrivacyEngine(accountant=name).make_private(**make_toy(), aggregator=protocol_for())
+        with pytest.raises(ValueError, match="accountant='shuffled_sums'"):
+            PrivacyEngine(accountant=name).make_private_with_epsilon(
+                **make_toy(), target_epsilon=1.0, target_delta=1e-5, epochs=1, aggregator="tight"
+            )
+    with pytest.raises(ValueError, match="noise_multiplier is missing"):
+        PrivacyEngine(accountant="prv").make_private(**make_toy())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"aggregator": None}, "aggregator"),
+        ({"aggregator": protocol_for()}, "builds the aggregator itself"),
+        ({"bound": "published"}, "aggregator='tight'"),
+        ({"bound": "tight"}, "bound"),
+        ({"adjacency": "add"}, "adjacency"),
+        ({"max_grad_norm": [1.0]}, "max_grad_norm"),
+        ({"target_epsilon": 20.0}, "epsilon"),
+        ({"noise_multiplier": 1.0}, "noise_multiplier"),
+    ],
+    ids=str,
+)
+def test_what_no_protocol_can_be_built_for_is_refused(changes, named):
+    budget = {"target_epsilon": 1.0, "target_delta": 1e-5, "epochs": 1, "aggregator": "tight"}
+    with pytest.raises(ValueError, match=named):
+        PrivacyEngine(accountant="shuffled_sums").make_private_with_epsilon(**{**make_toy(), **budget, **changes})
+
+
+def test_secure_mode_says_why_not():
+    engine = PrivacyEngine(accountant="shuffled_sums")
+    engine.secure_mode = True  # what it is with torchcsprng installed
+    with pytest.raises(ValueError, match="binomial"):
+        engine.make_private(**make_toy(), aggregator=protocol_for())
+
+
+def test_distributed_modules_are_refused():
+    class Parallel(opacus.distributed.DifferentiallyPrivateDistributedDataParallel):
+        def __init__(self, module):
+            nn.Module.__init__(self)
+            self.module = module
+
+    toy = make_toy()
+    toy["module"] = Parallel(toy["module"])
+    with pytest.raises(ValueError, match="distributed"):
+        PrivacyEngine(accountant="shuffled_sums").make_private(**toy, aggregator=protocol_for())
+
+
+def test_a_stock_engine_is_told_which_one_to_use():
+    with pytest.raises(ValueError, match=r"opacus_shuffle\.PrivacyEngine"):
+        opacus.PrivacyEngine(accountant="shuffled_sums").make_private(**make_toy(), noise_multiplier=1.0)
+
+
+def test_a_second_protocol_in_one_engine_is_refused():
+    engine = PrivacyEngine(accountant="shuffled_sums")
+    engine.make_private(**make_toy(), aggregator=protocol_for())
+    engine.make_private(**make_toy(), aggregator=protocol_for())  # the same again is fine
+    with pytest.raises(ValueError, match="one protocol"):
+        engine.make_private(**make_toy(), aggregator=protocol_for(epsilon=0.5))
+
+
+@pytest.mark.parametrize("change", ["freeze", "freeze all", "norm", "multiplier", "aggregator"])
+def test_what_changes_after_make_private_is_refused(change):
+    engine = PrivacyEngine(accountant="shuffled_sums")
+    toy = make_toy()
+    model, optimizer, loader = engine.make_private(**toy, aggregator=protocol_for())
+    x, y = next(iter(loader))
+    nn.CrossEntropyLoss()(model(x), y).backward()
+    raw = [parameter.grad.clone() for parameter in toy["module"].parameters()]
+    if change == "freeze":
+        next(toy["module"].parameters()).requires_grad_(False)
+    elif change == "freeze all":
+        toy["module"].requires_grad_(False)
+    elif change == "norm":
+        optimizer.max_grad_norm = 2.0
+    elif change == "multiplier":
+        optimizer.noise_multiplier = 100.0
+    else:
+        optimizer.aggregator = protocol_for(epsilon=10.0)
+    before = [parameter.detach().clone() for parameter in toy["module"].parameters()]
+    with pytest.raises(ValueError, match=r"dimension|max_norm|noise_multiplier|aggregator"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, toy["module"].parameters(), strict=True))
+    left = [parameter.grad for parameter in toy["module"].parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(raw, left, strict=True))  # and no noised sum was released unaccounted
+    assert len(engine.accountant) == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e200])
+def test_a_record_that_nothing_can_be_computed_of_does_not_stop_the_round(value):
+    """An error would be an event of its own, seen by everyone and covered by no epsilon."""
+    toy = make_toy()
+    toy["module"].double()
+    engine = PrivacyEngine(accountant="shuffled_sums")
+    model, optimizer, _ = engine.make_private(**toy, aggregator=protocol_for())
+    x = torch.randn(6, 5, dtype=torch.float64)
+    x[2] = value
+    model(x).sum().backward()
+    optimizer.step()
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+    assert len(engine.accountant) == 1
+
+
+def test_accumulated_batches_are_refused_before_anything_is_released():
+    toy = make_toy()
+    engine = PrivacyEngine(accountant="shuffled_sums")
+    model, optimizer, _ = engine.make_private(**toy, aggregator=protocol_for())
+    model.allow_grad_accumulation()
+    for _ in range(2):
+        model(torch.randn(3, 5)).sum().backward()
+    with pytest.raises(ValueError, match="2 batches"):
+        optimizer.step()
+    assert len(engine.accountant) == 0
+
+
+def test_after_a_step_nothing_on_the_optimizer_tells_the_noise():
+    toy = make_toy()
+    model, optimizer, _ = PrivacyEngine(accountant="shuffled_sums").make_private(**toy, aggregator=protocol_for())
+    model(torch.randn(6, 5)).sum().backward()
+    optimizer.step()
+    assert optimizer._counts is None

@@ -1,0 +1,310 @@
+"""Training with shuffled weights is training: the same run, its units in another order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.shuffled_runs import (
+    BATCH,
+    EPOCHS,
+    EXACT,
+    RECORDS,
+    SHUFFLE_SEED,
+    STATE,
+    build,
+    contents,
+    distance,
+    drawn,
+    logits,
+    noise_carried_along,
+    prepare,
+    records,
+    unshuffle,
+    weights,
+)
+from torch import nn
+
+STEPS = EPOCHS * RECORDS // BATCH
+VISIBLE = 1e-3
+"""What a permutation of weights moves them by, at least: they differ from one another in the first digit."""
+
+# Every network with every mode that it trains in, every optimizer with several of them, with and without virtual steps and
+# wrapping.
+RUNS = [
+    ("mlp", "hooks", "SGD", None, True),
+    ("mlp", "hooks", "Nesterov", 3, False),
+    ("mlp", "hooks", "Adagrad", None, False),
+    ("mlp", "functorch", "AMSGrad", 3, True),
+    ("mlp", "functorch", "SGD", None, False),
+    ("mlp", "ew", "RMSprop", None, True),
+    ("mlp", "ew", "Adam", 3, True),
+    ("mlp", "ghost", "Nesterov", 3, False),
+    ("mlp", "ghost", "RMSprop", None, True),
+    ("conv", "hooks", "AMSGrad", 3, True),
+    ("conv", "hooks", "RMSprop", None, False),
+    ("conv", "functorch", "Adagrad", 3, True),
+    ("conv", "functorch", "Nesterov", None, False),
+    ("conv", "ew", "Nesterov", None, True),
+    ("conv", "ghost", "Adam", 3, True),
+    ("conv", "ghost", "SGD", None, False),
+    ("encoder", "hooks", "RMSprop", 3, True),
+    ("encoder", "hooks", "Adam", None, False),
+    ("encoder", "functorch", "Nesterov", 3, True),
+    ("encoder", "ghost", "Adagrad", 3, False),
+    ("encoder", "ghost", "AMSGrad", None, True),
+    ("bert", "hooks", "AMSGrad", 3, True),
+    ("bert", "hooks", "Nesterov", None, False),
+    ("bert", "ghost", "Adam", None, True),
+    ("bert", "ghost", "RMSprop", 3, False),
+    ("gpt2", "hooks", "Nesterov", 3, True),
+    ("gpt2", "hooks", "AMSGrad", None, False),
+]
+
+
+def both(name: str = "mlp", *, epochs: int = EPOCHS, physical=None, accumulate: int = 1, scheduler=None, **options):
+    """A run without shuffling and one with, after training."""
+    runs = [prepare(name, shuffle=shuffle, **options) for shuffle in (False, True)]
+    for run in runs:
+        after = None if scheduler is None else scheduler(run)
+        run.train(epochs, physical=physical, accumulate=accumulate, after=after)
+    return runs
+
+
+def agree(plain, shuffled) -> None:
+    """The shuffled run is the plain one in another order, and in no other order than that."""
+    expected = contents(plain)
+    assert distance(weights(plain.network), weights(shuffled.network)) > VISIBLE
+    unshuffle(shuffled)
+    assert distance(expected, contents(shuffled)) <= EXACT
+
+
+@pytest.mark.parametrize(("name", "mode", "optimizer", "physical", "wrap"), RUNS)
+def test_unshuffled_afterwards_a_run_is_the_run_without_shuffling(name, mode, optimizer, physical, wrap):
+    plain, shuffled = both(name, mode=mode, optimizer=optimizer, physical=physical, wrap_model=wrap)
+    assert shuffled.shuffler.shuffles == shuffled.shuffler.steps == STEPS
+    assert [steps for _, _, steps in shuffled.engine.accountant.history] == [STEPS]
+    assert plain.engine.accountant.history == shuffled.engine.accountant.history
+    kinds = {key for state in shuffled.plain_optimizer.state.values() for key in state} - {"step"}
+    assert STATE[optimizer] <= kinds
+    assert distance(weights(build(name)), weights(plain.network)) > VISIBLE
+    agree(plain, shuffled)
+
+
+@pytest.mark.parametrize("level", ["paper", "heads"])
+@pytest.mark.parametrize("name", ["encoder", "conv"])
+def test_smaller_groups_train_alike(name, level):
+    plain, shuffled = prepare(name).train(), prepare(name, shuffle=level).train()
+    assert shuffled.shuffler.spec.level == level
+    agree(plain, shuffled)
+
+
+def test_a_specification_of_ones_own_is_used_as_it_is():
+    spec = prepare("encoder", shuffle="published").shuffler.spec
+    plain, shuffled = prepare("encoder").train(), prepare("encoder", shuffle=spec).train()
+    assert shuffled.shuffler.spec is spec
+    agree(plain, shuffled)
+
+
+# Noise ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "optimizer"),
+    [("mlp", "hooks", "Adam"), ("conv", "ghost", "Nesterov"), ("encoder", "functorch", "AMSGrad"), ("gpt2", "hooks", "SGD")],
+)
+def test_with_the_noise_carried_along_a_noisy_run_is_the_noisy_run_without_shuffling(name, mode, optimizer):
+    options = {"mode": mode, "optimizer": optimizer, "sigma": 1.5}
+    plain, shuffled = prepare(name, **options).train(), prepare(name, shuffle=True, **options)
+    assert distance(contents(plain), contents(prepare(name, **options | {"sigma": 0.0}).train())) > VISIBLE
+    with noise_carried_along(shuffled):
+        shuffled.train()
+    agree(plain, shuffled)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_without_carrying_it_equal_seeds_put_the_noise_on_other_units(mode):
+    plain, shuffled = both("mlp", mode=mode, sigma=1.5)
+    unshuffle(shuffled)
+    assert distance(weights(plain.network), weights(shuffled.network)) > VISIBLE
+    # the first step's noise still falls on the same units
+    plain, shuffled = (prepare("mlp", mode=mode, sigma=1.5, shuffle=shuffle) for shuffle in (False, True))
+    for run in (plain, shuffled):
+        x, y = records("mlp")[:BATCH]
+        run.criterion(logits(run.model, x), y).backward()
+        run.optimizer.step()
+    agree(plain, shuffled)
+
+
+def test_shuffling_leaves_the_batches_the_noise_and_the_global_random_state_alone():
+    states = []
+    for shuffle in (False, True):
+        torch.manual_seed(0)
+        run = prepare("mlp", sigma=1.0, shuffle=shuffle, own_generator=False).train()
+        states.append(
+            (torch.get_rng_state(), run.optimizer.generator.get_state(), run.loader.batch_sampler.generator.get_state())
+        )
+    assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+
+
+# What goes with it ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["conv", "encoder"])
+def test_no_shuffle_changes_the_function_or_parts_gradients_and_state_from_weights(name):
+    x, seen = records(name)[:5][0], []
+
+    def outputs():
+        network.eval()
+        with torch.no_grad():
+            found = logits(network, x)
+        network.train()
+        return found
+
+    def watched(parameters):
+        optimizer = torch.optim.Adam(parameters, lr=0.03, eps=0.03)
+        optimizer.register_step_post_hook(lambda *_: seen.append((outputs(), contents(run))))  # comes before the shuffler's
+        return optimizer
+
+    network = build(name)
+    run = prepare(name, network=network, shuffle=True, optimizer=watched)
+    spec, generator = run.shuffler.spec, torch.Generator().manual_seed(SHUFFLE_SEED)
+
+    def compare():
+        before, old = seen[-1]
+        assert float((outputs() - before).abs().max()) <= EXACT
+        plan, new, moved = spec.sample(generator), contents(run), set()
+        for key, tensor in old.items():
+            name, _, kind = key.partition(" ")
+            was = tensor.clone()
+            if name in spec.blocks and tensor.dim():
+                spec.move({name: [tensor]}, plan)
+            assert torch.equal(new[key], tensor), key
+            if not torch.equal(was, tensor):
+                moved.add(kind)
+        assert moved == {"", "(gradient)", "(exp_avg)", "(exp_avg_sq)"}
+
+    run.train(after=compare)
+    assert len(seen) == STEPS == run.shuffler.shuffles
+
+
+def test_learning_rate_schedules_go_on():
+    def scheduler(run):
+        schedule = torch.optim.lr_scheduler.StepLR(run.optimizer, step_size=2, gamma=0.5)
+        return schedule.step
+
+    plain, shuffled = both("mlp", optimizer="Adam", scheduler=scheduler)
+    assert shuffled.plain_optimizer.param_groups[0]["lr"] == pytest.approx(0.03 / 2 ** (STEPS // 2))
+    agree(plain, shuffled)
+
+
+def test_noise_and_clipping_schedules_go_on():
+    from opacus.schedulers import ExponentialGradClip, ExponentialNoise
+
+    runs = [prepare("mlp", sigma=1.0, shuffle=shuffle) for shuffle in (False, True)]
+    for run, carry in zip(runs, (False, True), strict=True):
+        noise, clip = ExponentialNoise(run.optimizer, gamma=0.8), ExponentialGradClip(run.optimizer, gamma=0.9)
+
+        def step(noise=noise, clip=clip):
+            noise.step()
+            clip.step()
+
+        if carry:
+            with noise_carried_along(run):
+                run.train(after=step)
+        else:
+            run.train(after=step)
+    assert runs[1].optimizer.noise_multiplier == pytest.approx(0.8**STEPS)
+    assert len(runs[1].engine.accountant.history) == STEPS
+    assert runs[0].engine.accountant.history == runs[1].engine.accountant.history
+    agree(*runs)
+
+
+@pytest.mark.parametrize("name", ["mlp", "encoder"])
+def test_gradients_may_be_accumulated_where_opacus_allows_it(name):
+    plain, shuffled = both(name, accumulate=2, poisson_sampling=False)
+    assert shuffled.shuffler.shuffles == STEPS // 2
+    agree(plain, shuffled)
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv"])
+def test_clipping_layer_by_layer_goes_on(name):
+    count = len(list(build(name).parameters()))
+    plain, shuffled = both(name, clipping="per_layer", max_grad_norm=[0.1 + 0.02 * i for i in range(count)], optimizer="Adam")
+    agree(plain, shuffled)
+
+
+def test_adaptive_clipping_goes_on():
+    options = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "max_clipbound": 9.0, "min_clipbound": 0.01}
+    plain, shuffled = both("mlp", clipping="adaptive", unclipped_num_std=2.0, **options)
+    assert float(plain.optimizer.max_grad_norm) == pytest.approx(float(shuffled.optimizer.max_grad_norm), rel=1e-12)
+    assert abs(float(plain.optimizer.max_grad_norm) - 1) > 0.01
+    agree(plain, shuffled)
+
+
+def test_groups_of_parameters_keep_their_own_learning_rates():
+    def groups(parameters):
+        parameters = list(parameters)
+        return torch.optim.Adam([{"params": parameters[::2], "lr": 0.03}, {"params": parameters[1::2], "lr": 0.005}], eps=0.03)
+
+    plain, shuffled = both("encoder", optimizer=groups)
+    assert [group["lr"] for group in shuffled.plain_optimizer.param_groups] == [0.03, 0.005]
+    agree(plain, shuffled)
+
+
+def test_frozen_layers_move_with_the_units_that_they_feed():
+    runs = []
+    for shuffle in (False, True):
+        network = build("mlp")
+        network[2].requires_grad_(False)
+        runs.append(prepare("mlp", network=network, shuffle=shuffle).train())
+    plain, shuffled = runs
+    start = build("mlp")[2].weight
+    assert torch.equal(plain.network[2].weight, start)
+    assert not torch.equal(shuffled.network[2].weight, start)
+    agree(plain, shuffled)
+    assert torch.equal(shuffled.network[2].weight, start)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_low_rank_corrections_of_frozen_layers_train_alike(mode):
+    plain, shuffled = both("low rank", mode=mode, optimizer="Adam")
+    assert any("0.down" in name for name in shuffled.shuffler.spec.blocks)
+    agree(plain, shuffled)
+
+
+def test_single_precision_stays_within_its_rounding():
+    plain, shuffled = (prepare("mlp", network=build("mlp").float(), shuffle=shuffle).train() for shuffle in (False, True))
+    expected = contents(plain)
+    assert distance(weights(plain.network), weights(shuffled.network)) > VISIBLE
+    unshuffle(shuffled)
+    assert distance(expected, contents(shuffled)) <= EXACT * 2**29  # its rounding is so much coarser
+
+
+def test_local_noise_and_shuffle_accountants_go_with_it():
+    from opacus_shuffle import PrivacyEngine
+
+    spent = []
+    for shuffle in (False, True):
+        engine = PrivacyEngine(accountant="shuffled_checkin")
+        run = prepare("mlp", engine=engine, shuffle=shuffle, sigma=2.0, local_noise=True).train()
+        spent.append(engine.get_epsilon(1e-5, bound="certified"))
+    assert run.shuffler.shuffles == STEPS
+    assert spent[0] == spent[1] > 0
+
+
+def test_dropout_makes_other_masks_but_the_function_is_the_same():
+    network = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3)).double()
+    run = prepare("mlp", network=network, shuffle=True).train()
+    x = records("mlp")[:5][0]
+    run.network.eval()
+    with torch.no_grad():
+        outputs = run.network(x)
+        unshuffle(run)
+        assert float((run.network(x) - outputs).abs().max()) <= EXACT
+
+
+def test_the_product_of_permutations_is_what_was_drawn():
+    run = prepare("mlp", shuffle=True).train()
+    assert run.shuffler.spec.compose(run.shuffler.spec.identity(), drawn(run.shuffler)) == drawn(run.shuffler)
+    assert drawn(run.shuffler, 0) == run.shuffler.spec.identity()
+    assert drawn(run.shuffler) != run.shuffler.spec.identity()

@@ -1,0 +1,1 @@
+"""What the tests share: small private runs, and networks of every kind."""

@@ -1,0 +1,213 @@
+"""Rows and columns of many tensors, moved by every executor, against advanced indexing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opacus_shuffle.permutation.moving import gather
+from opacus_shuffle.permutation.moving.gather import Move, gather_
+
+DTYPES = [
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16, torch.int32),
+    *(torch.int64, torch.bool, torch.complex64, torch.complex128),
+]
+sizes = st.sampled_from([0, 1, 2, 3, 7, 16, 33])
+
+
+def random_bits(shape, dtype):
+    """Every pattern of bits, NaN payloads among them; a bool only knows two."""
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape).bool()
+    wide = [*shape, dtype.itemsize]
+    return torch.randint(0, 256, wide, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).clone()
+
+
+def expected(move):
+    cube = move.tensor.detach().clone().contiguous()
+    cube = (
+        cube.view(-1)
+        .view(gather._WORDS[cube.element_size()])
+        .view(move.rows, move.columns, move.inner * (2 if move.tensor.element_size() == 16 else 1))
+    )
+    cube = cube if move.row_index is None else cube[move.row_index.long()]
+    cube = cube if move.column_index is None else cube[:, move.column_index.long()]
+    return bits(cube)
+
+
+def draw_move(rows, columns, inner, dtype=torch.float32, which=(True, True), index_dtype=torch.int64):
+    row_index, column_index = (
+        torch.randperm(n).to(index_dtype) if w else None for n, w in zip((rows, columns), which, strict=True)
+    )
+    return Move(random_bits((rows, columns, inner), dtype), rows, columns, inner, row_index, column_index)
+
+
+@pytest.fixture(params=["scratch", "cycles"])
+def small_blocks(request, monkeypatch):
+    """Blocks of a few rows, so that small tensors take every path."""
+    monkeypatch.setattr(gather, "CACHE_BYTES", 96)
+    if request.param == "cycles":
+        monkeypatch.setattr(gather, "SCRATCH_BYTES", 0)
+
+
+def check(moves, **options):
+    wanted = [expected(move) for move in moves]
+    pointers = [move.tensor.data_ptr() for move in moves]
+    gather_(moves, **options)
+    for move, bits_wanted, pointer in zip(moves, wanted, pointers, strict=True):
+        assert torch.equal(bits(move.tensor), bits_wanted), (move, options)
+        if options.get("storage", "in_place") == "in_place":
+            assert move.tensor.data_ptr() == pointer
+
+
+moves_drawn = st.lists(
+    st.tuples(
+        sizes,
+        sizes,
+        st.sampled_from([1, 1, 4, 9]),
+        st.sampled_from(DTYPES),
+        st.tuples(st.booleans(), st.booleans()),
+        st.sampled_from([torch.int32, torch.int64]),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.mark.parametrize("storage", gather.STORAGES)
+@pytest.mark.parametrize("executor", ["reference", "torch"])
+@pytest.mark.parametrize(("cache", "scratch"), [(96, 0), (96, 2**24), (2**20, 2**24)])
+def test_every_executor_agrees_bit_for_bit_with_advanced_indexing(executor, storage, cache, scratch):
+    @settings(deadline=None, max_examples=40)
+    @given(drawn=moves_drawn, seed=st.integers(0, 2**32))
+    def agrees(drawn, seed):
+        torch.manual_seed(seed)
+        check([draw_move(*one) for one in drawn], executor=executor, storage=storage)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather, "CACHE_BYTES", cache)
+        patch.setattr(gather, "SCRATCH_BYTES", scratch)
+        patch.setattr(gather, "NARROW_BYTES", cache // 8)
+        agrees()
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    "rows", [[0, 1, 2, 3, 4, 5], [1, 0, 3, 2, 5, 4], [1, 2, 3, 4, 5, 0], [5, 4, 3, 2, 1, 0], [0, 2, 3, 4, 1, 5]]
+)
+@pytest.mark.parametrize("columns", [None, torch.arange(11, -1, -1)])
+def test_fixed_rows_long_cycles_and_many_short_ones_come_out_right(rows, columns):
+    check([Move(random_bits((6, 12), torch.float32), 6, 12, 1, torch.tensor(rows), columns)], executor="torch")
+
+
+def test_nan_payloads_survive():
+    payloads = torch.tensor([0x7FA00001, 0x7FC12345, -0x200001, 0x7F800001], dtype=torch.int32)  # quiet and signalling
+    for executor in ("reference", "torch"):
+        tensor = payloads.clone().view(torch.float32)
+        gather_([Move(tensor, 4, 1, 1, torch.tensor([3, 2, 1, 0]), None)], executor=executor)
+        assert tensor.view(torch.int32).tolist() == payloads.flip(0).tolist()
+
+
+@pytest.mark.parametrize("storage", gather.STORAGES)
+@pytest.mark.parametrize("executor", ["reference", "torch"])
+def test_tensors_that_are_not_contiguous_are_moved_where_they_lie(executor, storage):
+    images = torch.randn(6, 4, 3, 5).contiguous(memory_format=torch.channels_last)
+    transposed = torch.randn(5, 7).t()
+    every_other = torch.randn(8, 10)[::2, 1::3]
+    conjugated = torch.randn(4, 3, dtype=torch.complex64).conj()
+    for tensor in (images, transposed, every_other, conjugated):
+        rows, columns, strides = tensor.shape[0], tensor.shape[1], tensor.stride()
+        r, c = torch.randperm(rows), torch.randperm(columns)
+        wanted, pointer = tensor[r][:, c].clone(), tensor.data_ptr()
+        gather_([Move(tensor, rows, columns, tensor[0, 0].numel(), r, c)], executor=executor, storage=storage)
+        assert torch.equal(tensor, wanted)
+        assert (tensor.stride(), tensor.data_ptr()) == (strides, pointer)
+
+
+@pytest.mark.parametrize("storage", gather.STORAGES)
+def test_parameters_and_their_states_move_together_and_training_goes_on(storage):
+    layer = torch.nn.Linear(5, 7)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.randn(3, 5)).square().sum().backward()
+    optimizer.step()
+    r, c = torch.randperm(7), torch.randperm(5)
+    states = [layer.weight, layer.weight.grad, optimizer.state[layer.weight]["exp_avg"]]
+    moves = [Move(tensor, 7, 5, 1, r, c) for tensor in states] + [Move(layer.bias, 7, 1, 1, r, None)]
+    wanted = [tensor.detach()[r][:, c] for tensor in states] + [layer.bias.detach()[r]]
+    gather_(moves, storage=storage)
+    assert all(torch.equal(move.tensor, value) for move, value in zip(moves, wanted, strict=True))
+    assert layer.weight.requires_grad
+    assert layer.weight.is_leaf
+    layer(torch.randn(3, 5)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("executor", ["reference", "torch"])
+def test_swapping_leaves_views_of_a_shared_storage_right(executor):
+    flat = torch.randn(30)
+    parts = [flat[:12].view(4, 3), flat[12:].view(6, 3)]
+    r = [torch.randperm(4), torch.randperm(6)]
+    wanted = torch.cat([part[i].reshape(-1) for part, i in zip(parts, r, strict=True)])
+    gather_([Move(part, len(part), 3, 1, i, None) for part, i in zip(parts, r, strict=True)], executor=executor, storage="swap")
+    assert torch.equal(flat, wanted)
+    shared = torch.randn(4, 3).share_memory_()
+    pointer = shared.data_ptr()
+    gather_([Move(shared, 4, 3, 1, r[0], None)], executor=executor, storage="swap")
+    assert shared.data_ptr() == pointer
+
+
+def test_swapping_needs_one_spare_tensor_for_each_size():
+    tensors = [torch.randn(64, 64) for _ in range(5)]
+    before = {tensor.data_ptr() for tensor in tensors}
+    wanted = [tensor.flip(0) for tensor in tensors]
+    index = torch.arange(63, -1, -1)
+    gather_([Move(tensor, 64, 64, 1, index, None) for tensor in tensors], executor="torch", storage="swap")
+    assert all(torch.equal(tensor, value) for tensor, value in zip(tensors, wanted, strict=True))
+    assert len({tensor.data_ptr() for tensor in tensors} - before) == 1
+
+
+def test_large_tensors_move_in_place_with_bounded_scratch():
+    rows = 3 * gather.SCRATCH_BYTES // 4096
+    tensor = torch.arange(rows * 1024, dtype=torch.int32).view(rows, 1024)
+    r, c = torch.randperm(rows), torch.randperm(1024)
+    wanted = tensor[r][:, c]
+    gather_([Move(tensor, rows, 1024, 1, r, c)], executor="torch")
+    assert torch.equal(tensor, wanted)
+    assert gather._thread.memory.nbytes <= gather.SCRATCH_BYTES + 2 * gather.CACHE_BYTES * torch.get_num_threads()
+
+
+def test_a_move_without_indices_changes_nothing():
+    tensor = torch.randn(3, 4)
+    before = tensor.clone()
+    gather_([Move(tensor, 3, 4, 1, None, None), Move(torch.tensor(1.0), 1, 1, 1, torch.tensor([0]), torch.tensor([0]))])
+    gather_([])
+    assert torch.equal(tensor, before)
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    tensor, three, four = torch.randn(3, 4), torch.arange(3), torch.arange(4)
+    good = Move(tensor, 3, 4, 1, three, four)
+    with pytest.raises(ValueError, match="executor must be one of 'auto', 'reference', 'torch', 'triton', got 'cuda'"):
+        gather_([good], executor="cuda")
+    with pytest.raises(ValueError, match="storage must be one of 'in_place', 'swap', got 'copy'"):
+        gather_([good], storage="copy")
+    with pytest.raises(ValueError, match="comes twice"):
+        gather_([good, copy.copy(good)])
+    with pytest.raises(ValueError, match="comes twice"):
+        gather_([good, Move(tensor.view(-1), 12, 1, 1, None, None)])
+    for sizes_ in ((3, 4, 2), (4, 4, 1), (-3, -4, 1)):
+        with pytest.raises(ValueError, match="does not fit a tensor of"):
+            gather_([Move(tensor, *sizes_, None, None)])
+    for index in (four, three.view(3, 1), three.float(), three.to(torch.int16), three.to("meta")):
+        with pytest.raises(ValueError, match="row_index must be int64 or int32 of shape"):
+            gather_([Move(tensor, 3, 4, 1, index, None)])
+    with pytest.raises(ValueError, match="column_index must be int64 or int32 of shape"):
+        gather_([Move(tensor, 3, 4, 1, None, three)])

@@ -1,0 +1,141 @@
+"""The check of a PermutationSpec has teeth: every mistake shows, at initialisation too, and nothing is left behind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import hand_written_groups as by_hand
+import pytest
+import torch
+from helpers.model_zoo import run
+from test_permutation_spec import DOUBLE, TRANSFORMERS, distance, entry, same
+from torch import nn
+
+from opacus_shuffle.permutation import PermutationSpec
+
+
+def forget(*names: str) -> Callable[[dict], None]:
+    """These tensors stay in place though their group moves."""
+
+    def edit(data: dict) -> None:
+        for name in names:
+            del data["blocks"][name], data["shapes"][name]
+
+    return edit
+
+
+def free(name: str, size: int) -> Callable[[dict], None]:
+    """What was fixed along a tensor's first axis, of this size, moves."""
+
+    def edit(data: dict) -> None:
+        numbers = {number for block in data["blocks"][name] for term in block["terms"] for number, _ in term["grid"]}
+        for number in numbers:
+            factor = data["factors"][number]
+            if not factor["free"] and factor["size"] == size:
+                factor.update(free=True, name=f"freed {number}")
+
+    return edit
+
+
+def alone(*names: str) -> Callable[[dict], None]:
+    """The rows of these tensors move by a permutation of their own."""
+
+    def edit(data: dict) -> None:
+        data["factors"].append({"name": "alone", "size": data["shapes"][names[0]][0], "inside": (), "free": True})
+        for name in names:
+            data["blocks"][name][0]["terms"] = [{"offset": 0, "grid": [(len(data["factors"]) - 1, 1)]}]
+
+    return edit
+
+
+def without_groups(*names: str) -> Callable[[dict], None]:
+    """Channels move as if their normalisation knew no groups."""
+
+    def edit(data: dict) -> None:
+        channels = data["shapes"][names[0]][0]
+        data["factors"].append({"name": "all channels", "size": channels, "inside": (), "free": True})
+        for name in names:
+            block = next(each for each in data["blocks"][name] if each["size"] == channels)
+            block["terms"] = [{"offset": 0, "grid": [(len(data["factors"]) - 1, 1)]}]
+
+    return edit
+
+
+MLM = "cls.predictions.transform"
+MISTAKES = {
+    "bias of the queries forgotten": ("opacus_encoder", forget("encoder.layers.0.self_attn.qlinear.bias")),
+    "position embeddings forgotten": ("opacus_encoder", forget("positions")),
+    "scale of a norm forgotten": ("opacus_encoder", forget("encoder.layers.1.norm1.weight")),
+    "shift of a norm forgotten": ("opacus_encoder", forget("norm.bias")),
+    "reader of hidden units forgotten": ("mlp", forget("2.weight")),
+    "bias of hidden units forgotten": ("mlp", forget("0.bias")),
+    "position buffer forgotten": ("sinusoidal_positions", forget("positions")),
+    "running mean forgotten": ("batch_norm", forget("1.running_mean")),
+    "running variance forgotten": ("batch_norm", forget("4.running_var")),
+    "groups of a norm ignored": ("conv_net", without_groups("0.weight", "0.bias", "1.weight", "1.bias", "3.weight")),
+    "rotated dimensions freed": ("llama_by_hand", free("blocks.0.attention.q.weight", 2)),
+    "heads told apart by slopes freed": ("alibi", free("blocks.0.attention.q.weight", 4)),
+    "rows of a tied head moved alone": (
+        "BertForMaskedLM",
+        alone(f"{MLM}.dense.weight", f"{MLM}.dense.bias", f"{MLM}.LayerNorm.weight", f"{MLM}.LayerNorm.bias"),
+    ),
+    "a stream that splits": ("resnet", alone("blocks.0.conv2.weight", "blocks.0.norm2.weight", "blocks.0.norm2.bias")),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_check_finds_the_mistake_and_says_where(mistake):
+    name, edit = MISTAKES[mistake]
+    module, sample, spec = entry(name)
+    data = copy.deepcopy(spec.to_dict())
+    edit(data)
+    wrong = PermutationSpec.from_dict(data)
+    assert wrong != spec
+    spec.check(module, sample)
+    with pytest.raises(ValueError, match="changes what") as caught:
+        wrong.check(module, sample)
+    assert any(f"{group!r}" in str(caught.value) for group in wrong.perm_to_axes)
+    assert any(key in str(caught.value) for key in spec.shapes)
+
+
+@pytest.mark.parametrize(
+    "forgotten", ["norm.weight", "norm.bias", "encoder.layers.0.norm1.weight", "encoder.layers.0.linear1.bias"]
+)
+def test_the_check_is_not_blind_at_initialisation(forgotten):
+    """Norms start at 1 and 0, so that forgetting one changes nothing yet."""
+    _, sample, spec = entry("opacus_encoder")
+    fresh = TRANSFORMERS["opacus_encoder"]()[0]
+    for name, parameter in fresh.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+    data = copy.deepcopy(spec.to_dict())
+    forget(forgotten)(data)
+    spec.check(fresh, sample)
+    with pytest.raises(ValueError, match="changes what"):
+        PermutationSpec.from_dict(data).check(fresh, sample)
+
+
+def test_the_check_leaves_the_network_as_it_was():
+    module, sample, spec = entry("batch_norm")
+    module = copy.deepcopy(module).train()
+    before, random = copy.deepcopy(module), torch.get_rng_state()
+    spec.check(module, sample)
+    assert same(before, module)
+    assert all(each.training for each in module.modules())
+    assert torch.equal(random, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", by_hand.ELEMENTS)
+def test_forgetting_any_tensor_of_an_element_made_by_hand_shows(name):
+    """The smallest mistake is at least a million times above the tolerance of the checks."""
+    module, sample = entry(name)[:2]
+    with torch.no_grad():
+        right = run(module, sample)
+        moves = by_hand.random_element(name, module, seed=1)
+        present = [key for key, _ in module.named_parameters() if key in moves]
+        for key in present:
+            wrong = copy.deepcopy(module)
+            by_hand.apply({each: axes for each, axes in moves.items() if each != key}, wrong)
+            if not key.endswith("key.bias"):  # a shift of all scores of a query, which softmax does not see
+                assert distance(right, run(wrong, sample)) >= 1e6 * DOUBLE, key

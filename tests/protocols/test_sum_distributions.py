@@ -1,0 +1,338 @@
+"""Simulated sums and summed messages have one distribution, worked out by hand; the answers are unbiased.
+
+χ² tests with fixed seeds: a right implementation would fail one in a million.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import resource
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chi2
+
+from opacus_shuffle.protocols.calibration import GridPlan
+from opacus_shuffle.protocols.messages import Messages
+from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
+from opacus_shuffle.sco import grid_sum
+
+UNLIKELY = 1e-6
+
+
+PLAN = GridPlan(41, 6, 0.3, 4)
+
+
+def small_protocol(dimension, users=4, plan=PLAN, fraction=1.0):
+    """A protocol with a grid coarse and noise small enough to see every rounding."""
+    protocol = ShuffleVectorSum(users, dimension, 1.0, 1.0, 1e-2, "tight", fraction)
+    protocol._plan = dataclasses.replace(plan, honest_users=math.ceil(users * fraction - 1e-9))
+    return protocol
+
+
+def binomial_law(trials, probability):
+    """(first, probabilities) of Bin(trials, probability), by its logarithms."""
+    outcomes = np.arange(trials + 1)
+    logs = np.array([math.lgamma(trials + 1) - math.lgamma(k + 1) - math.lgamma(trials - k + 1) for k in outcomes])
+    return 0, np.exp(logs + outcomes * math.log(probability) + (trials - outcomes) * math.log1p(-probability))
+
+
+def count_law(values, plan, reports):
+    """(first, probabilities) of a coordinate's count: everybody's rounding, and the noise."""
+    first, distribution = binomial_law(reports * plan.noise_bits, plan.bit_probability)
+    for value in values:
+        place = (value + 1) * plan.granularity / 2
+        first += math.floor(place)
+        distribution = np.convolve(distribution, [1 - (place - math.floor(place)), place - math.floor(place)])
+    return first, distribution
+
+
+def assert_of_law(counts, first, distribution):
+    """χ² over the outcomes, those expected fewer than 10 times together."""
+    counts = np.asarray(counts).ravel()
+    assert counts.min() >= first
+    assert counts.max() < first + len(distribution)
+    seen = np.bincount(counts - first, minlength=len(distribution)).astype(float)
+    expected = len(counts) * distribution / distribution.sum()
+    rare = expected < 10
+    seen = np.append(seen[~rare], seen[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    if expected[-1] < 1:
+        assert seen[-1] <= 12
+        seen, expected = seen[:-1], expected[:-1]
+    statistic = float(((seen - expected) ** 2 / expected).sum())
+    assert chi2.sf(statistic, len(seen) - 1) > UNLIKELY
+
+
+def assert_mean_and_variance(counts, first, distribution):
+    counts = np.asarray(counts, dtype=float).ravel()
+    outcomes = first + np.arange(len(distribution))
+    mean = float(distribution @ outcomes)
+    variance = float(distribution @ (outcomes - mean) ** 2)
+    fourth = float(distribution @ (outcomes - mean) ** 4)
+    assert abs(counts.mean() - mean) <= 5 * math.sqrt(variance / len(counts))
+    assert abs(counts.var() - variance) <= 5 * math.sqrt((fourth - variance**2) / len(counts))
+
+
+WIDE = 2000
+USERS = np.array([0.9, -0.55, 0.02, -1.0]) / math.sqrt(WIDE)  # every coordinate of user i, norms up to 1
+
+
+def answers_as_counts(protocol, answer, reports):
+    """The number of ones that the analyzer's answer came from."""
+    counts = (answer + reports * protocol.max_norm) * protocol.granularity / (2 * protocol.max_norm)
+    counts = counts + reports * protocol.noise_bits * protocol.bit_probability
+    np.testing.assert_allclose(counts, counts.round(), atol=1e-6)
+    return counts.round().to(torch.int64).numpy()
+
+
+def shapes():
+    """The same four users' rows in every form that is taken."""
+    rows = torch.tensor(USERS).unsqueeze(1).expand(4, WIDE).contiguous()
+    return {
+        "float64": lambda: rows,
+        "numpy": lambda: rows.numpy(),
+        "blocks": lambda: (rows[k : k + 3] for k in (0, 3)),
+        "list of blocks": lambda: [rows[:1], rows[1:2].numpy(), rows[2:]],
+        "column-major": lambda: rows.T.contiguous().T,
+        "coo": lambda: rows.to_sparse(),
+        "csr": lambda: rows.to_sparse_csr(),
+        "uncoalesced": lambda: torch.sparse_coo_tensor(
+            torch.cat([rows.to_sparse().indices()] * 2, 1),
+            torch.cat([0.25 * rows.flatten(), 0.75 * rows.flatten()]),
+            rows.shape,
+        ),
+        "requires grad": lambda: rows.clone().requires_grad_(),
+        "row by row, expanded": lambda: [row.unsqueeze(0).expand(1, WIDE) for row in rows],
+    }
+
+
+@pytest.mark.parametrize("shape", list(shapes()))
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.filterwarnings("ignore:Sparse invariant")
+def test_simulated_counts_have_the_exact_law(shape):
+    protocol = small_protocol(WIDE)
+    generator = torch.Generator().manual_seed(20)
+    counts = []
+    for _ in range(8):
+        answer = protocol.simulate(shapes()[shape](), generator)
+        assert answer.dtype == torch.float64
+        assert answer.shape == (WIDE,)
+        counts.append(answers_as_counts(protocol, answer, 4))
+    distribution = count_law(USERS, PLAN, 4)
+    assert_of_law(counts, *distribution)
+    assert_mean_and_variance(counts, *distribution)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_single_and_half_precision_have_the_law_of_their_values(dtype):
+    protocol = small_protocol(WIDE)
+    rows = (0.99 * torch.tensor(USERS)).to(dtype).unsqueeze(1).expand(4, WIDE).contiguous()
+    generator = torch.Generator().manual_seed(21)
+    counts = [answers_as_counts(protocol, protocol.simulate(rows, generator), 4) for _ in range(8)]
+    assert_of_law(counts, *count_law(rows[:, 0].double().tolist(), PLAN, 4))
+
+
+@pytest.mark.parametrize("users", [1, 2, 4, 60])
+@pytest.mark.parametrize("value", [0.7, -0.31, 1.0, 0.0])
+def test_an_expanded_row_has_the_law_of_its_copies(users, value):
+    value = value / math.sqrt(WIDE)
+    protocol = small_protocol(WIDE, users)
+    generator = torch.Generator().manual_seed(22)
+    row = torch.full((1, WIDE), value, dtype=torch.float64).expand(users, WIDE)
+    broadcast = np.broadcast_to(row[0].numpy(), (users, WIDE))
+    counts = [answers_as_counts(protocol, protocol.simulate(row, generator), users) for _ in range(8)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's about arrays that are not writable
+        counts += [answers_as_counts(protocol, protocol.simulate(broadcast, generator), users) for _ in range(4)]
+    assert_of_law(counts, *count_law([value] * users, PLAN, users))
+
+
+def test_sparse_rows_with_zeros_have_the_exact_law():
+    protocol = small_protocol(WIDE)
+    dense = torch.zeros(4, WIDE, dtype=torch.float64)
+    dense[0] = USERS[0]
+    dense[1, ::2] = USERS[1]
+    for sparse in (dense.to_sparse(), dense.to_sparse_coo()):
+        generator = torch.Generator().manual_seed(23)
+        counts = np.array([answers_as_counts(protocol, protocol.simulate(sparse, generator), 4) for _ in range(8)])
+        assert_of_law(counts[:, ::2], *count_law([USERS[0], USERS[1], 0, 0], PLAN, 4))
+        assert_of_law(counts[:, 1::2], *count_law([USERS[0], 0, 0, 0], PLAN, 4))
+
+
+@pytest.mark.parametrize("even", [False, True])
+def test_all_zero_sparse_rows_have_the_exact_law(even):
+    plan = dataclasses.replace(PLAN, granularity=40 if even else 41)
+    protocol = small_protocol(WIDE, plan=plan)
+    generator = torch.Generator().manual_seed(24)
+    empty = torch.zeros(4, WIDE).to_sparse()
+    counts = [answers_as_counts(protocol, protocol.simulate(empty, generator), 4) for _ in range(8)]
+    assert_of_law(counts, *count_law([0.0] * 4, plan, 4))
+
+
+@pytest.mark.parametrize("reports", [4, 3, 2])
+def test_messages_have_the_exact_law_and_are_unbiased_for_those_who_sent(reports):
+    protocol = small_protocol(WIDE, fraction=0.5)
+    generator = torch.Generator().manual_seed(25)
+    counts, answers = [], []
+    for _ in range(8):
+        sent = [
+            protocol.randomize(torch.full((WIDE,), float(value), dtype=torch.float64), generator) for value in USERS[:reports]
+        ]
+        shuffled = protocol.shuffle(sent, generator)
+        assert shuffled.num_reports == reports
+        answer = protocol.analyze(shuffled)
+        answers.append(answer)
+        counts.append(answers_as_counts(protocol, answer, reports))
+        np.testing.assert_array_equal(counts[-1], shuffled.ones())
+    distribution = count_law(USERS[:reports], PLAN, reports)
+    assert_of_law(counts, *distribution)
+    assert_mean_and_variance(counts, *distribution)
+    answers = torch.stack(answers).flatten()
+    error = answers.std() / math.sqrt(len(answers))
+    assert abs(answers.mean() - USERS[:reports].sum()) <= 5 * error
+    assert answers.var() <= protocol.variance * (1 + 5 * math.sqrt(3 / len(answers)))
+
+
+def test_one_users_messages_are_a_rounded_value_and_binomial_noise_in_so_many_bits():
+    protocol = small_protocol(WIDE)
+    generator = torch.Generator().manual_seed(26)
+    counts = []
+    for _ in range(10):
+        messages = protocol.randomize(torch.full((WIDE,), USERS[0], dtype=torch.float64), generator)
+        assert isinstance(messages, Messages)
+        assert (messages.num_reports, messages.bits_per_report) == (1, 41 + 6)
+        assert messages.bits.shape == (WIDE, 6)
+        assert protocol.bits_per_user == WIDE * 47
+        counts.append(messages.ones())
+    assert_of_law(counts, *count_law(USERS[:1], PLAN, 1))
+
+
+def test_coordinates_and_rounds_are_independent_of_each_other():
+    protocol = small_protocol(WIDE)
+    generator = torch.Generator().manual_seed(27)
+    rows = torch.tensor(USERS).unsqueeze(1).expand(4, WIDE).contiguous()
+    draws = torch.stack([protocol.simulate(rows, generator) for _ in range(40)])
+    draws = (draws - draws.mean()) / draws.std()
+    # Products of independent standardised numbers: mean 0, standard error about 1/√count.
+    for products in (draws[:, 1:] * draws[:, :-1], draws[1:] * draws[:-1], draws[:, 16:] * draws[:, :-16]):
+        assert abs(products.mean()) <= 5 / math.sqrt(products.numel())
+
+
+def test_the_parts_of_a_simulation_add_up():
+    protocol = small_protocol(WIDE)
+    rows = torch.tensor(USERS).unsqueeze(1).expand(4, WIDE).contiguous()
+    generator = torch.Generator().manual_seed(28)
+    counts = []
+    for _ in range(8):
+        encoded, noise = protocol.encode(rows, generator), protocol.draw_noise(4, generator)
+        assert encoded.dtype == noise.dtype == torch.int64
+        assert encoded.shape == noise.shape == (WIDE,)
+        counts.append(answers_as_counts(protocol, protocol.decode(encoded + noise, 4), 4))
+        np.testing.assert_array_equal(counts[-1], encoded + noise)
+    assert_of_law(counts, *count_law(USERS, PLAN, 4))
+
+
+def test_a_seed_repeats_a_simulation_and_no_seed_does_not():
+    protocol = ShuffleVectorSum(50, 20, 1.0, 1.0, 1e-3, "tight")
+    rows = torch.zeros(50, 20)
+    one, two = (protocol.simulate(rows, torch.Generator().manual_seed(1)) for _ in range(2))
+    torch.testing.assert_close(one, two, rtol=0, atol=0)
+    torch.manual_seed(0)
+    first = protocol.simulate(rows)
+    torch.manual_seed(0)
+    assert not torch.equal(first, protocol.simulate(rows))
+
+
+@given(
+    fraction=st.one_of(
+        st.floats(0, 1, exclude_max=True),
+        st.floats(0, 2.0**-16),
+        st.floats(1 - 2.0**-16, 1, exclude_max=True),
+        st.integers(0, 65535).map(lambda k: k / 65536),
+        st.sampled_from([0.0, 2.0**-20, 1e-9, 0.5, 1 - 2.0**-30]),
+    ),
+    whole=st.integers(0, 40),
+)
+@settings(max_examples=60, deadline=None)
+def test_rounding_by_sixteen_bits_and_a_tie_break_keeps_the_mean_exactly(fraction, whole):
+    protocol = small_protocol(1)
+    place = torch.full((65_536, 1), whole + fraction, dtype=torch.float64)
+    exact = float(place[0, 0]) - whole  # what the sum above can hold
+    coarse = math.floor(exact * 65_536)
+    rest = exact * 65_536 - coarse
+    asked = []
+
+    def later_bits(value):
+        def draw(count, *, generator, dtype):
+            asked.append(count)
+            return torch.full((count,), value, dtype=dtype)
+
+        return draw
+
+    ups = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(protocol, "_place", lambda points: points.clone())
+        patch.setattr(grid_sum, "_sixteen_bits", lambda draws, count: np.arange(count, dtype=np.uint16))
+        for value in {0.0, max(1 - rest - 2.0**-40, 0.0), min(1 - rest, 1 - 2.0**-53), 1 - 2.0**-53}:
+            patch.setattr(torch, "rand", later_bits(value))
+            result = protocol._round(place, torch.Generator().manual_seed(0))
+            assert set(result.unique().tolist()) <= {whole, whole + 1}
+            ups[value] = int((result == whole + 1).sum())
+    # Of the 2^16 draws so many decide for above whatever the rest is, and one asks for it: P(above) is (coarse + rest)/2^16.
+    assert set(asked) == {1}
+    for value, count in ups.items():
+        assert count == coarse + (value >= 1 - rest)
+
+
+def test_the_sixteen_bits_are_uniform():
+    draws = grid_sum._sixteen_bits(np.random.Generator(np.random.PCG64DXSM(5)), 1_000_003)
+    assert draws.dtype == np.uint16
+    assert draws.shape == (1_000_003,)
+    counts = np.bincount(draws >> 6, minlength=1024)
+    assert chi2.sf(float(((counts - 1_000_003 / 1024) ** 2).sum() / (1_000_003 / 1024)), 1023) > UNLIKELY
+    counts = np.bincount(draws & 1023, minlength=1024)
+    assert chi2.sf(float(((counts - 1_000_003 / 1024) ** 2).sum() / (1_000_003 / 1024)), 1023) > UNLIKELY
+
+
+def test_whole_numbers_and_the_ends_of_the_range_are_not_rounded():
+    protocol = small_protocol(1)
+    generator = torch.Generator().manual_seed(2)
+    ends = torch.tensor([[-1.0], [1.0]]).double()
+    for _ in range(50):
+        assert protocol.encode(ends[:1].expand(4, 1), generator).item() == 0
+        assert protocol.encode(ends[1:].expand(4, 1), generator).item() == 4 * 41
+        assert protocol.encode(ends.repeat(2, 1), generator).item() == 2 * 41
+        assert protocol.encode(ends.repeat(2, 1).to_sparse(), generator).item() == 2 * 41
+
+
+def test_the_real_protocols_answers_are_unbiased_with_its_variance():
+    protocol = ShuffleVectorSum(200, 300, 2.0, 1.0, 1e-3, "tight")
+    generator = torch.Generator().manual_seed(3)
+    rows = 2 * torch.nn.functional.normalize(torch.randn(200, 300, generator=generator, dtype=torch.float64), dim=1)
+    errors = torch.stack([protocol.simulate(rows, generator) - rows.sum(0) for _ in range(60)]).flatten()
+    count = len(errors)
+    assert abs(errors.mean()) <= 5 * math.sqrt(protocol.variance / count)
+    # At most as announced, and no less than the noise alone.
+    noise = (4.0 / protocol.granularity) ** 2 * 200 * protocol.noise_bits / 4
+    assert noise * (1 - 5 * math.sqrt(2 / count)) <= errors.var() <= protocol.variance * (1 + 5 * math.sqrt(2 / count))
+    assert protocol.mean_squared_error == pytest.approx(300 * protocol.variance)
+
+
+def test_a_hundred_thousand_users_and_coordinates_need_little_memory():
+    protocol = ShuffleVectorSum(10**5, 10**5, 1.0, 1.0, 1e-6, "tight")
+    row = torch.zeros(1, 10**5)
+    row[0, 0] = 1.0
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    answer = protocol.simulate(row.expand(10**5, -1), torch.Generator().manual_seed(4))
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 2**20  # KiB: less than 1 GiB more
+    deviation = math.sqrt(protocol.variance)
+    assert abs(answer[0] - 10**5) <= 6 * deviation
+    assert answer[1:].abs().max() <= 7 * deviation
+    assert answer[1:].std() == pytest.approx(deviation, rel=0.05)

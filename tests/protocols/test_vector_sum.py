@@ -1,0 +1,287 @@
+"""``ShuffleVectorSum``: the paper's constants, what it says of itself, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from opacus_shuffle.accountants.bounds.registry import Guarantee
+from opacus_shuffle.analysis import binomial_sums
+from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
+
+
+def test_the_papers_protocol_has_theorem_a6s_numbers():
+    protocol = ShuffleVectorSum(1000, 50, 1.5, 2.0, 1e-4)
+    share = 1e-4 / 51
+    small = 2.0 / (18 * math.sqrt(math.log(1 / share)))
+    g = math.ceil(2 * 1.5 * math.sqrt(1000))
+    assert protocol.granularity == g
+    b = math.floor(180 * g**2 * math.log(2 / share) / (small**2 * 1000)) + 1
+    assert protocol.noise_bits == b
+    p = 90 * g**2 * math.log(2 / share) / (b * small**2 * 1000)
+    assert protocol.bit_probability == pytest.approx(p, rel=1e-12)
+    assert protocol.bits_per_user == 50 * (g + b)
+    assert protocol.variance == pytest.approx((3.0 / g) ** 2 * 1000 * (0.25 + b * p * (1 - p)))
+    assert ShuffleVectorSum(1, 2, 1.0, 1.0, 0.1).granularity == 4
+    assert ShuffleVectorSum(1, 101, 1.0, 1.0, 0.1).granularity == 11
+
+
+def test_the_statement_says_what_a_user_sends_and_gets():
+    protocol = ShuffleVectorSum.for_rounds(90, 4, 1.0, 1.0, 1e-5, rounds=6, calibration="tight", honest_fraction=0.5)
+    statement = protocol.statement(rounds=20, rounds_per_user=3, num_users=400, interaction="sequential")
+    assert (statement.epsilon, statement.delta, statement.rounds, statement.rounds_per_user) == (1.0, 1e-5, 20, 3)
+    assert statement.bits_per_user == 3 * 4 * (protocol.granularity + protocol.noise_bits)
+    assert (statement.num_users, statement.honest_fraction, statement.calibration) == (400, 0.5, "tight")
+    assert (statement.adjacency, statement.guarantee) == ("replace", Guarantee.PROVED)
+    text = str(statement)
+    for part in ("epsilon = 1", "1e-05", "replaced", "400 users", "shuffler", "at least 0.5", "20", "tight"):
+        assert part in text
+    assert protocol.statement().rounds_per_user == 6
+    with pytest.raises(ValueError, match=r"rounds_per_user=7.*rounds=7"):
+        protocol.statement(rounds_per_user=7)
+
+
+def test_a_statement_refuses_an_unknown_interaction():
+    protocol = ShuffleVectorSum(90, 4, 1.0, 1.0, 1e-5, "tight")
+    with pytest.raises(ValueError, match="interaction"):
+        str(protocol.statement(interaction="some"))
+
+
+def test_no_user_takes_part_in_more_rounds_than_there_are():
+    protocol = ShuffleVectorSum.for_rounds(90, 4, 1.0, 1.0, 1e-5, rounds=5, calibration="tight")
+    assert protocol.statement(rounds=2).rounds_per_user == 2
+    with pytest.raises(ValueError, match="rounds_per_user=3"):
+        protocol.statement(rounds=2, rounds_per_user=3)
+
+
+HELD = ShuffleVectorSum(50, 3, 1.0, 1.0, 1e-2, "tight")
+
+
+def test_a_norm_above_by_rounding_is_taken_back_to_the_ball():
+    long = torch.tensor([[1.0 + 9e-6, 0.0, 0.0]], dtype=torch.float64)
+    for rows in (long.expand(50, 3), long.repeat(50, 1), long.repeat(50, 1).to_sparse()):
+        assert HELD.encode(rows, torch.Generator().manual_seed(0))[0] == 50 * HELD.granularity
+    far = torch.tensor([[1.0 + 1.1e-5, 0.0, 0.0]], dtype=torch.float64)
+    for rows in (far.expand(50, 3), far.repeat(50, 1), far.repeat(50, 1).to_sparse()):
+        with pytest.raises(ValueError, match=r"max_norm is 1, got a vector of norm 1.00001.*clip"):
+            HELD.simulate(rows)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("form", ["dense", "sparse", "expanded", "blocks"])
+def test_values_that_are_not_finite_are_refused(bad, form):
+    rows = torch.zeros(50, 3, dtype=torch.float64)
+    rows[0 if form == "expanded" else 31, 1] = bad
+    given_rows = {
+        "dense": rows,
+        "sparse": rows.to_sparse(),
+        "expanded": rows[:1].expand(50, 3),
+        "blocks": [rows[:20], rows[20:]],
+    }[form]
+    with pytest.raises(ValueError, match="finite"):
+        HELD.simulate(given_rows)
+
+
+@pytest.mark.parametrize(
+    ("given_rows", "message"),
+    [
+        (torch.zeros(49, 3), r"50 users.*got 49"),
+        (torch.zeros(51, 3), r"50 users.*got 51"),
+        (torch.zeros(50, 2), r"\(n, 3\), got \(50, 2\)"),
+        (torch.zeros(3), r"\(n, 3\), got \(3,\)"),
+        (torch.zeros(50, 3, 1), r"\(n, 3\), got \(50, 3, 1\)"),
+        (torch.zeros(50, 3, dtype=torch.bool), "real numbers, got torch.bool"),
+        (torch.zeros(50, 3, dtype=torch.complex64), "real numbers, got torch.complex64"),
+        (torch.full((50, 3), 0.9), "norm 1.5588"),
+        ("rows", "got 'rows'"),
+        (7, "got 7"),
+        (None, "got None"),
+        ([[0.0] * 3] * 50, "got a list"),
+        ([], "got none"),
+        (np.array([["a"] * 3] * 50), "points|real|number"),
+        (np.array([[None] * 3] * 50), "points|real|number"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_rows_that_do_not_fit_are_refused(given_rows, message):
+    with pytest.raises(ValueError, match=message):
+        HELD.simulate(given_rows)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.zeros(2),
+        torch.zeros(3, 1),
+        torch.ones(3),
+        [math.nan, 0.0, 0.0],
+        [math.inf, 0.0, 0.0],
+        "abc",
+        None,
+        torch.tensor([True, False, False]),
+        [True, False, False],
+        torch.tensor([0.1j, 0, 0]),
+    ],
+    ids=["short", "matrix", "long", "nan", "inf", "string", "None", "bool tensor", "bools", "complex"],
+)
+def test_a_vector_that_does_not_fit_is_refused(x):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match=r"."):
+            HELD.randomize(x)
+
+
+class ElsewhereGenerator(torch.Generator):
+    device = torch.device("cuda")
+
+
+@pytest.mark.parametrize("generator", [3, "seed", np.random.default_rng(0), True, ElsewhereGenerator()])
+def test_other_generators_are_refused(generator):
+    x = torch.zeros(3)
+    sent = [HELD.randomize(x)] * 50
+    for call in (
+        lambda: HELD.randomize(x, generator),
+        lambda: HELD.simulate(x.expand(50, 3), generator),
+        lambda: HELD.encode(x.expand(50, 3), generator),
+        lambda: HELD.draw_noise(50, generator),
+        lambda: HELD.shuffle(sent, generator),
+    ):
+        with pytest.raises(ValueError, match="generator"):
+            call()
+
+
+def test_messages_of_another_protocol_or_crowd_are_refused():
+    x = torch.zeros(3)
+    mine = [HELD.randomize(x) for _ in range(50)]
+    other = ShuffleVectorSum(60, 3, 1.0, 1.0, 1e-2, "tight")
+    with pytest.raises(ValueError, match="another protocol"):
+        HELD.shuffle([*mine[:-1], other.randomize(x)])
+    with pytest.raises(ValueError, match="another protocol"):
+        HELD.analyze(other.shuffle([other.randomize(x)] * 60))
+    with pytest.raises(ValueError, match="another protocol"):
+        HELD.shuffle([ShuffleVectorSum(50, 2, 1.0, 1.0, 1e-2, "tight").randomize(x[:2])] * 50)
+    for few in (mine[:49], [*mine, mine[0]]):
+        with pytest.raises(ValueError, match=rf"50 users.*got {len(few)}"):
+            HELD.shuffle(few)
+    with pytest.raises(ValueError, match="at least one"):
+        HELD.shuffle([])
+    with pytest.raises(ValueError, match="Messages, got str"):
+        HELD.shuffle(["bits"] * 50)
+    with pytest.raises(ValueError, match="Messages, got ndarray"):
+        HELD.analyze(np.zeros(3))
+    with pytest.raises(ValueError, match=r"50 users.*got 1"):
+        HELD.analyze(mine[0])
+
+
+def test_drop_outs_are_taken_down_to_the_honest_fraction_and_no_further():
+    protocol = ShuffleVectorSum(10, 2, 1.0, 1.0, 1e-2, "tight", 0.35)
+    for reports in (4, 7, 10):
+        assert protocol.simulate(torch.zeros(reports, 2)).shape == (2,)
+    for reports in (3, 11):
+        with pytest.raises(ValueError, match=f"4 to 10 users.*got {reports}"):
+            protocol.simulate(torch.zeros(reports, 2))
+        with pytest.raises(ValueError, match=f"got {reports}"):
+            protocol.draw_noise(reports)
+        with pytest.raises(ValueError, match=f"got {reports}"):
+            protocol.decode(torch.zeros(2, dtype=torch.int64), reports)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_users", 0),
+        ("num_users", -3),
+        ("num_users", 2.5),
+        ("num_users", True),
+        ("num_users", "3"),
+        ("dimension", 0),
+        ("dimension", math.nan),
+        ("dimension", None),
+        ("max_norm", 0.0),
+        ("max_norm", -1.0),
+        ("max_norm", math.nan),
+        ("max_norm", math.inf),
+        ("max_norm", "1"),
+        ("max_norm", True),
+        ("rounds", 0),
+        ("rounds", 1.5),
+        ("rounds", True),
+        ("sample_rate", 0.0),
+        ("sample_rate", 1.5),
+    ],
+)
+def test_bad_arguments_are_refused_with_their_name_and_value(name, value):
+    good = {"num_users": 9, "dimension": 2, "max_norm": 1.0, "epsilon": 1.0, "delta": 0.1, "calibration": "tight", "rounds": 2}
+    with pytest.raises(ValueError, match=name) as raised:
+        ShuffleVectorSum.for_rounds(**{**good, name: value})
+    assert repr(value) in str(raised.value)
+    if name not in ("rounds", "sample_rate"):
+        del good["rounds"]
+        with pytest.raises(ValueError, match=name):
+            ShuffleVectorSum(**{**good, name: value})
+
+
+@pytest.mark.parametrize("way", [{"calibration": "published"}, {"calibration": "tight", "honest_fraction": 0.5}])
+def test_what_sampling_gains_is_for_the_tight_calibration_and_honest_users(way):
+    with pytest.raises(ValueError, match=r"sample_rate=0.5.*tight.*honest_fraction=1"):
+        ShuffleVectorSum.for_rounds(9, 2, 1.0, 1.0, 0.1, rounds=2, sample_rate=0.5, **way)
+
+
+@pytest.mark.parametrize("layout", ["csr", "coo"])
+def test_entries_that_a_sparse_row_holds_twice_count_together_towards_its_norm(layout):
+    copies, value = 64, 1 / 8  # a row of norm 8, none of whose entries shows it
+    if layout == "csr":
+        rows = torch.tensor([0] + [copies] * 50)
+        X = torch.sparse_csr_tensor(rows, torch.zeros(copies).long(), torch.full((copies,), value), size=(50, 3))
+    else:
+        where = torch.zeros(2, copies, dtype=torch.long)
+        X = torch.sparse_coo_tensor(where, torch.full((copies,), value), size=(50, 3), is_coalesced=True)
+    with pytest.raises(ValueError, match="norm 8"):
+        HELD.simulate(X)
+
+
+@pytest.mark.parametrize("max_norm", [1e-200, 5e-324, 1e200])
+def test_units_in_which_squares_vanish_or_overflow_are_refused(max_norm):
+    with pytest.raises(ValueError, match=r"max_norm must lie in .* another unit"):
+        ShuffleVectorSum(50, 3, max_norm, 1.0, 1e-2, "tight")
+
+
+def test_a_statement_of_full_interaction_is_of_all_its_rounds():
+    with pytest.raises(ValueError, match="rounds_per_user=10 is more"):
+        HELD.statement(rounds=10, interaction="full")
+    assert HELD.statement(rounds=10, interaction="sequential").rounds_per_user == 1
+    with pytest.raises(ValueError, match="does not go with rounds=10"):
+        HELD.statement(rounds=10, interaction="one round")
+
+
+@pytest.mark.parametrize("rounds", [1, 5])
+def test_one_rounds_own_epsilon_is_that_of_everyone_in_it(rounds):
+    protocol = ShuffleVectorSum.for_rounds(50, 3, 1.0, 1.0, 1e-3, rounds=rounds, calibration="tight", sample_rate=0.1)
+    one = [(protocol.sum_round, 1)]
+    assert protocol.round_epsilon >= binomial_sums.lower_epsilon(one, delta=protocol.round_delta) > 1
+
+
+def test_probabilities_beyond_known_tails_are_refused():
+    with pytest.raises(ValueError, match="delta must be at least 1e-200"):
+        ShuffleVectorSum(50, 3, 1.0, 1.0, 1e-250, "tight")
+
+
+@pytest.mark.parametrize("nobody", [torch.zeros(0, 3), []], ids=["tensor", "blocks"])
+def test_a_sum_over_nobody_is_refused(nobody):
+    with pytest.raises(ValueError, match="X must hold one row per user, got none"):
+        HELD.simulate(nobody)
+
+
+@pytest.mark.parametrize("delta", [1e-6, 1e-30, 1e-120])
+def test_epsilon_is_finite_at_tiny_deltas(delta):
+    lower, upper = HELD.exact_epsilon(delta)
+    assert 0 <= lower <= upper < math.inf
+
+
+def test_an_infinite_epsilon_is_refused_and_not_answered():
+    with pytest.raises(ValueError, match="delta=1e-300 is less than"):
+        HELD.exact_epsilon(1e-300)
