@@ -99,7 +99,7 @@ def test_smaller_groups_train_alike(name, level):
 
 
 def test_a_specification_of_ones_own_is_used_as_it_is():
-    spec = prepare("encoder", shuffle="published").shuffler.spec
+    spec = prepare("encoder", shuffle="paper").shuffler.spec
     plain, shuffled = prepare("encoder").train(), prepare("encoder", shuffle=spec).train()
     assert shuffled.shuffler.spec is spec
     agree(plain, shuffled)
