@@ -7,10 +7,10 @@ import functools
 import math
 import random
 
-import hand_written_groups as by_hand
 import numpy as np
 import pytest
 import torch
+from helpers import hand_written_groups as by_hand
 from helpers.attention_zoo import TRANSFORMERS
 from helpers.convolution_zoo import CONVOLUTIONS
 from helpers.hugging_face_zoo import HUGGING_FACE

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_shuffle.permutation import ModuleAxes, find_permutations, handlers, register_permutation
+from opacus_shuffle.permutation import ModuleAxes, find_permutations, register_permutation
+from opacus_shuffle.permutation.finding import handlers
 
 EXACT = 1e-12  # sums of some hundred terms of size 1 in double precision
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
-import hand_written_groups as by_hand
 import pytest
 import torch
+from helpers import hand_written_groups as by_hand
 from helpers.model_zoo import run
 from test_permutation_spec import DOUBLE, TRANSFORMERS, distance, entry, same
 from torch import nn

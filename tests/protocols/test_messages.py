@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from opacus_shuffle.protocols import messages as module
 from opacus_shuffle.protocols.messages import Messages, shuffled
-from opacus_shuffle.sco import messages as module
 
 # The seeds are fixed; a right shuffler would fail for one seed in a million.
 UNLIKELY = 1e-6

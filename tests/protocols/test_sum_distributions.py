@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
+from opacus_shuffle.protocols import grid_sum
 from opacus_shuffle.protocols.calibration import GridPlan
 from opacus_shuffle.protocols.messages import Messages
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
-from opacus_shuffle.sco import grid_sum
 
 UNLIKELY = 1e-6
 
