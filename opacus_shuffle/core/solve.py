@@ -1,0 +1,121 @@
+"""Roots that end on the safe side: the point returned was itself evaluated and found to meet its condition.
+
+Every ε, noise level and shift that this library looks for is the end of a half-line: on one side ``excess(x) ≤ 0`` holds (ε is
+within its budget, δ is not exceeded), on the other it does not. A solver's root may lie a rounding error on the wrong side. These
+functions step off it.
+
+>>> root = safe_root(lambda x: 2 - x * x, unsafe=0.0, safe=5.0, tolerance=1e-9)
+>>> round(root, 6), root * root >= 2
+(1.414214, True)
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+
+from scipy.optimize import brentq
+
+_SMALLEST_RELATIVE = 4 * math.ulp(1.0)
+"""What brentq asks for at least."""
+
+
+def crossing(
+    function: Callable[[float], float],
+    low: float,
+    high: float,
+    *,
+    tolerance: float,
+    relative_tolerance: float = _SMALLEST_RELATIVE,
+) -> float:
+    """Returns where a function changes its sign between two points, on either side of the root within the tolerance.
+
+    Args:
+        function: Continuous, with opposite signs at the ends.
+        low: One end.
+        high: The other.
+        tolerance: Absolute error of the root.
+        relative_tolerance: Relative error that is allowed besides.
+
+    Returns:
+        The root; ``low`` or ``high`` if the function is zero there.
+
+    Raises:
+        ValueError: If the function has the same sign at both ends.
+    """
+    return float(brentq(function, low, high, xtol=tolerance, rtol=relative_tolerance))
+
+
+def safe_root(
+    excess: Callable[[float], float],
+    *,
+    unsafe: float,
+    safe: float,
+    tolerance: float,
+    relative_tolerance: float = _SMALLEST_RELATIVE,
+    step: float | None = None,
+) -> float:
+    """Returns a point where ``excess`` is not above zero, next to where it starts to be.
+
+    Args:
+        excess: A monotone function: above zero on the unsafe side, at most zero on the safe side. It may jump, or be disturbed
+            by rounding near its root.
+        unsafe: The end on the unsafe side.
+        safe: The end on the safe side, above or below ``unsafe``; ``excess(safe)`` is at most zero.
+        tolerance: Absolute error of the root.
+        relative_tolerance: Relative error that is allowed besides.
+        step: The first step off the root towards ``safe``, doubled each time; by default ``relative_tolerance`` times the root.
+
+    Returns:
+        A point x between the ends with ``excess(x) ≤ 0``: evaluated, not concluded. It is within the tolerances and the steps
+        of the root; it is ``unsafe`` if even that end is not above zero, and never beyond ``safe``.
+
+    Raises:
+        ValueError: If ``excess`` is above zero or NaN at ``safe``, or NaN at ``unsafe``.
+    """
+    known = functools.cache(excess)
+    if known(unsafe) <= 0:
+        return unsafe
+    if not known(safe) <= 0 or math.isnan(known(unsafe)):
+        raise ValueError(f"no safe root: excess is {known(unsafe)!r} at unsafe={unsafe!r} and {known(safe)!r} at safe={safe!r}")
+    point = crossing(known, min(unsafe, safe), max(unsafe, safe), tolerance=tolerance, relative_tolerance=relative_tolerance)
+    upwards = safe > unsafe
+    pace = relative_tolerance if step is None else step
+    while not known(point) <= 0:
+        if step is None:
+            moved = point * (1 + pace) if upwards == (point > 0) else point * (1 - pace)
+        else:
+            moved = point + pace if upwards else point - pace
+        if moved == point:  # a step below the last digit
+            moved = math.nextafter(point, safe)
+        point, pace = (min if upwards else max)(moved, safe), 2 * pace
+    return point
+
+
+def bracket(
+    excess: Callable[[float], float], start: float, *, towards_safe: Iterable[float], towards_unsafe: Iterable[float]
+) -> tuple[float | None, float | None]:
+    """Walks from a first guess until ``excess`` has changed its sign.
+
+    Args:
+        excess: As in :func:`safe_root`.
+        start: The first guess, on either side.
+        towards_safe: Points beyond ``start`` on the safe side, nearest first.
+        towards_unsafe: Points beyond ``start`` on the unsafe side, nearest first.
+
+    Returns:
+        ``(unsafe, safe)``, two neighbours of the walk. ``None`` stands for the side that the walk did not reach.
+    """
+    last = start
+    if excess(start) > 0:
+        for point in towards_safe:
+            if excess(point) <= 0:
+                return last, point
+            last = point
+        return last, None
+    for point in towards_unsafe:
+        if excess(point) > 0:
+            return point, last
+        last = point
+    return None, last
