@@ -1,8 +1,8 @@
 """Roots that end on the safe side: the point returned was itself evaluated and found to meet its condition.
 
 Every ε, noise level and shift that this library looks for is the end of a half-line: on one side ``excess(x) ≤ 0`` holds (ε is
-within its budget, δ is not exceeded), on the other it does not. A solver's root may lie a rounding error on the wrong side. These
-functions step off it.
+within its budget, δ is not exceeded), on the other it does not. A solver's root may lie a rounding error on the wrong side.
+These functions step off it.
 
 >>> root = safe_root(lambda x: 2 - x * x, unsafe=0.0, safe=5.0, tolerance=1e-9)
 >>> round(root, 6), root * root >= 2

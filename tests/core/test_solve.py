@@ -40,7 +40,8 @@ def test_a_jump_is_passed_on_the_safe_side(jump: float, height: float, upwards: 
 
     unsafe, safe = (0.0, 1.0) if upwards else (1.0, 0.0)
     found = safe_root(excess, unsafe=unsafe, safe=safe, tolerance=1e-6, step=1e-6)
-    assert excess(found) <= 0 and abs(found - jump) <= 5e-6
+    assert excess(found) <= 0
+    assert abs(found - jump) <= 5e-6
 
 
 @given(root=st.floats(0.1, 10.0), noise=st.floats(0.0, 1e-7), seed=st.integers(0, 1000))
@@ -49,7 +50,8 @@ def test_rounding_near_the_root_does_not_fool_it(root: float, noise: float, seed
         return root - x + noise * math.sin(1e9 * x + seed)
 
     found = safe_root(excess, unsafe=0.0, safe=20.0, tolerance=1e-12, step=1e-12)
-    assert excess(found) <= 0 and abs(found - root) <= 2 * noise + 1e-11 + 4 * noise  # steps double: at most twice too far
+    assert excess(found) <= 0
+    assert abs(found - root) <= 2 * noise + 1e-11 + 4 * noise
 
 
 @given(root=st.floats(1e-6, 1e6), upwards=st.booleans())
@@ -109,8 +111,10 @@ def test_bracket_ends_on_both_sides(root: float, upwards: bool) -> None:
         towards_safe=(sign * 0.5 * k for k in itertools.count(1)),
         towards_unsafe=(-sign * 0.5 * k for k in itertools.count(1)),
     )
-    assert unsafe is not None and safe is not None
-    assert excess(unsafe) > 0 >= excess(safe) and abs(unsafe - safe) == 0.5
+    assert unsafe is not None
+    assert safe is not None
+    assert excess(unsafe) > 0 >= excess(safe)
+    assert abs(unsafe - safe) == 0.5
 
 
 def test_bracket_says_which_side_it_did_not_reach() -> None:
