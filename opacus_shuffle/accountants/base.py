@@ -25,7 +25,6 @@ from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSample
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants.bounds.registry import (
-    ADJACENCIES,
     Guarantee,
     PrivacyAssumptionWarning,
     PrivacyBound,
@@ -35,6 +34,7 @@ from opacus_shuffle.accountants.bounds.registry import (
 from opacus_shuffle.accountants.mechanisms import Mechanism
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER
+from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.validation import (
     boolean,
@@ -138,7 +138,7 @@ class ShuffleAccountant(IAccountant):
         reject_unknown("get_epsilon", unknown, ["bound", "adjacency", "orders", "num_users", "batch_size"])
         open_unit_interval("delta", delta)
         one_of("bound", bound, bounds_of(self.mechanism_class))
-        one_of("adjacency", adjacency, ADJACENCIES)
+        adjacency = Adjacency(adjacency)
         orders = None if orders is None else renyi_orders(orders, maximum=MAX_ORDER)  # once, should it be a generator
         if not self.history:
             return 0.0

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import html
 import math
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from opacus_shuffle.accountants.bounds.registry import (
 )
 from opacus_shuffle.accountants.mechanisms import Mechanism
 from opacus_shuffle.core.rounding import round_down, round_up
+from opacus_shuffle.core.tables import html_table, paragraph, text_table
 from opacus_shuffle.core.validation import boolean, integer
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ MEANINGS = {
     "local": "no shuffler: who sends which noised report is seen",
     "certified": "the reports are seen in random order; whatever the other records are (by Gaussian clones)",
     "certified_sharp": "the same, or what a longer proof of this library's own gives (truncated clones), if that is smaller",
-    "published": "the published formula, for one pair of data sets: all other records report zero, one record at the clipping norm "
-    "becomes zero; other pairs can be worse",
+    "published": "the published formula, for one pair of data sets: all other records report zero, one record at the clipping "
+    "norm becomes zero; other pairs can be worse",
     "pair": "the exact value for that same pair, from above",
     "secure_aggregation": "only the sum of a round's reports is seen, and who took part",
     "central": "a trusted server picks the participants in secret and adds the noise of all reports to their sum",
 }
-WIDTH = 100
+HEAD = ("trusted", "bound", "epsilon", "holds for", "status")
 
 
 class PrivacyReport:
@@ -119,34 +119,23 @@ class PrivacyReport:
         return f"<PrivacyReport: {self._title()}; to quote: epsilon = {round_up(self.best.epsilon)} ({self.best.bound})>"
 
     def __str__(self) -> str:
-        rows = [("trusted", "bound", "epsilon", "holds for", "status"), *self._cells()]
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        table = [
-            f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:<{widths[3]}}  {row[4]}"
-            for row in rows
-        ]
-        table.insert(1, "  ".join("-" * width for width in widths))
+        table = text_table(HEAD, self._cells(), right=("epsilon",))
         glossary = self._glossary()
         indent = max(len(term) for term, _ in glossary) + 2
-        lines = [self._title(), "", *table, "", *_wrapped(self._headline(), "", ""), ""]
+        lines = [self._title(), "", *table, "", *paragraph(self._headline()), ""]
         for sentence in self._contradictions():
-            lines += [*_wrapped(sentence, "", ""), ""]
+            lines += [*paragraph(sentence), ""]
         for term, text in glossary:
-            lines += _wrapped(text, f"{term:<{indent}}", " " * indent)
+            lines += paragraph(text, term=term, indent=indent)
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         """The same table for notebooks."""
-        head = "".join(f"<th>{name}</th>" for name in ("trusted", "bound", "ε", "holds for", "status"))
-        body = "".join(
-            "<tr" + (" style='font-weight:bold'" if cells[1] == self.best.bound else "") + ">"
-            + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-            + "</tr>"
-            for cells in self._cells()
-        )  # fmt: skip
+        cells = self._cells()
+        table = html_table(HEAD, cells, bold=[number for number, row in enumerate(cells) if row[1] == self.best.bound])
         glossary = "".join(f"<li><b>{html.escape(term)}</b> {html.escape(text)}</li>" for term, text in self._glossary())
         return (
-            f"<p>{html.escape(self._title())}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+            f"<p>{html.escape(self._title())}</p>{table}"
             f"<p>{html.escape(' '.join([self._headline(), *self._contradictions()]))}</p><ul>{glossary}</ul>"
         )
 
@@ -245,13 +234,6 @@ def contradiction(estimate: PrivacyBound, pair: PrivacyBound) -> str:
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
     """None for infinity, which is no JSON (a clipping norm that clips nothing)."""
     return {name: None if value == math.inf else value for name, value in values.items()}
-
-
-def _wrapped(text: str, first: str, rest: str) -> list[str]:
-    """Lines of at most ``WIDTH`` characters."""
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
-    )
 
 
 def ladder(rounds: Rounds, *, delta: float, adjacency: str = "zero_out") -> list[PrivacyBound]:

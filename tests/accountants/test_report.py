@@ -11,8 +11,9 @@ import opacus_shuffle
 from opacus_shuffle import PrivacyReport
 from opacus_shuffle.accountants import Guarantee, baselines_of, bounds_of
 from opacus_shuffle.accountants.mechanisms import MECHANISMS, ShuffledCheckIn, ShuffleGauss
-from opacus_shuffle.accountants.report import LADDER, MEANINGS, WIDTH
+from opacus_shuffle.accountants.report import LADDER, MEANINGS
 from opacus_shuffle.accountants.report_figure import epsilons_over_rounds, first_rounds
+from opacus_shuffle.core.tables import WIDTH
 
 # shuffled_sums is described by its protocol (tests/test_shuffled_sums_accountant.py), the others by plain numbers.
 PLAIN = [name for name in MECHANISMS if name != "shuffled_sums"]

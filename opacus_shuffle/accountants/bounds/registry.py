@@ -14,35 +14,37 @@ nothing accounts or calibrates by it.
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from opacus_shuffle.accountants.mechanisms import Mechanism
+from opacus_shuffle.core.guarantees import (
+    ADVERSARY,
+    SHUFFLER,
+    Adjacency,
+    Guarantee,
+    NotCovered,
+    PrivacyAssumptionWarning,
+    PrivacyBound,
+)
 from opacus_shuffle.core.validation import one_of, open_unit_interval
+
+__all__ = [
+    "ADJACENCIES",
+    "BoundValue",
+    "Guarantee",
+    "NotCovered",
+    "PrivacyAssumptionWarning",
+    "PrivacyBound",
+    "compute_baseline",
+    "compute_bound",
+    "register_bound",
+]
 
 Rounds = Sequence[tuple[Mechanism, int]]
 """What ran, in order: mechanisms of one kind, each with its number of rounds."""
 
-ADJACENCIES = ("zero_out", "replace")
-ADVERSARY = "sees every shuffled report of every round"
-SHUFFLER = "the shuffler"
-
-
-class Guarantee(enum.Enum):
-    """How much an ε is worth."""
-
-    PROVED = "a differential-privacy guarantee for every data set"
-    PAIR = "about one pair of data sets only, no differential-privacy guarantee"
-    ESTIMATE = "an approximation, no guarantee"
-
-
-class PrivacyAssumptionWarning(UserWarning):
-    """An ε was shown that does not cover every data set."""
-
-
-class NotCovered(ValueError):
-    """A bound or baseline has no value for this adjacency: reports leave it out."""
+ADJACENCIES = tuple(Adjacency)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,28 +62,6 @@ class BoundValue:
     trusted: str = SHUFFLER
     adversary: str = ADVERSARY
     meaning: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class PrivacyBound:
-    """One ε and everything needed to read it."""
-
-    mechanism: str
-    bound: str
-    epsilon: float
-    delta: float
-    adjacency: str
-    guarantee: Guarantee
-    covers: str
-    rounds: int
-    lower: float | None = None
-    trusted: str = SHUFFLER
-    adversary: str = ADVERSARY
-    meaning: str = ""
-
-    def to_dict(self) -> dict[str, str | float | int | None]:
-        """Plain values, for JSON."""
-        return {**dataclasses.asdict(self), "guarantee": self.guarantee.name}
 
 
 class BoundFunction(Protocol):
@@ -151,7 +131,7 @@ def _answer(
 ) -> PrivacyBound:
     """Look the function up, ask it, and attach the meaning."""
     delta = open_unit_interval("delta", delta)
-    one_of("adjacency", adjacency, ADJACENCIES)
+    adjacency = Adjacency(adjacency)
     kinds = {type(mechanism) for mechanism, _ in rounds}
     if len(kinds) != 1:
         raise ValueError(f"rounds must hold one kind of mechanism, got {sorted(kind.name for kind in kinds)}")

@@ -1,8 +1,7 @@
 """The bounds of the shuffle-Gaussian family, for rounds that may differ in σ, γ or size.
 
 ``published``            SG Theorems 1, 2, 3 as printed, RDP over all useful orders: one pair of data sets, one direction.
-``pair``            the same pair, exactly: numerical composition of the distribution of its privacy loss, both directions; the answer
-                     carries a lower value beside it.
+``pair``             the same pair, exactly: numerical composition of its privacy loss, both directions; with a lower value.
 ``certified``        Gaussian clones: every data set, both adjacencies.
 ``certified_sharp``  the smaller of that and what a longer proof gives (truncated clones, in
                      :mod:`opacus_shuffle.analysis.gaussian_clones`): every data set, both adjacencies.
@@ -16,10 +15,10 @@ guarantee for every data set. SG's text says "replacement", but its pair is the 
 >>> rounds = [(ShuffledCheckIn(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1), 5540)]
 >>> for name in ("published", "certified", "certified_sharp", "pair"):
 ...     print(name, round(compute_bound(rounds, delta=1 / 60_000, bound=name).epsilon, 3))
-paper 9.617
+published 9.617
 certified 0.124
 certified_sharp 0.113
-tight 0.054
+pair 0.054
 """
 
 from __future__ import annotations

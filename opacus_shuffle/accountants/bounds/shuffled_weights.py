@@ -15,8 +15,8 @@ further apart, so it costs no ε. Parameters that stay where they are have noise
 >>> vit = ShuffledWeights(noise_multiplier=0.27372, num_users=50_000, sample_rate=0.02, dimension=85_800_000)
 >>> for name in ("published", "pair", "certified"):
 ...     print(name, round(compute_bound([(vit, 500)], delta=5e-6, bound=name).epsilon, 1))
-paper 0.5
-tight 1.9
+published 0.5
+pair 1.9
 certified 107.9
 """
 

@@ -1,0 +1,60 @@
+r"""Tables as text and for notebooks, and wrapped paragraphs: the one writer that all printed results share.
+
+>>> print("\n".join(text_table(("bound", "epsilon"), [("certified", "0.25"), ("pair", "12.5")], right=("epsilon",))))
+bound      epsilon
+---------  -------
+certified     0.25
+pair          12.5
+"""
+
+from __future__ import annotations
+
+import html
+import textwrap
+from collections.abc import Collection, Sequence
+
+WIDTH = 100
+"""Characters of a printed line."""
+
+
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> list[str]:
+    """Returns a table's lines: a head, a rule and the rows, columns two spaces apart.
+
+    Args:
+        head: The columns' names.
+        rows: The cells of each row.
+        right: Names of the columns that are aligned on the right.
+    """
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [head, ["-" * width for width in widths], *rows]
+    return [
+        "  ".join(
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for name, cell, width in zip(head, line, widths, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, bold: Collection[int] = ()) -> str:
+    """Returns the same table for notebooks, its text escaped, the rows of these numbers in bold."""
+    titles = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    body = "".join(
+        ("<tr style='font-weight:bold'>" if number in bold else "<tr>")
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+        + "</tr>"
+        for number, row in enumerate(rows)
+    )
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def paragraph(text: str, *, term: str = "", indent: int = 0) -> list[str]:
+    """Returns wrapped lines of at most ``WIDTH`` characters; with a ``term``, a glossary's entry indented by ``indent``."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=f"{term:<{indent}}",
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
