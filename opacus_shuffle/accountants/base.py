@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections import OrderedDict
@@ -21,8 +20,6 @@ from typing import Any, ClassVar
 
 from opacus.accountants import IAccountant
 from opacus.optimizers import DPOptimizer
-from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
-from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants.bounds.registry import (
     Guarantee,
@@ -35,6 +32,7 @@ from opacus_shuffle.accountants.mechanisms import Mechanism
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER
 from opacus_shuffle.core.guarantees import Adjacency
+from opacus_shuffle.core.opacus_compat import POISSON_SAMPLERS, stock_engine_loader
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.validation import (
     boolean,
@@ -48,8 +46,6 @@ from opacus_shuffle.core.validation import (
     sampling_rate,
 )
 from opacus_shuffle.engine.sampling.fixed_size_sampler import FixedSizeSampler
-
-POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 
 
 class ShuffleAccountant(IAccountant):
@@ -220,10 +216,12 @@ class ShuffleAccountant(IAccountant):
         Raises:
             ValueError: If a stock engine's ``make_private`` asks, and its batches are no random samples as accounted.
         """
-        loader = _the_caller_s_loader()
+        loader = stock_engine_loader("opacus_shuffle.engine.privacy_engine")
         users = None if loader is None else len(loader.dataset)  # type: ignore[arg-type]
         if loader is not None and self.mechanism_class.sampling is not None:
-            sampled = (*POISSON, FixedSizeSampler) if self.mechanism_class.sampling == "fixed_size" else POISSON
+            sampled = (
+                (*POISSON_SAMPLERS, FixedSizeSampler) if self.mechanism_class.sampling == "fixed_size" else POISSON_SAMPLERS
+            )
             if not isinstance(loader.batch_sampler, sampled):
                 raise ValueError(
                     f"{self.mechanism()} accounts for batches that are random samples, got a loader with a "
@@ -298,26 +296,6 @@ class ShuffleAccountant(IAccountant):
 def _optional_count(name: str, value: Any) -> int | None:
     """A whole number of at least 1, or None."""
     return None if value is None else integer(name, value)
-
-
-def _the_caller_s_loader() -> DataLoader | None:
-    """The loader in a stock engine's ``make_private`` that asked for a hook; None where this package's asks, or nobody known.
-
-    Opacus tells accountants nothing of the data but a batch size that float arithmetic has rounded down (98 records in batches
-    of 2 become 49 of 1), and of its sampler nothing at all. If it ever names its loader otherwise, the rounded figures are
-    used, on the safe side.
-    """
-    frame = inspect.currentframe()
-    for _ in range(5):  # this function, the accountant's methods, the engine's
-        if frame is None:
-            break
-        if frame.f_globals.get("__name__") == "opacus_shuffle.engine.privacy_engine":  # which chooses the sampler itself
-            return None
-        loader = frame.f_locals.get("data_loader")
-        if isinstance(loader, DataLoader):
-            return loader
-        frame = frame.f_back
-    return None
 
 
 def assumption(answer: PrivacyBound, certified: PrivacyBound, *, emulated: bool = False) -> str:

@@ -32,7 +32,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants import ShuffledWeightsAccountant
-from opacus_shuffle.accountants.base import POISSON
 from opacus_shuffle.accountants.bounds.registry import Guarantee
 from opacus_shuffle.analysis import fenton_wilkinson, gaussian
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, sampled_gaussian_epsilon
@@ -41,6 +40,7 @@ from opacus_shuffle.audit.lower_bounds import METHODS, LowerBound, Method, audit
 from opacus_shuffle.audit.mechanism_audits import reach
 from opacus_shuffle.audit.released_weights import ReleasedWeights
 from opacus_shuffle.audit.result import AuditResult, Claim, Finding
+from opacus_shuffle.core.opacus_compat import POISSON_SAMPLERS
 from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.rounding import round_down
 from opacus_shuffle.core.validation import instance_of, integer, noise_level, one_of, open_unit_interval
@@ -106,8 +106,8 @@ def audit_training(
 
     Raises:
         ValueError: If something does not fit: adaptive clipping and local noise (their noise differs from step to step),
-            several processes, shuffling only on release (audit ``"every_step"``, which has the same distribution), momentum, weight
-            decay or another update rule with shuffled weights (its releases do not tell the gradient so simply).
+            several processes, shuffling only on release (audit ``"every_step"``, which has the same distribution), momentum,
+            weight decay or another update rule with shuffled weights (its releases do not tell the gradient so simply).
 
     Formal Guarantees:
         Conditionally on the past (weights, batch, earlier coins) one step is (ε, δ)-DP in its coin, whatever the adaptivity; so
@@ -332,7 +332,7 @@ def _whole_run(
 ) -> list[str]:
     """What the audited steps would have together, if the step is what the Gaussian fit says."""
     history = getattr(getattr(engine, "accountant", None), "history", None)
-    poisson = isinstance(data_loader.batch_sampler, POISSON)
+    poisson = isinstance(data_loader.batch_sampler, POISSON_SAMPLERS)
     if not history or not bound or not bound.mu or not poisson:  # without secret sampling nothing of the kind holds
         return []
     rate = float(history[-1][1])

@@ -2,8 +2,8 @@
 
 Opacus calls these three builders while ``make_private`` runs; they follow its :class:`opacus_shuffle.engine.run_plan.Run`.
 
->>> [name for name in vars(PreparationMixin) if name.startswith("_prepare")]
-['_prepare_model', '_prepare_data_loader', '_prepare_optimizer']
+>>> [name for name in vars(PreparationMixin) if name.startswith("build")]
+['build_model', 'build_data_loader', 'build_optimizer']
 """
 
 from __future__ import annotations
@@ -12,41 +12,39 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import opacus
 import torch
-from opacus.grad_sample import GradSampleModuleExpandedWeights
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from opacus.optimizers import DPOptimizer, get_optimizer_class
 from torch import nn
 from torch.utils.data import DataLoader
 
+from opacus_shuffle.core.opacus_compat import OpenEngine, allow_empty_batches
 from opacus_shuffle.core.randomness import secret_generator
-from opacus_shuffle.engine.optimizers import VectorSumOptimizer, allow_empty_batches, optimizer_class
+from opacus_shuffle.engine.optimizers import VectorSumOptimizer, optimizer_class
 from opacus_shuffle.engine.run_plan import Run
 from opacus_shuffle.engine.sampling.epoch_start import PoissonSampler
 from opacus_shuffle.engine.sampling.fixed_size_sampler import FixedSizeSampler, with_batch_sampler
 from opacus_shuffle.engine.weights.module import make_plain
 
 
-class PreparationMixin(opacus.PrivacyEngine):
+class PreparationMixin(OpenEngine):
     """Opacus's three builders, following the plan of the run at hand."""
 
     _run: Run | None = None
     _wrapped: AbstractGradSampleHooks | None = None
 
-    def _prepare_model(self, module: nn.Module, **keywords: Any) -> Any:
+    def build_model(self, module: nn.Module, **keywords: Any) -> Any:
+        """Opacus's wrapper, which lets empty batches pass."""
         make_plain(module)
-        self._wrapped = super()._prepare_model(module, **keywords)
-        if isinstance(self._wrapped, GradSampleModuleExpandedWeights):
-            allow_empty_batches(self._wrapped)
+        self._wrapped = super().build_model(module, **keywords)
+        allow_empty_batches(self._wrapped)
         return self._wrapped
 
-    def _prepare_data_loader(
+    def build_data_loader(
         self, data_loader: DataLoader, *, poisson_sampling: bool, distributed: bool, **keywords: Any
     ) -> DataLoader:
-        loader = super()._prepare_data_loader(
-            data_loader, poisson_sampling=poisson_sampling, distributed=distributed, **keywords
-        )
+        """The loader with the sampler that is accounted."""
+        loader = super().build_data_loader(data_loader, poisson_sampling=poisson_sampling, distributed=distributed, **keywords)
         if self._run is None:
             return loader
         plan = self._run.sampling
@@ -63,7 +61,8 @@ class PreparationMixin(opacus.PrivacyEngine):
             if generator is None:
                 generator = secret_generator("cpu")
             if distributed:
-                loader.batch_sampler.num_batches, loader.batch_sampler.generator = plan.steps_per_epoch, generator
+                drawn: Any = loader.batch_sampler
+                drawn.num_batches, drawn.generator = plan.steps_per_epoch, generator
             else:  # DataLoader forbids setting its sampler, but asks for it anew in every epoch
                 sampler = PoissonSampler(
                     num_samples=plan.num_users,
@@ -74,7 +73,7 @@ class PreparationMixin(opacus.PrivacyEngine):
                 object.__setattr__(loader, "batch_sampler", sampler)
         return loader
 
-    def _prepare_optimizer(
+    def build_optimizer(
         self,
         *,
         optimizer: torch.optim.Optimizer,
@@ -85,8 +84,9 @@ class PreparationMixin(opacus.PrivacyEngine):
         grad_sample_mode: str = "hooks",
         **keywords: Any,
     ) -> DPOptimizer:
+        """Opacus's optimizer with the noise that is accounted."""
         if self._run is None:
-            raise RuntimeError("_prepare_optimizer is called by make_private alone")
+            raise RuntimeError("build_optimizer is called by make_private alone")
         if not distributed:
             expected_batch_size = self._run.sampling.batch_size
         build: Callable[..., DPOptimizer]

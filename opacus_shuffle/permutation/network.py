@@ -20,10 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-WRAPPING_PACKAGES = ("opacus.grad_sample", "opacus.distributed", "torch.nn.parallel", "torch._dynamo")
-WRAPPER_NAMES = ("_module", "module", "_orig_mod")
-"""Where Opacus, distributed training and ``torch.compile`` define their wrappers, and under which names these keep the
-network."""
+from opacus_shuffle.core.opacus_compat import WRAPPER_NAMES, WRAPPING_PACKAGES
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -28,11 +28,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from opacus_shuffle.core.opacus_compat import WRAPPER_NAMES
 from opacus_shuffle.core.randomness import check_generator, secret_generator
 from opacus_shuffle.permutation.moving.gather import Move, gather_
 from opacus_shuffle.permutation.moving.layout import Block, Factor, IndexVectors, Term, plan_movement
 
-WRAPPERS = re.compile(r"^(?:(?:_module|module|_orig_mod)\.)+")
+WRAPPERS = re.compile(rf"^(?:(?:{'|'.join(WRAPPER_NAMES)})\.)+")
 """What Opacus, distributed training and ``torch.compile`` put before the names of parameters."""
 
 

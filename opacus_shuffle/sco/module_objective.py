@@ -23,7 +23,7 @@ from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 
-from opacus_shuffle.core.opacus_compat import refuse_broken_attention, tied_parameters
+from opacus_shuffle.core.opacus_compat import refuse_broken_attention, tied_parameters, wrapped_network
 from opacus_shuffle.core.validation import instance_of, integer, one_of
 from opacus_shuffle.sco.objective import (
     Objective,
@@ -82,7 +82,7 @@ class ModuleObjective(Objective):
         # The copy first: taking the hooks off the original would end the run that it may be in.
         inner: Any = copy.deepcopy(module)
         if isinstance(module, AbstractGradSampleModule):
-            inner, module = inner.to_standard_module(), module._module
+            inner, module = inner.to_standard_module(), wrapped_network(module)
         elif hasattr(module, "autograd_grad_sample_hooks"):
             raise ValueError(
                 "module must not carry Opacus's hooks unless as a GradSampleModule; pass the wrapper, or call its cleanup()"

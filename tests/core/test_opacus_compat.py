@@ -1,8 +1,10 @@
-"""Defects of the installed Opacus: found by what they do, refused by name, and not imagined."""
+"""What is relied on of Opacus's inside, name by name; and its defects: found by what they do, refused by name, not imagined."""
 
 from __future__ import annotations
 
+import re
 import warnings
+from pathlib import Path
 
 import opacus
 import pytest
@@ -172,3 +174,185 @@ def test_tied_language_models_are_named():
     config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)
     with pytest.raises(ValueError, match=r"transformer.wte.weight = lm_head.weight"):
         refuse_tied_ghost(transformers.GPT2LMHeadModel(config))
+
+
+# Each private name of Opacus that opacus_compat leans on, and what must stay true of it.
+
+
+def noisy_step(**keywords) -> tuple[GradSampleModule, opacus.optimizers.DPOptimizer]:
+    """A wrapped network after a backward pass on three records, and its optimizer."""
+    model = GradSampleModule(nn.Linear(2, 1, bias=False))
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = opacus.optimizers.DPOptimizer(sgd, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=3, **keywords)
+    model(torch.ones(3, 2)).sum().backward()
+    return model, optimizer
+
+
+def check__generate_noise():
+    reference = torch.zeros(2, 10_000, dtype=torch.float64)
+    noise = opacus_compat.gaussian_noise(
+        std=3.0, reference=reference, generator=torch.Generator().manual_seed(0), secure_mode=False
+    )
+    assert noise.shape == reference.shape
+    assert noise.dtype == reference.dtype
+    assert abs(float(noise.std()) - 3) < 0.1  # the deviation of 20,000 draws: 3/sqrt(40,000) = 0.015
+    assert not opacus_compat.gaussian_noise(std=0.0, reference=reference).any()
+
+
+def check__mark_as_processed():
+    gradients = [torch.zeros(1), torch.zeros(1)]
+    opacus_compat.refuse_used(gradients)
+    opacus_compat.mark_as_used(gradients)
+    for used in (gradients, gradients[0]):
+        with pytest.raises(ValueError, match="zero_grad"):
+            opacus_compat.refuse_used(used)
+
+
+def check__prepare_model():
+    called = []
+
+    class Engine(opacus_compat.OpenEngine):
+        def build_model(self, module, **keywords):
+            called.append(("model", module is network))
+            return super().build_model(module, **keywords)
+
+        def build_data_loader(self, data_loader, **keywords):
+            called.append(("data_loader", keywords["poisson_sampling"], keywords["distributed"]))
+            return super().build_data_loader(data_loader, **keywords)
+
+        def build_optimizer(self, **keywords):
+            called.append(("optimizer", keywords["optimizer"] is sgd, keywords["noise_multiplier"]))
+            assert {"expected_batch_size", "distributed", "clipping", "noise_generator", "grad_sample_mode"} <= set(keywords)
+            return super().build_optimizer(**keywords)
+
+    network = nn.Linear(2, 1)
+    sgd = torch.optim.SGD(network.parameters(), lr=1.0)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(6, 2)), batch_size=3)
+    Engine(accountant="rdp").make_private(
+        module=network, optimizer=sgd, data_loader=loader, noise_multiplier=2.0, max_grad_norm=1.0
+    )
+    assert called == [("model", True), ("data_loader", True, False), ("optimizer", True, 2.0)]
+
+
+def check__get_flat_grad_sample():
+    model, optimizer = noisy_step()
+    assert opacus_compat.records_waiting(optimizer) == 3
+    model(torch.ones(2, 2)).sum().backward()
+    assert opacus_compat.records_waiting(optimizer) == 5
+
+
+def check__step_skip_queue():
+    _, optimizer = noisy_step()
+    for skipped in (True, True, False):
+        optimizer.signal_skip_step(skipped)
+    optimizer.step()
+    assert opacus_compat.last_step_was_skipped(optimizer)
+    assert optimizer.params[0].summed_grad is not None
+    opacus_compat.drop_partial_batch(optimizer)
+    assert not opacus_compat.last_step_was_skipped(optimizer)
+    assert optimizer.params[0].grad_sample is None
+    assert optimizer.params[0].summed_grad is None
+    assert optimizer._step_skip_queue == []
+
+
+def check__is_last_step_skipped():
+    _, optimizer = noisy_step()
+    optimizer.step()
+    assert optimizer._is_last_step_skipped is False
+
+
+def check__processed():
+    _, optimizer = noisy_step()
+    (parameter,) = optimizer.params
+    assert opacus_compat.waits_for_step(parameter)
+    optimizer.step()
+    assert not opacus_compat.waits_for_step(parameter)
+    assert hasattr(parameter.grad_sample, "_processed")
+    assert hasattr(parameter.summed_grad, "_processed")
+
+
+def check_summed_grad():
+    network = nn.Linear(2, 1)
+    opacus.optimizers.DPOptimizer(
+        torch.optim.SGD(network.parameters(), lr=1.0), noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1
+    )
+    assert all("summed_grad" in parameter.__dict__ for parameter in network.parameters())
+    opacus_compat.forget_parameters(network)
+    assert not any("summed_grad" in parameter.__dict__ for parameter in network.parameters())
+
+
+def check__module():
+    network = nn.Linear(2, 1)
+    assert opacus_compat.wrapped_network(GradSampleModule(network)) is network
+    assert "_module" in opacus_compat.WRAPPER_NAMES
+    assert GradSampleModule.__module__.startswith(opacus_compat.WRAPPING_PACKAGES)
+
+
+def check_data_loader_of_the_caller():
+    found = []
+
+    class Accountant(opacus.accountants.RDPAccountant):
+        def get_optimizer_hook_fn(self, sample_rate):
+            found.append(opacus_compat.stock_engine_loader("somebody.else"))
+            found.append(opacus_compat.stock_engine_loader("opacus.privacy_engine"))
+            return super().get_optimizer_hook_fn(sample_rate)
+
+    engine = opacus.PrivacyEngine(accountant="rdp")
+    engine.accountant = Accountant()
+    network = nn.Linear(2, 1)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(6, 2)), batch_size=3)
+    *_, private = engine.make_private(
+        module=network,
+        optimizer=torch.optim.SGD(network.parameters(), lr=1.0),
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    assert found == [private, None]
+    assert isinstance(private.batch_sampler, opacus_compat.POISSON_SAMPLERS)
+
+
+def check_expanded_weights_refuse_empty_batches():
+    model = opacus.grad_sample.GradSampleModuleExpandedWeights(nn.Linear(3, 1))
+    opacus_compat.allow_empty_batches(model)
+    model(torch.zeros(0, 3)).sum().backward()
+    assert [tuple(parameter.grad_sample.shape) for parameter in model.parameters()] == [(0, 1, 3), (0, 1)]
+    opacus_compat.allow_empty_batches(nn.Linear(3, 1))  # nothing to do
+
+
+CONTRACT = {name.removeprefix("check_"): check for name, check in sorted(globals().items()) if name.startswith("check_")}
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_opacus_still_has(name):
+    CONTRACT[name]()
+
+
+PRIVATE = (
+    "_generate_noise",
+    "_mark_as_processed",
+    "_check_processed_flag",
+    "_prepare_model",
+    "_prepare_data_loader",
+    "_prepare_optimizer",
+    "_prepare_criterion",
+    "_get_flat_grad_sample",
+    "_step_skip_queue",
+    "_is_last_step_skipped",
+    "_check_skip_next_step",
+    "_processed",
+)
+
+
+def test_no_other_module_mentions_a_private_name_of_opacus():
+    package = Path(opacus_compat.__file__).parents[1]
+    mentions = re.compile(
+        r"from opacus\.[\w.]* import [^\n]*\b_[a-z]|\bopacus\.[\w.]*\._[a-z]|" + "|".join(rf"\b{name}\b" for name in PRIVATE)
+    )
+    found = [
+        f"{path.relative_to(package)}: {match.group()}"
+        for path in package.rglob("*.py")
+        if path.name != "opacus_compat.py"
+        for match in mentions.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []

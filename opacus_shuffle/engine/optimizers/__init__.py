@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from opacus_shuffle.engine.optimizers.batch_clipping import BatchClipping
-from opacus_shuffle.engine.optimizers.empty_batches import allow_empty_batches
 from opacus_shuffle.engine.optimizers.local_gaussian import optimizer_class
 from opacus_shuffle.engine.optimizers.logical_batch import GhostLogicalBatch, LogicalBatch
 from opacus_shuffle.engine.optimizers.step_hooks import StepHooks
@@ -15,6 +14,5 @@ __all__ = [
     "LogicalBatch",
     "StepHooks",
     "VectorSumOptimizer",
-    "allow_empty_batches",
     "optimizer_class",
 ]

@@ -22,7 +22,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from opacus.optimizers.optimizer import _generate_noise
+
+from opacus_shuffle.core.opacus_compat import gaussian_noise
 
 if TYPE_CHECKING:
     from opacus.optimizers import DPOptimizer as _Base
@@ -65,6 +66,6 @@ class BatchClipping(_Base):
             more = math.sqrt(self.unshuffled_noise_ratio**2 - 1) * self.noise_multiplier * self.max_grad_norm
             for parameter in self.params:
                 if id(parameter) not in self.shuffled:
-                    parameter.grad += _generate_noise(
+                    parameter.grad += gaussian_noise(
                         std=more, reference=parameter.grad, generator=self.generator, secure_mode=self.secure_mode
                     )

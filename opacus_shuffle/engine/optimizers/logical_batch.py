@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from opacus_shuffle.core.opacus_compat import drop_partial_batch, last_step_was_skipped, records_waiting
+
 if TYPE_CHECKING:
     from opacus.optimizers import DPOptimizer as _Base
 else:
@@ -36,7 +38,7 @@ class LogicalBatch(_Base):
     def clip_and_accumulate(self) -> None:
         """Clip and sum one physical batch, and note its size and norm."""
         if self.params:
-            self._note(len(self._get_flat_grad_sample(self.params[0])), self._clipping_norm())
+            self._note(records_waiting(self), self._clipping_norm())
         super().clip_and_accumulate()
 
     def add_noise(self) -> None:
@@ -61,16 +63,12 @@ class LogicalBatch(_Base):
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear gradients, and the notes whenever Opacus clears the sum."""
         super().zero_grad(set_to_none)
-        if not self._is_last_step_skipped:
+        if not last_step_was_skipped(self):
             self._forget()
 
     def discard_partial_batch(self) -> None:
         """Drop the sum of a logical batch that was left before its end, and Opacus's plans for the rest of it."""
-        self._step_skip_queue.clear()
-        self._is_last_step_skipped = False
-        for parameter in self.params:
-            parameter.grad_sample = None
-            parameter.summed_grad = None
+        drop_partial_batch(self)
         self._forget()
 
     def _note(self, records: int, norm: float) -> None:

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from opacus.optimizers import DPOptimizer
-from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 
+from opacus_shuffle.core.opacus_compat import mark_as_used, refuse_used
 from opacus_shuffle.engine.optimizers.logical_batch import LogicalBatch
 from opacus_shuffle.engine.optimizers.step_hooks import StepHooks
 
@@ -72,7 +72,7 @@ class EncodedSum(_Base):
                 "optimizer.step() and zero_grad() after each, or split batches with BatchMemoryManager"
             )
         for parameter in self.params:
-            _check_processed_flag(parameter.grad_sample)
+            refuse_used(parameter.grad_sample)
         samples = self.grad_samples
         entries = sum(parameter.numel() for parameter in self.params)
         if not math.isclose(self.max_grad_norm, self.aggregator.max_norm, rel_tol=1e-6):
@@ -86,7 +86,7 @@ class EncodedSum(_Base):
             counts += self.aggregator.encode(self._clipped(samples, slice(start, start + rows)), self.generator)
         self._counts = counts if self._counts is None else self._counts + counts
         for parameter in self.params:
-            _mark_as_processed(parameter.grad_sample)
+            mark_as_used(parameter.grad_sample)
 
     def check_agreement(self) -> None:
         """Refuse, before anything is released, what is not accounted.

@@ -16,10 +16,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
+from opacus_shuffle.core.opacus_compat import POISSON_SAMPLERS
 from opacus_shuffle.core.validation import boolean
 from opacus_shuffle.engine.sampling.fixed_size_sampler import FixedSizeSampler
 
@@ -103,11 +103,7 @@ def _check_sampler(mechanism: str, kind: Kind, data_loader: DataLoader) -> None:
         return
     if data_loader.batch_size is None:  # a batch sampler of its own
         sampler: object = data_loader.batch_sampler
-        matching: tuple[type, ...] = (
-            (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
-            if kind == "poisson"
-            else (FixedSizeSampler,)
-        )
+        matching: tuple[type, ...] = POISSON_SAMPLERS if kind == "poisson" else (FixedSizeSampler,)
         fits = isinstance(sampler, matching)
     else:
         sampler = data_loader.sampler

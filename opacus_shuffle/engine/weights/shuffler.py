@@ -26,6 +26,7 @@ import torch.distributed
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from opacus_shuffle.core.opacus_compat import waits_for_step
 from opacus_shuffle.core.randomness import KeyChain, check_generator
 from opacus_shuffle.core.validation import instance_of, one_of
 from opacus_shuffle.permutation.network import unwrap
@@ -67,12 +68,12 @@ class WeightShuffler:
     Formal Guarantees:
         Let Q_t be the product of all permutations up to step t and W_t = Q_t⁻¹·(the weights). As the update is equivariant and
         its noise has independent, identically distributed entries, W_t is a run without shuffling, with noise Q_{t−1}⁻¹z_t that
-        has the distribution of z_t whatever the Q are; so the process W is independent of all Q. Each permutation being uniform and
-        fresh, Q at the times of release t₁ < t₂ < … are independent and uniform, and what is released is Q_{t_k}·W_{t_k}. With
-        ``"on_release"`` W is the run itself, and what is released is P_k·W_{t_k} with fresh, uniform and independent P_k:
-        **the same joint distribution**. No ε is smaller for it: the unshuffled accountant is valid (post-processing), and nothing
-        smaller is valid for every data set: a gradient with equal entries looks the same after any permutation. Two releases a
-        small step apart can be matched, which shows the permutation between them.
+        has the distribution of z_t whatever the Q are; so the process W is independent of all Q. Each permutation being uniform
+        and fresh, Q at the times of release t₁ < t₂ < … are independent and uniform, and what is released is Q_{t_k}·W_{t_k}.
+        With ``"on_release"`` W is the run itself, and what is released is P_k·W_{t_k} with fresh, uniform and independent P_k:
+        **the same joint distribution**. No ε is smaller for it: the unshuffled accountant is valid (post-processing), and
+        nothing smaller is valid for every data set: a gradient with equal entries looks the same after any permutation. Two
+        releases a small step apart can be matched, which shows the permutation between them.
     """
 
     def __init__(
@@ -257,7 +258,7 @@ class WeightShuffler:
 
     def _in_the_middle(self) -> bool:
         """Whether gradients wait for a step."""
-        return any(_waiting(parameter) for parameter in self._network.parameters())
+        return any(waits_for_step(parameter) for parameter in self._network.parameters())
 
     def _released(self) -> PermutationPlan | None:
         """By what the weights that leave now are permuted."""
@@ -385,17 +386,6 @@ def _callers() -> list[FrameType]:
         found.append(frame)
         frame = frame.f_back
     return found
-
-
-def _waiting(parameter: nn.Parameter) -> bool:
-    """Whether gradients of records wait for a step here (where Opacus keeps them); those of the last one are marked."""
-    waiting, total = getattr(parameter, "grad_sample", None), getattr(parameter, "summed_grad", None)
-    last = waiting[-1] if isinstance(waiting, list) and waiting else waiting
-    if isinstance(last, torch.Tensor) and not hasattr(last, "_processed"):
-        return True
-    # Where no noise is added (all ranks but the first) the sum is not marked: there it becomes the gradient itself.
-    used = parameter.grad is not None and total is not None and parameter.grad.data_ptr() == total.data_ptr()
-    return isinstance(total, torch.Tensor) and not hasattr(total, "_processed") and not used
 
 
 def innermost(optimizer: Any) -> torch.optim.Optimizer:
