@@ -139,8 +139,8 @@ def calibrate_aggregator(
     Args:
         accountant: Must be ``shuffled_sums``.
         sampling: How batches are drawn.
-        aggregator: ``"tight"``: the least noise by ``bound="certified"``, with what sampling gains. ``"published"``: SCO Algorithm
-            5, every round's share by Theorem A.6.
+        aggregator: ``"tight"``: the least noise by ``bound="certified"``, with what sampling gains. ``"published"``: SCO
+            Algorithm 5, every round's share by Theorem A.6.
         dimension: Entries of all trainable parameters.
         max_grad_norm: C.
         target_epsilon: ε of the run, at most 15.
@@ -172,12 +172,12 @@ def calibrate_aggregator(
     )
     if (aggregator, bound) == ("tight", "published"):
         raise ValueError(
-            "bound='published' does not go with aggregator='tight', which is calibrated by exact composition: leave bound out, or "
-            "use aggregator='published'"
+            "bound='published' does not go with aggregator='tight', which is calibrated by exact composition: leave bound out, "
+            "or use aggregator='published'"
         )
     one_of("adjacency", "replace" if adjacency is None else adjacency, ("zero_out", "replace"))
     norm = positive("max_grad_norm", max_grad_norm)
-    protocol = ShuffleVectorSum.for_rounds(
+    protocol = ShuffleVectorSum(
         sampling.batch_size,
         dimension,
         norm,

@@ -1,15 +1,16 @@
 r"""How fine the grid, how many noise bits: the printed constants, or the least noise that the exact accounting allows.
 
-One user's coordinate travels as g bits that say where on the grid it lies and b noise bits that are 1 with probability p.
+SCO is Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation, whose protocols these are. One user's coordinate
+travels as g bits that say where on the grid it lies and b noise bits that are 1 with probability p.
 
-**paper**: SCO Theorem A.6 (Claim A.8, Corollary A.9 with drop-outs), constants as printed. **tight**: p = ½, and for every b
-the largest g, that is the least noise in the value's own units, whose Gaussian bound
+**published**: SCO Theorem A.6 (Claim A.8, Corollary A.9 with drop-outs), constants as printed. **tight**: p = ½, and for every
+b the largest g, that is the least noise in the value's own units, whose Gaussian bound
 (:mod:`opacus_shuffle.analysis.binomial_sums`) meets (ε, δ); b is the smallest with which the variance is within
 :data:`OVERHEAD` of the limit for infinitely many bits (rounding to the grid costs 1/b of the noise, the binomial's tails the
 rest). Both are proved for every data set; the variances are some hundred thousand times apart:
 
->>> paper, tight = (noise_variance(dimension=100, max_norm=1.0, epsilon=1.0, delta=1e-6, calibration=c) for c in CALIBRATIONS)
->>> round(paper / tight)
+>>> setting = {"dimension": 100, "max_norm": 1.0, "epsilon": 1.0, "delta": 1e-6}
+>>> round(noise_variance(**setting, calibration="published") / noise_variance(**setting))
 287928
 """
 
@@ -31,13 +32,14 @@ from opacus_shuffle.analysis.binomial_sums import (
     hockey_stick,
     largest_mu,
 )
-from opacus_shuffle.core.validation import finite_number, integer, moderate, one_of, positive
+from opacus_shuffle.core.validation import finite_number, integer, moderate, noise_level, one_of, positive, sampling_rate
 
 CALIBRATIONS = ("published", "tight")
 
 LARGEST_EPSILON = 15.0
 SMALLEST_HONEST_FRACTION = 1 / 3
 SMALLEST_DELTA = 1e-200
+SMALLEST_MULTIPLIER = 0.1
 
 OVERHEAD = 0.05
 """How far above its limit the variance of the tight calibration may stay for the sake of fewer bits."""
@@ -75,25 +77,51 @@ class GridPlan:
         return num_users * (0.25 + self.noise_bits * self.bit_probability * (1 - self.bit_probability))
 
 
-def check_privacy(epsilon: float, delta: float, honest_fraction: float, calibration: str) -> tuple[float, float, float, str]:
-    """The four in the ranges of SCO Theorem A.6 and Claim A.8."""
-    if positive("epsilon", epsilon) > LARGEST_EPSILON:
-        raise ValueError(
-            f"epsilon must not exceed {LARGEST_EPSILON:g}, got {epsilon!r}: SCO Theorem 3.2 says nothing beyond, and e^15 is "
-            "no protection worth its name; choose a smaller one"
-        )
-    if positive("delta", delta) < SMALLEST_DELTA:
-        raise ValueError(f"delta must be at least {SMALLEST_DELTA:g}, below which tails are not known, got {delta!r}")
-    if delta >= 0.5:
-        raise ValueError(f"delta must be below 1/2 (SCO Theorem 3.2), got {delta!r}; 1/num_users**1.1 is a usual choice")
-    fraction = finite_number("honest_fraction", honest_fraction)
-    if not SMALLEST_HONEST_FRACTION - 1e-12 <= fraction <= 1:
-        raise ValueError(
-            f"honest_fraction must lie in [1/3, 1], got {honest_fraction!r}: SCO Claim A.8 covers no smaller share of honest "
-            "users"
-        )
-    one_of("calibration", calibration, CALIBRATIONS)
-    return float(epsilon), float(delta), fraction, calibration
+@dataclasses.dataclass(frozen=True)
+class Promise:
+    """What a protocol is made for, in the ranges of SCO Theorem A.6 and Claim A.8; the protocols say what each field means."""
+
+    epsilon: float
+    delta: float
+    calibration: str = "tight"
+    honest_fraction: float = 1.0
+    rounds: int = 1
+    sample_rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        if positive("epsilon", self.epsilon) > LARGEST_EPSILON:
+            raise ValueError(
+                f"epsilon must not exceed {LARGEST_EPSILON:g}, got {self.epsilon!r}: SCO Theorem 3.2 says nothing beyond, and "
+                "e^15 is no protection worth its name; choose a smaller one"
+            )
+        if positive("delta", self.delta) < SMALLEST_DELTA:
+            raise ValueError(f"delta must be at least {SMALLEST_DELTA:g}, below which tails are not known, got {self.delta!r}")
+        if self.delta >= 0.5:
+            raise ValueError(
+                f"delta must be below 1/2 (SCO Theorem 3.2), got {self.delta!r}; 1/num_users**1.1 is a usual choice"
+            )
+        if not SMALLEST_HONEST_FRACTION - 1e-12 <= finite_number("honest_fraction", self.honest_fraction) <= 1:
+            raise ValueError(
+                f"honest_fraction must lie in [1/3, 1], got {self.honest_fraction!r}: SCO Claim A.8 covers no smaller share of "
+                "honest users"
+            )
+        one_of("calibration", self.calibration, CALIBRATIONS)
+        rate = sampling_rate("sample_rate", self.sample_rate)
+        if rate < 1 and (self.calibration != "tight" or self.honest_fraction < 1):
+            raise ValueError(
+                f"sample_rate={self.sample_rate!r} takes calibration='tight' and honest_fraction=1, got {self.calibration!r} "
+                f"and {self.honest_fraction!r}: what a secret sample gains is not proved for others"
+            )
+        object.__setattr__(self, "epsilon", float(self.epsilon))
+        object.__setattr__(self, "delta", float(self.delta))
+        object.__setattr__(self, "honest_fraction", float(self.honest_fraction))
+        object.__setattr__(self, "rounds", integer("rounds", self.rounds))
+        object.__setattr__(self, "sample_rate", rate)
+
+    @property
+    def lost(self) -> float:
+        """What the tails of one round's coordinates may take of δ together."""
+        return LOST_SHARE * self.delta / self.rounds
 
 
 def honest_users(num_users: int, honest_fraction: float) -> int:
@@ -101,7 +129,33 @@ def honest_users(num_users: int, honest_fraction: float) -> int:
     return max(1, math.ceil(num_users * honest_fraction - 1e-9))
 
 
-def paper_vector_plan(
+def vector_plan(promise: Promise, *, num_users: int, dimension: int, max_norm: float) -> GridPlan:
+    """The grid of each round of a vector sum."""
+    if promise.calibration == "tight":
+        mu = round_mu(epsilon=promise.epsilon, delta=promise.delta, rounds=promise.rounds, sample_rate=promise.sample_rate)
+        return tight_vector_plan(
+            num_users=num_users, dimension=dimension, mu=mu, lost=promise.lost, honest_fraction=promise.honest_fraction
+        )
+    epsilon, delta = published_round_budget(epsilon=promise.epsilon, delta=promise.delta, rounds=promise.rounds)
+    return published_vector_plan(
+        num_users=num_users,
+        dimension=dimension,
+        max_norm=max_norm,
+        epsilon=epsilon,
+        delta=delta,
+        honest_fraction=promise.honest_fraction,
+    )
+
+
+def scalar_plan(promise: Promise, *, num_users: int, max_value: float) -> GridPlan:
+    """The grid of a sum of numbers, one round."""
+    share = {"epsilon": promise.epsilon, "delta": promise.delta, "honest_fraction": promise.honest_fraction}
+    if promise.calibration == "tight":
+        return tight_scalar_plan(num_users=num_users, **share)
+    return published_scalar_plan(num_users=num_users, max_value=max_value, **share)
+
+
+def published_vector_plan(
     *, num_users: int, dimension: int, max_norm: float, epsilon: float, delta: float, honest_fraction: float
 ) -> GridPlan:
     """SCO Theorem A.6; with drop-outs Corollary A.9, whose ε/γ is here the ε asked for.
@@ -110,7 +164,7 @@ def paper_vector_plan(
     """
     _check_drop_outs(epsilon, honest_fraction)
     share = delta / (dimension + 1)
-    return _paper_plan(
+    return _published_plan(
         granularity=max(2 * max_norm * math.sqrt(num_users), math.sqrt(dimension), 4.0),
         epsilon=epsilon * honest_fraction / (18 * math.sqrt(-math.log(share))),
         delta=share,
@@ -119,7 +173,9 @@ def paper_vector_plan(
     )
 
 
-def paper_scalar_plan(*, num_users: int, max_value: float, epsilon: float, delta: float, honest_fraction: float) -> GridPlan:
+def published_scalar_plan(
+    *, num_users: int, max_value: float, epsilon: float, delta: float, honest_fraction: float
+) -> GridPlan:
     """SCO Lemma 3.1; with drop-outs Claim A.8.
 
     Lemma 3.1 asks for g ≥ Δ√n alone, but its proof takes ln((1+α)/(1−α)) ≤ 3α with α = ε/(3g) "small": that needs α ≤ 0.858,
@@ -127,7 +183,7 @@ def paper_scalar_plan(*, num_users: int, max_value: float, epsilon: float, delta
     """
     _check_drop_outs(epsilon, honest_fraction)
     local = epsilon * honest_fraction
-    return _paper_plan(
+    return _published_plan(
         granularity=max(max_value * math.sqrt(num_users), local / 2.57, 3.0 if honest_fraction < 1 else 1.0),
         epsilon=local,
         delta=delta,
@@ -140,12 +196,12 @@ def _check_drop_outs(epsilon: float, honest_fraction: float) -> None:
     """Claim A.8 is for ε ≤ 1 of a protocol in which all are honest."""
     if honest_fraction < 1 and epsilon * honest_fraction > 1:
         raise ValueError(
-            f"calibration='published' with honest_fraction={honest_fraction!r} needs epsilon * honest_fraction <= 1 in each round "
-            f"(SCO Corollary A.9), got epsilon={epsilon!r}: use calibration='tight' or a smaller epsilon"
+            f"calibration='published' with honest_fraction={honest_fraction!r} needs epsilon * honest_fraction <= 1 in each "
+            f"round (SCO Corollary A.9), got epsilon={epsilon!r}: use calibration='tight' or a smaller epsilon"
         )
 
 
-def _paper_plan(*, granularity: float, epsilon: float, delta: float, num_users: int, honest_fraction: float) -> GridPlan:
+def _published_plan(*, granularity: float, epsilon: float, delta: float, num_users: int, honest_fraction: float) -> GridPlan:
     """The smallest b above 180g²ln(2/δ)/(ε²n), and p = 90g²ln(2/δ)/(bε²n)."""
     if granularity > 2**40:
         raise ValueError(f"the paper's grid would have {granularity:.3g} steps: measure values in a larger unit")
@@ -153,8 +209,8 @@ def _paper_plan(*, granularity: float, epsilon: float, delta: float, num_users: 
     half = 90 * g**2 * math.log(2 / delta) / (epsilon**2 * num_users)
     if 2 * half * num_users > MOST_TRIALS:
         raise ValueError(
-            f"calibration='published' would send {2 * half:.3g} noise bits per user and coordinate: use calibration='tight' or a "
-            "larger epsilon"
+            f"calibration='published' would send {2 * half:.3g} noise bits per user and coordinate: use calibration='tight' or "
+            "a larger epsilon"
         )
     b = math.floor(2 * half) + 1
     return GridPlan(g, b, half / b, honest_users(num_users, honest_fraction))
@@ -212,6 +268,16 @@ def _cheapest(num_users: int, honest: int, largest_granularity: Callable[[Binomi
     )
 
 
+def noise_multiplier_mu(noise_multiplier: float) -> float:
+    """μ under replacement of a sum with this noise over the clipping norm, rounded down."""
+    if noise_level("noise_multiplier", noise_multiplier) < SMALLEST_MULTIPLIER:
+        raise ValueError(
+            f"noise_multiplier of a shuffled sum must be at least {SMALLEST_MULTIPLIER}, got {noise_multiplier!r}: below, "
+            "epsilon of a round is in the hundreds, and no tails are known so far out"
+        )
+    return math.nextafter(2 / math.nextafter(noise_multiplier, math.inf), 0.0)
+
+
 def round_mu(*, epsilon: float, delta: float, rounds: int = 1, sample_rate: float = 1.0) -> float:
     """μ of each of ``rounds`` equal rounds that are (ε, δ)-DP together, rounded down: of the same users, or of samples."""
     if sample_rate < 1:
@@ -220,7 +286,7 @@ def round_mu(*, epsilon: float, delta: float, rounds: int = 1, sample_rate: floa
     return largest_mu(epsilon=epsilon, delta=delta * (1 - LOST_SHARE)) / math.sqrt(integer("rounds", rounds))
 
 
-def paper_round_budget(*, epsilon: float, delta: float, rounds: int) -> tuple[float, float]:
+def published_round_budget(*, epsilon: float, delta: float, rounds: int) -> tuple[float, float]:
     """(ε, δ) of each of T rounds with the same users, as SCO Algorithm 5 prints it: ε/(2√(2T·ln(1/δ))), δ/(T + 1).
 
     Where that is too much (the printed ln(1/δ) stands for ln((T+1)/δ), and the term in ε² was left out: T > 1/δ, or ε large
@@ -246,7 +312,7 @@ def noise_variance(*, dimension: int, max_norm: float, epsilon: float, delta: fl
         calibration: ``"published"`` or ``"tight"``.
     """
     dimension, norm = integer("dimension", dimension), moderate("max_norm", max_norm)
-    epsilon, delta, _, calibration = check_privacy(epsilon, delta, 1.0, calibration)
+    Promise(epsilon, delta, calibration)
     if calibration == "tight":
         return (2 * norm / round_mu(epsilon=epsilon, delta=delta)) ** 2
     share = delta / (dimension + 1)

@@ -7,6 +7,7 @@ plus one binomial per coordinate has the same distribution as what the bits add 
 
 from __future__ import annotations
 
+import functools
 import math
 import reprlib
 from abc import ABC, abstractmethod
@@ -22,7 +23,7 @@ from opacus_shuffle.analysis.binomial_sums import LOST_SHARE, SumRound, gaussian
 from opacus_shuffle.analysis.sampled_sums import SampledRound
 from opacus_shuffle.core.randomness import check_generator, secret_generator
 from opacus_shuffle.core.validation import instance_of, integer, one_of
-from opacus_shuffle.protocols.calibration import GridPlan
+from opacus_shuffle.protocols.calibration import GridPlan, Promise, published_round_budget
 from opacus_shuffle.protocols.messages import Messages, shuffled
 from opacus_shuffle.protocols.statement import PrivacyStatement
 
@@ -38,19 +39,12 @@ TOLERANCE = 1e-5
 class GridSum(ABC):
     """Sums over ``num_users`` users of points in ``[low, low + span]^dimension``; subclasses say which points are allowed."""
 
-    num_users: int
-    dimension: int
-    epsilon: float
-    delta: float
-    calibration: str
-    honest_fraction: float
-    rounds: int = 1
-    sample_rate: float = 1.0
-    round_epsilon: float
-    round_delta: float
-    _plan: GridPlan
-    _low: float
-    _span: float
+    def __init__(self, num_users: int, dimension: int, promise: Promise, plan: GridPlan, *, low: float, span: float) -> None:
+        self.num_users, self.dimension = num_users, dimension
+        self.epsilon, self.delta = promise.epsilon, promise.delta
+        self.calibration, self.honest_fraction = promise.calibration, promise.honest_fraction
+        self.rounds, self.sample_rate = promise.rounds, promise.sample_rate
+        self._plan, self._low, self._span = plan, low, span
 
     @property
     def granularity(self) -> int:
@@ -93,6 +87,11 @@ class GridSum(ABC):
         return self._equivalent[0]
 
     @property
+    def noise_multiplier(self) -> float:
+        """2/μ, the noise of the sum over the clipping norm; rounded down, so that 2 over it is no less than μ."""
+        return math.nextafter(2 / self.mu, 0.0)
+
+    @property
     def lost(self) -> float:
         """See :attr:`mu`."""
         return self._equivalent[1]
@@ -100,6 +99,25 @@ class GridSum(ABC):
     @property
     def _equivalent(self) -> tuple[float, float]:
         return gaussian_equivalent(self.sum_round, lost=LOST_SHARE * self.delta / self.rounds)
+
+    @property
+    def round_epsilon(self) -> float:
+        """ε at :attr:`round_delta` of one round that everyone takes part in, by the protocol's calibration."""
+        return self._round_budget[0]
+
+    @property
+    def round_delta(self) -> float:
+        """One round's share of δ."""
+        return self._round_budget[1]
+
+    @functools.cached_property
+    def _round_budget(self) -> tuple[float, float]:
+        if self.calibration == "published":
+            return published_round_budget(epsilon=self.epsilon, delta=self.delta, rounds=self.rounds)
+        if self.rounds == 1 and self.sample_rate == 1:
+            return self.epsilon, self.delta
+        delta = self.delta / (self.rounds + 1)
+        return binomial_sums.compute_epsilon([(self.sum_round, 1)], delta=delta), delta
 
     def exact_epsilon(self, delta: float | None = None, *, rounds: int | None = None) -> tuple[float, float]:
         """What the noise really gives: a lower value by one pair of data sets, and a proved one for all of them.
@@ -155,7 +173,7 @@ class GridSum(ABC):
         if each > self.rounds:
             raise ValueError(
                 f"rounds_per_user={each} is more than this protocol is made for ({self.rounds}): let every user take part in "
-                f"fewer, or make a vector protocol for as many (its class method takes rounds={each})"
+                f"fewer, or make a vector protocol for as many (rounds={each})"
             )
         if each > whole:
             raise ValueError(f"rounds_per_user={each} is more than there are rounds, rounds={whole}: leave it out")

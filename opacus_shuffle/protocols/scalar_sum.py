@@ -1,7 +1,9 @@
-r"""``ShuffleScalarSum``: the sum of users' numbers in [0, Δ], with multi-message shuffle privacy (SCO Algorithm 1).
+r"""``ShuffleScalarSum``: the sum of users' numbers in [0, Δ], with multi-message shuffle privacy.
+
+This is Algorithm 1 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO).
 
 >>> import torch
->>> protocol = ShuffleScalarSum(1000, 1.0, epsilon=1.0, delta=1e-6, calibration="tight")
+>>> protocol = ShuffleScalarSum(1000, 1.0, epsilon=1.0, delta=1e-6)
 >>> answer = protocol.simulate(torch.full((1000,), 0.25), torch.Generator().manual_seed(0))
 >>> abs(float(answer) - 250) < 5 * protocol.variance**0.5, round(protocol.variance**0.5, 2)
 (True, 4.31)
@@ -16,20 +18,21 @@ import numpy as np
 import torch
 
 from opacus_shuffle.core.validation import integer, moderate
-from opacus_shuffle.protocols.calibration import check_privacy, paper_scalar_plan, tight_scalar_plan
+from opacus_shuffle.protocols.calibration import Promise, scalar_plan
 from opacus_shuffle.protocols.grid_sum import TOLERANCE, GridSum, real_numbers
 from opacus_shuffle.protocols.messages import Messages
 
 
 class ShuffleScalarSum(GridSum):
-    """One round's sum of numbers in [0, ``max_value``]; unbiased.
+    """Sums numbers in [0, ``max_value``], one per user; the answer is unbiased.
 
     Args:
         num_users: n, users in the round.
         max_value: Δ; numbers outside [0, Δ] are refused.
         epsilon: ε in (0, 15].
         delta: δ in (0, ½).
-        calibration: ``"published"``: SCO Lemma 3.1's constants. ``"tight"``: the least noise whose exact hockey stick meets (ε, δ).
+        calibration: ``"tight"``: the least noise whose exact hockey stick meets (ε, δ). ``"published"``: SCO Lemma 3.1's
+            constants.
         honest_fraction: γ in [1/3, 1], as :class:`~opacus_shuffle.protocols.vector_sum.ShuffleVectorSum`'s (SCO Claim A.8).
 
     Formal Guarantees:
@@ -40,36 +43,23 @@ class ShuffleScalarSum(GridSum):
         ValueError: If an argument is out of range.
     """
 
-    dimension = 1
-
     def __init__(
         self,
         num_users: int,
         max_value: float,
         epsilon: float,
         delta: float,
-        calibration: str = "published",
+        calibration: str = "tight",
         honest_fraction: float = 1.0,
     ) -> None:
-        self.num_users = integer("num_users", num_users)
-        self.max_value = moderate("max_value", max_value)
-        self.epsilon, self.delta, self.honest_fraction, self.calibration = check_privacy(
-            epsilon, delta, honest_fraction, calibration
-        )
-        self.round_epsilon, self.round_delta = self.epsilon, self.delta
-        self._low, self._span = 0.0, self.max_value
-        if calibration == "tight":
-            self._plan = tight_scalar_plan(
-                num_users=self.num_users, epsilon=self.epsilon, delta=self.delta, honest_fraction=self.honest_fraction
-            )
-        else:
-            self._plan = paper_scalar_plan(
-                num_users=self.num_users,
-                max_value=self.max_value,
-                epsilon=self.epsilon,
-                delta=self.delta,
-                honest_fraction=self.honest_fraction,
-            )
+        users, top = integer("num_users", num_users), moderate("max_value", max_value)
+        promise = Promise(epsilon, delta, calibration, honest_fraction)
+        super().__init__(users, 1, promise, scalar_plan(promise, num_users=users, max_value=top), low=0.0, span=top)
+
+    @property
+    def max_value(self) -> float:
+        """Δ."""
+        return self._span
 
     def randomize(self, x: Any, generator: torch.Generator | None = None) -> Messages:
         """One user's messages for a number ``x`` in [0, ``max_value``]; ``generator`` is secret by default."""

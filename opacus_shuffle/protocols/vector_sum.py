@@ -1,11 +1,12 @@
-r"""``ShuffleVectorSum``: the sum of users' vectors of bounded ℓ₂ norm, with multi-message shuffle privacy (SCO Algorithm 2).
+r"""``ShuffleVectorSum``: the sum of users' vectors of bounded ℓ₂ norm, with multi-message shuffle privacy.
 
-Every coordinate of a user's vector, shifted by Δ₂ into [0, 2Δ₂], is rounded at random to a grid of g steps and sent as that
-many ones among g bits, with b noise bits besides; all bits carry their coordinate's label. Shuffled, a coordinate's bits tell
-their number of ones and nothing else: the sum of the rounded values plus Bin(b·n, p).
+This is Algorithm 2 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO). Every coordinate of a user's
+vector, shifted by Δ₂ into [0, 2Δ₂], is rounded at random to a grid of g steps and sent as that many ones among g bits, with b
+noise bits besides; all bits carry their coordinate's label. Shuffled, a coordinate's bits tell their number of ones and nothing
+else: the sum of the rounded values plus Bin(b·n, p).
 
 >>> import torch
->>> protocol = ShuffleVectorSum(1000, 20, 1.0, epsilon=1.0, delta=1e-6, calibration="tight")
+>>> protocol = ShuffleVectorSum(1000, 20, 1.0, epsilon=1.0, delta=1e-6)
 >>> vectors = torch.nn.functional.normalize(torch.ones(1000, 20, dtype=torch.float64), dim=1)
 >>> answer = protocol.simulate(vectors, torch.Generator().manual_seed(0))
 >>> bool((answer - vectors.sum(0)).abs().max() < 5 * protocol.variance**0.5), round(protocol.variance**0.5, 1)
@@ -20,38 +21,36 @@ import numpy as np
 import torch
 
 from opacus_shuffle.analysis import binomial_sums
-from opacus_shuffle.analysis.binomial_sums import LOST_SHARE
-from opacus_shuffle.core.validation import integer, moderate, sampling_rate
-from opacus_shuffle.protocols.calibration import (
-    check_privacy,
-    paper_round_budget,
-    paper_vector_plan,
-    round_mu,
-    tight_vector_plan,
-)
+from opacus_shuffle.core.validation import integer, moderate
+from opacus_shuffle.protocols.calibration import Promise, noise_multiplier_mu, tight_vector_plan, vector_plan
 from opacus_shuffle.protocols.grid_sum import TOLERANCE, GridSum, real_numbers
 from opacus_shuffle.protocols.messages import Messages
 
 
 class ShuffleVectorSum(GridSum):
-    """One round's sum of vectors with ‖x‖₂ ≤ ``max_norm``; unbiased.
+    """Sums vectors with ‖x‖₂ ≤ ``max_norm``, one per user; the answer is unbiased.
 
     Args:
-        num_users: n, users in the round.
+        num_users: n, users in a round.
         dimension: d.
         max_norm: Δ₂; a longer vector is refused.
         epsilon: ε in (0, 15].
         delta: δ in (0, ½).
-        calibration: ``"published"``: the constants of SCO Theorem A.6. ``"tight"``: the least noise that the exact accounting
-            allows, some 10⁵ times less variance at the same proved (ε, δ).
+        calibration: ``"tight"``: the least noise that the exact accounting allows; over several rounds μ of each is 1/√T of the
+            total's. ``"published"``: the constants of SCO Theorem A.6, some 10⁵ times more variance at the same proved (ε, δ);
+            each of T rounds gets ε/(2√(2T·ln(1/δ))) and δ/(T+1) (SCO Algorithm 5).
         honest_fraction: γ in [1/3, 1]: (ε, δ) holds for the honest users even if only a share γ of all follow the protocol, the
             rest sending nothing or anything. SCO Corollary A.9 says ε/γ for a protocol made for ε: here ε is what holds.
+        rounds: T, rounds in which the same users take part; all together are (ε, δ)-DP.
+        sample_rate: If below 1, every round's ``num_users`` users are a fresh, secret, uniform sample of fixed size, out of
+            ``num_users / sample_rate`` users in all; with ``"tight"`` and everyone honest only.
 
     Attributes:
         granularity: g. noise_bits: b. bit_probability: p.
         variance: Per coordinate of the answer, at most; unit of ``max_norm`` squared.
         bits_per_user: d·(g + b).
         mu: One round is a μ-Gaussian mechanism, but for a probability ``lost``.
+        noise_multiplier: 2/μ, the noise of that mechanism over ``max_norm``.
 
     Formal Guarantees:
         (ε, δ)-DP of all the shuffled messages, for every data set, replacement adjacency, up to the floating-point arithmetic
@@ -67,7 +66,8 @@ class ShuffleVectorSum(GridSum):
         | fewer than γ·n users, or more than n | ValueError |
 
     Raises:
-        ValueError: If an argument is out of range, or ``"published"`` has drop-outs and ε·γ > 1.
+        ValueError: If an argument is out of range, ``"published"`` has drop-outs and ε·γ > 1 in a round, or sampling is asked
+            for where what it gains is not proved.
     """
 
     def __init__(
@@ -77,104 +77,61 @@ class ShuffleVectorSum(GridSum):
         max_norm: float,
         epsilon: float,
         delta: float,
-        calibration: str = "published",
+        calibration: str = "tight",
         honest_fraction: float = 1.0,
+        *,
+        rounds: int = 1,
+        sample_rate: float = 1.0,
     ) -> None:
-        self._set(num_users, dimension, max_norm, epsilon, delta, calibration, honest_fraction)
-        self._calibrate(round_mu(epsilon=self.epsilon, delta=self.delta) if calibration == "tight" else None)
+        users, entries, norm = integer("num_users", num_users), integer("dimension", dimension), moderate("max_norm", max_norm)
+        promise = Promise(epsilon, delta, calibration, honest_fraction, rounds, sample_rate)
+        plan = vector_plan(promise, num_users=users, dimension=entries, max_norm=norm)
+        super().__init__(users, entries, promise, plan, low=-norm, span=2 * norm)
 
     @classmethod
-    def for_rounds(
+    def with_noise_multiplier(
         cls,
         num_users: int,
         dimension: int,
         max_norm: float,
-        epsilon: float,
-        delta: float,
+        noise_multiplier: float,
         *,
-        rounds: int,
-        calibration: str = "published",
+        delta: float,
         honest_fraction: float = 1.0,
-        sample_rate: float = 1.0,
+        rounds: int = 1,
     ) -> ShuffleVectorSum:
-        """The protocol of each of several rounds in which the same users take part, (ε, δ)-DP all together.
+        """The tight protocol whose covering Gaussian has this noise multiplier, or the nearest above that a grid allows.
+
+        As in DP-SGD the multiplier is the noise of the **sum** over ``max_norm``: one user's vector becoming zero is a Gaussian
+        mechanism of μ = 1/``noise_multiplier``, a vector replaced by another one of μ = 2/``noise_multiplier``.
 
         Args:
-            num_users: As the constructor's, like the rest.
-            dimension: See there.
-            max_norm: See there.
-            epsilon: ε of all rounds together.
-            delta: δ of all rounds together.
-            rounds: T.
-            calibration: ``"published"``: every round gets ε/(2√(2T·ln(1/δ))) and δ/(T+1) (SCO Algorithm 5). ``"tight"``: μ of a
-                round is 1/√T of the total's.
-            honest_fraction: See there.
-            sample_rate: γ: every round's ``num_users`` users are a fresh, secret, uniform sample without replacement of
-                ``num_users``/γ users in all; with ``"tight"`` and everyone honest only.
+            num_users: n, as in the constructor (like ``dimension``, ``max_norm`` and ``honest_fraction``).
+            dimension: d.
+            max_norm: Δ₂.
+            noise_multiplier: At least 0.1. The protocol has this much noise, or up to 2.5 % more.
+            delta: δ in (0, ½), of which the tails that no Gaussian covers take a millionth over all ``rounds``.
+            honest_fraction: γ.
+            rounds: T; ``epsilon`` of the protocol is what T rounds with the same users cost at ``delta``, without sampling.
 
         Raises:
-            ValueError: If an argument is out of range, or sampling is asked for where it is not covered.
+            ValueError: If an argument is out of range, or no protocol gets there.
         """
-        protocol = cls.__new__(cls)
-        protocol._set(num_users, dimension, max_norm, epsilon, delta, calibration, honest_fraction)
-        protocol.rounds = integer("rounds", rounds)
-        protocol.sample_rate = sampling_rate("sample_rate", sample_rate)
-        if protocol.sample_rate < 1 and (calibration != "tight" or protocol.honest_fraction < 1):
-            raise ValueError(
-                f"sample_rate={sample_rate!r} takes calibration='tight' and honest_fraction=1, got {calibration!r} and "
-                f"{honest_fraction!r}: what a secret sample gains is not proved for others"
-            )
-        protocol._calibrate(
-            round_mu(epsilon=protocol.epsilon, delta=protocol.delta, rounds=protocol.rounds, sample_rate=protocol.sample_rate)
-            if calibration == "tight"
-            else None
+        users, entries, norm = integer("num_users", num_users), integer("dimension", dimension), moderate("max_norm", max_norm)
+        promise = Promise(1.0, delta, "tight", honest_fraction, rounds)
+        mu = noise_multiplier_mu(noise_multiplier)
+        plan = tight_vector_plan(
+            num_users=users, dimension=entries, mu=mu, lost=promise.lost, honest_fraction=promise.honest_fraction
         )
+        protocol = cls.__new__(cls)
+        GridSum.__init__(protocol, users, entries, promise, plan, low=-norm, span=2 * norm)
+        protocol.epsilon = binomial_sums.compute_epsilon([(plan.round(entries), promise.rounds)], delta=promise.delta)
         return protocol
 
-    def _set(
-        self,
-        num_users: int,
-        dimension: int,
-        max_norm: float,
-        epsilon: float,
-        delta: float,
-        calibration: str,
-        honest_fraction: float,
-    ) -> None:
-        self.num_users = integer("num_users", num_users)
-        self.dimension = integer("dimension", dimension)
-        self.max_norm = moderate("max_norm", max_norm)
-        self.epsilon, self.delta, self.honest_fraction, self.calibration = check_privacy(
-            epsilon, delta, honest_fraction, calibration
-        )
-        self._low, self._span = -self.max_norm, 2 * self.max_norm
-
-    def _calibrate(self, mu: float | None) -> None:
-        """Find the grid, and what one round is by itself."""
-        if mu is None:
-            self.round_epsilon, self.round_delta = paper_round_budget(
-                epsilon=self.epsilon, delta=self.delta, rounds=self.rounds
-            )
-            self._plan = paper_vector_plan(
-                num_users=self.num_users,
-                dimension=self.dimension,
-                max_norm=self.max_norm,
-                epsilon=self.round_epsilon,
-                delta=self.round_delta,
-                honest_fraction=self.honest_fraction,
-            )
-            return
-        self._plan = tight_vector_plan(
-            num_users=self.num_users,
-            dimension=self.dimension,
-            mu=mu,
-            lost=LOST_SHARE * self.delta / self.rounds,
-            honest_fraction=self.honest_fraction,
-        )
-        self.round_epsilon, self.round_delta = self.epsilon, self.delta
-        if self.rounds > 1 or self.sample_rate < 1:
-            self.round_delta = self.delta / (self.rounds + 1)
-            self.round_epsilon = binomial_sums.compute_epsilon([(self.sum_round, 1)], delta=self.round_delta)
+    @property
+    def max_norm(self) -> float:
+        """Δ₂."""
+        return -self._low
 
     def randomize(self, x: Any, generator: torch.Generator | None = None) -> Messages:
         """One user's messages.

@@ -47,8 +47,8 @@ class DescentBound:
         Proved for β-smooth losses and η ≤ 2/β: D²/(2ηT) + ηL_G²/2 on the sample (Lemma B.4), and beyond it L times how far two
         runs drift apart whose data differ in one user. Couple them: same noise, and the same uniform numbers for the random
         rounding of everyone but that user. A step is non-expansive but for c = 2ηL/n, which alone gives Lemma B.5's L²ηT/n. The
-        lemma passes over the rounding, whose distribution depends on the gradients, and these differ for all users once the runs are
-        apart. Rounding x and x′ to a grid of width h = 2L/g with one uniform number makes errors that differ with variance
+        lemma passes over the rounding, whose distribution depends on the gradients, and these differ for all users once runs
+        are apart. Rounding x and x′ to a grid of width h = 2L/g with one uniform number makes errors that differ with variance
         h|x − x′| at most, so with δ_t the distance E[δ²_{t+1}] ≤ (δ_t + c)² + η²(h√d·βδ_t/n + dh²/(2n²)), which is at most
         (δ_t + c + q)² + v for q = η²h√dβ/(2n), v = η²dh²/(2n²); hence √E δ_t² ≤ (c + q)t + √(vt), and L times its mean over the
         iterates is at most L(c + q)T/2 + (2/3)L√(vT). Gradients that are wrong by e add 2ηe to c and 2η²h√d·e/n to v.
@@ -132,7 +132,7 @@ class Setting:
 
     def protocol(self, rounds: int) -> ShuffleVectorSum:
         """Of each of so many rounds."""
-        return ShuffleVectorSum.for_rounds(
+        return ShuffleVectorSum(
             self.num_users,
             self.dimension,
             self.reported,

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from opacus_shuffle.core.validation import integer
-from opacus_shuffle.protocols.calibration import check_privacy
+from opacus_shuffle.protocols.calibration import Promise
 from opacus_shuffle.protocols.statement import PrivacyStatement
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 from opacus_shuffle.sco.printed import Printed
@@ -32,7 +32,7 @@ class Budget:
     honest_fraction: float
 
     def __post_init__(self) -> None:
-        check_privacy(self.epsilon, self.delta, self.honest_fraction, self.calibration)
+        Promise(self.epsilon, self.delta, self.calibration, self.honest_fraction)
 
     def protocol(self, num_users: int, dimension: int, max_norm: float) -> ShuffleVectorSum:
         """A round for so many users."""

@@ -23,7 +23,7 @@ from opacus_shuffle.analysis.sampled_sums import SampledRound, compute_epsilon, 
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 TIGHT = ShuffleVectorSum(50, 200, 1.0, epsilon=1.0, delta=1e-6, calibration="tight")
-PAPER = ShuffleVectorSum.for_rounds(50, 200, 1.0, epsilon=2.0, delta=1e-5, rounds=20, calibration="published")
+PAPER = ShuffleVectorSum(50, 200, 1.0, epsilon=2.0, delta=1e-5, rounds=20, calibration="published")
 
 
 def gaussian_stick(mu, alpha):
@@ -59,8 +59,8 @@ def test_the_law_s_sticks_are_just_above_the_profile_in_both_directions(mu, rate
     true = profile(mu, rate, math.exp(epsilon))
     for found in (distribution.hockey_stick(epsilon), distribution.reverse_hockey_stick(epsilon)):
         assert found >= true * (1 - 1e-9) - 1e-15
-        # The distribution's stick is the chord between grid points: above it by at most width²/8 times the density of R. A step of
-        # 0.03μ (half as much more 9 deviations out) in log W, W of density φ(z)/(μw): rate·μ·(1.5·0.03)²·w·φ(z)/8, w·φ(z)
+        # The distribution's stick is the chord between grid points: above it by at most width²/8 times the density of R. A step
+        # of 0.03μ (half as much more 9 deviations out) in log W, W of density φ(z)/(μw): rate·μ·(1.5·0.03)²·w·φ(z)/8, w·φ(z)
         # being at most 0.4 times e^{0.06μ} from one end of a cell to the other.
         assert found <= true + rate * mu * 0.045**2 * 0.4 / 8 * math.exp(0.06 * mu)
 
@@ -220,19 +220,19 @@ def test_zeroing_is_half_a_replacement_where_everyone_takes_part():
 
 
 def test_one_round_of_the_paper_s_protocol_is_what_it_was_made_for():
-    protocol = ShuffleVectorSum(50, 200, 1.0, epsilon=1.0, delta=1e-6)
+    protocol = ShuffleVectorSum(50, 200, 1.0, epsilon=1.0, delta=1e-6, calibration="published")
     (mechanism, _), = accountant_of(protocol, users=50, steps=1).rounds()  # fmt: skip
     assert compute_bound([(mechanism, 1)], delta=1e-6).epsilon == 1.0
     # At another δ the same noise is that of the protocol made for the ε found.
     other = round_epsilon(mechanism, 1e-8)
-    again = ShuffleVectorSum(50, 200, 1.0, epsilon=other, delta=1e-8)
+    again = ShuffleVectorSum(50, 200, 1.0, epsilon=other, delta=1e-8, calibration="published")
     assert again.noise_bits * again.bit_probability == pytest.approx(protocol.noise_bits * protocol.bit_probability, rel=1e-9)
     assert again.granularity == protocol.granularity
 
 
 def test_the_paper_s_rounds_meet_the_budget_they_were_made_for_at_any_number_of_steps():
     for steps in (2, 20, 500):
-        protocol = ShuffleVectorSum.for_rounds(50, 200, 1.0, epsilon=2.0, delta=1e-5, rounds=steps)
+        protocol = ShuffleVectorSum(50, 200, 1.0, epsilon=2.0, delta=1e-5, rounds=steps, calibration="published")
         spent = accountant_of(protocol, steps=steps).bound(1e-5, bound="published").epsilon
         assert spent <= 2.0
         each, share = protocol.round_epsilon, 1e-5 / (steps + 1)

@@ -1,4 +1,4 @@
-"""Training with shuffled sums: the distribution of the gradient, batches in pieces, what is refused, and a run from end to end."""
+"""Training with shuffled sums: the gradient's distribution, batches in pieces, what is refused, and a run from end to end."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Noiseless(ShuffleVectorSum):
         return torch.full((self.dimension,), round(num_reports * self.noise_bits * self.bit_probability), dtype=torch.int64)
 
 
-# --- the distribution of the gradient ------------------------------------------------------------------------------------------
+# --- the distribution of the gradient ----------------------------------------------------------------------------------------
 
 
 def test_the_gradient_is_unbiased_and_has_the_protocol_s_variance():
@@ -227,7 +227,7 @@ def test_a_run_learns_and_is_accounted():
     assert 1.9 < engine.get_epsilon(1e-5, bound="certified") <= 2.0
     assert "certified" in str(engine.privacy_report(1e-5))
     # sampled protocols need less noise than rounds that everyone takes part in
-    everyone = ShuffleVectorSum.for_rounds(200, 6, 1.0, 2.0, 1e-5, rounds=40, calibration="tight")
+    everyone = ShuffleVectorSum(200, 6, 1.0, 2.0, 1e-5, rounds=40, calibration="tight")
     assert optimizer.aggregator.variance < everyone.variance / 4
 
 

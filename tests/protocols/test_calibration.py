@@ -15,12 +15,12 @@ from opacus_shuffle.analysis.binomial_sums import hockey_stick
 from opacus_shuffle.protocols.calibration import (
     CALIBRATIONS,
     OVERHEAD,
-    check_privacy,
+    Promise,
     honest_users,
     noise_variance,
-    paper_round_budget,
-    paper_scalar_plan,
-    paper_vector_plan,
+    published_round_budget,
+    published_scalar_plan,
+    published_vector_plan,
     round_mu,
     tight_scalar_plan,
     tight_vector_plan,
@@ -52,7 +52,7 @@ def smallest_bits(g, epsilon, delta, n):
 def test_the_vector_plan_is_theorem_a6_as_printed(given_numbers):
     n, d, norm = (given_numbers[name] for name in ("num_users", "dimension", "max_norm"))
     epsilon, delta = given_numbers["epsilon"], given_numbers["delta"]
-    plan = paper_vector_plan(**given_numbers, honest_fraction=1.0)
+    plan = published_vector_plan(**given_numbers, honest_fraction=1.0)
     g = math.ceil(max(2 * norm * math.sqrt(n), math.sqrt(d), 4) - 1e-9)
     share = delta / (d + 1)
     small = epsilon / (18 * math.sqrt(math.log(1 / share)))
@@ -71,7 +71,7 @@ def test_the_vector_plan_is_theorem_a6_as_printed(given_numbers):
 def test_the_scalar_plan_is_lemma_31_as_printed(given_numbers):
     n, epsilon, delta = (given_numbers[name] for name in ("num_users", "epsilon", "delta"))
     top = given_numbers["max_norm"]
-    plan = paper_scalar_plan(num_users=n, max_value=top, epsilon=epsilon, delta=delta, honest_fraction=1.0)
+    plan = published_scalar_plan(num_users=n, max_value=top, epsilon=epsilon, delta=delta, honest_fraction=1.0)
     g = plan.granularity
     printed = math.ceil(top * math.sqrt(n) - 1e-9)
     # The grid is finer than printed only where the proof's "alpha small" needs it.
@@ -91,8 +91,8 @@ def test_every_step_of_the_papers_proof_holds_for_the_plans(given_numbers, fract
         epsilon = min(epsilon, 1 / fraction)
     share = delta / (d + 1)
     common = {"num_users": n, "epsilon": epsilon, "honest_fraction": fraction}
-    vector = paper_vector_plan(dimension=d, max_norm=norm, delta=delta, **common)
-    scalar = paper_scalar_plan(max_value=norm, delta=delta, **common)
+    vector = published_vector_plan(dimension=d, max_norm=norm, delta=delta, **common)
+    scalar = published_scalar_plan(max_value=norm, delta=delta, **common)
     # What each coordinate must have when a share of the users is honest, and what all of them add up to.
     small = epsilon / (18 * math.sqrt(-math.log(share)))
     for plan, each_epsilon, each_delta in ((vector, small, share), (scalar, epsilon, delta)):
@@ -120,11 +120,11 @@ def test_every_step_of_the_papers_proof_holds_for_the_plans(given_numbers, fract
 def test_the_papers_noise_gives_lemma_a1s_divergence(n, d, epsilon, delta, fraction):
     if fraction < 1:
         epsilon = min(epsilon, 1.0)
-    plan = paper_vector_plan(num_users=n, dimension=d, max_norm=1.0, epsilon=epsilon, delta=delta, honest_fraction=fraction)
+    plan = published_vector_plan(num_users=n, dimension=d, max_norm=1.0, epsilon=epsilon, delta=delta, honest_fraction=fraction)
     share = delta / (d + 1)
     small = epsilon / (18 * math.sqrt(-math.log(share)))
     assert hockey_stick(plan.noise, shift=plan.granularity, epsilon=small) <= share
-    scalar = paper_scalar_plan(num_users=n, max_value=1.0, epsilon=epsilon, delta=delta, honest_fraction=fraction)
+    scalar = published_scalar_plan(num_users=n, max_value=1.0, epsilon=epsilon, delta=delta, honest_fraction=fraction)
     assert hockey_stick(scalar.noise, shift=scalar.granularity, epsilon=epsilon) <= delta
 
 
@@ -203,7 +203,7 @@ def optimal_composition(epsilon_each, delta_each, rounds, epsilon):
 @pytest.mark.parametrize("delta", [0.49, 0.1, 1e-3, 1e-6, 1e-10])
 @pytest.mark.parametrize("epsilon", [0.01, 0.5, 1.0, 4.0, 15.0])
 def test_rounds_of_the_papers_budget_stay_within_the_whole(epsilon, delta, rounds):
-    each, each_delta = paper_round_budget(epsilon=epsilon, delta=delta, rounds=rounds)
+    each, each_delta = published_round_budget(epsilon=epsilon, delta=delta, rounds=rounds)
     assert each_delta == delta / (rounds + 1)
     assert each <= epsilon / (2 * math.sqrt(2 * rounds * math.log(1 / delta))) * (1 + 1e-12)
     # Advanced composition with the δ that is left.
@@ -215,9 +215,9 @@ def test_rounds_of_the_papers_budget_stay_within_the_whole(epsilon, delta, round
 
 def test_the_printed_split_stands_where_it_is_enough():
     for epsilon, delta, rounds in ((1.0, 1e-6, 50), (0.3, 1e-8, 1000), (1.0, 1e-5, 2)):
-        each, _ = paper_round_budget(epsilon=epsilon, delta=delta, rounds=rounds)
+        each, _ = published_round_budget(epsilon=epsilon, delta=delta, rounds=rounds)
         assert each == pytest.approx(epsilon / (2 * math.sqrt(2 * rounds * math.log(1 / delta))), rel=1e-12)
-    assert paper_round_budget(epsilon=1.0, delta=1e-6, rounds=1) == (1.0, 1e-6)
+    assert published_round_budget(epsilon=1.0, delta=1e-6, rounds=1) == (1.0, 1e-6)
 
 
 # ---- planning ---------------------------------------------------------------------------------------------------------------
@@ -267,10 +267,10 @@ GOOD = {"epsilon": 1.0, "delta": 1e-3, "honest_fraction": 1.0, "calibration": "t
 )
 def test_bad_privacy_is_refused_with_its_name_and_value(name, value):
     for build in (
-        lambda: check_privacy(**{**GOOD, name: value}),
+        lambda: Promise(**{**GOOD, name: value}),
         lambda: ShuffleVectorSum(100, 3, 1.0, **{**GOOD, name: value}),
         lambda: ShuffleScalarSum(100, 1.0, **{**GOOD, name: value}),
-        lambda: ShuffleVectorSum.for_rounds(100, 3, 1.0, **{**GOOD, name: value}, rounds=3),
+        lambda: ShuffleVectorSum(100, 3, 1.0, **{**GOOD, name: value}, rounds=3),
     ):
         with pytest.raises(ValueError, match=name) as raised:
             build()
@@ -280,15 +280,15 @@ def test_bad_privacy_is_refused_with_its_name_and_value(name, value):
 def test_the_paper_says_nothing_about_drop_outs_at_a_large_epsilon():
     with pytest.raises(ValueError, match=r"honest_fraction=0.5.*epsilon=3.0.*tight"):
         ShuffleVectorSum(10, 2, 1.0, 3.0, 1e-3, "published", 0.5)
-    assert check_privacy(3.0, 1e-3, 1.0, "published")[0] == 3.0
-    assert check_privacy(3.0, 1e-3, 1 / 3, "published")[2] == 1 / 3
+    assert Promise(3.0, 1e-3, "published").epsilon == 3.0
+    assert Promise(3.0, 1e-3, "published", 1 / 3).honest_fraction == 1 / 3
 
 
 def test_plans_beyond_2_to_the_50_bits_are_refused():
     with pytest.raises(ValueError, match="calibration='published' would send"):
-        ShuffleVectorSum(10, 3, 1.0, 1e-5, 1e-6)
+        ShuffleVectorSum(10, 3, 1.0, 1e-5, 1e-6, "published")
     with pytest.raises(ValueError, match="grid would have"):
-        ShuffleVectorSum(10, 3, 1e13, 1.0, 1e-6)
+        ShuffleVectorSum(10, 3, 1e13, 1.0, 1e-6, "published")
 
 
 @pytest.mark.parametrize(

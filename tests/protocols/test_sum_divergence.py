@@ -1,7 +1,7 @@
-"""No two neighbours are told apart better than promised: exact distributions of all messages, by enumeration and by convolution.
+"""No two neighbours are told apart better than promised: exact distributions of all messages, listed and convolved.
 
-Every coordinate's distribution is built from scratch (neighbouring binomial probabilities, the user's random rounding); outcomes that
-a window leaves out count in full towards δ.
+Every coordinate's distribution is built from scratch (neighbouring binomial probabilities, the user's random rounding);
+outcomes that a window leaves out count in full towards δ.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def test_moves_along_many_coordinates_stay_within_delta(dimension):
 @pytest.mark.parametrize("rounds", [2, 10])
 def test_rounds_with_the_same_users_stay_within_delta_together(calibration, rounds):
     epsilon, delta = 1.0, 1e-3
-    protocol = ShuffleVectorSum.for_rounds(8, 2, 1.0, epsilon, delta, rounds=rounds, calibration=calibration)
+    protocol = ShuffleVectorSum(8, 2, 1.0, epsilon, delta, rounds=rounds, calibration=calibration)
     if calibration == "published":
         # Noise this large has too many outcomes to list: the proved upper value at a far smaller ε instead.
         assert binomial_sums.compute_epsilon([(protocol.sum_round, rounds)], delta=delta) <= 0.1 * epsilon
@@ -273,7 +273,7 @@ def test_exact_epsilon_brackets_the_enumerated_value(calibration):
 
 def test_one_round_is_the_constructor():
     one = ShuffleVectorSum(100, 5, 2.0, 1.0, 1e-5, "tight")
-    two = ShuffleVectorSum.for_rounds(100, 5, 2.0, 1.0, 1e-5, rounds=1, calibration="tight")
+    two = ShuffleVectorSum(100, 5, 2.0, 1.0, 1e-5, rounds=1, calibration="tight")
     assert (one.granularity, one.noise_bits, one.round_epsilon, one.round_delta) == (
         two.granularity,
         two.noise_bits,
@@ -284,7 +284,7 @@ def test_one_round_is_the_constructor():
 
 @pytest.mark.parametrize("rate", [1.0, 0.3, 0.01])
 def test_no_statement_claims_less_than_one_pair_of_data_sets_shows(rate):
-    protocol = ShuffleVectorSum.for_rounds(1000, 10, 1.0, 1.0, 1e-6, rounds=10, calibration="tight", sample_rate=rate)
+    protocol = ShuffleVectorSum(1000, 10, 1.0, 1.0, 1e-6, rounds=10, calibration="tight", sample_rate=rate)
     shown = binomial_sums.lower_epsilon([(protocol.sum_round, 10)], delta=1e-6, sample_rate=rate)
     assert shown > 0.9
     assert protocol.exact_epsilon()[1] >= shown

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from opacus_shuffle.accountants.bounds.registry import Guarantee
-from opacus_shuffle.analysis import binomial_sums
+from opacus_shuffle.analysis import binomial_sums, gaussian
+from opacus_shuffle.protocols.calibration import round_mu
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
 def test_the_papers_protocol_has_theorem_a6s_numbers():
-    protocol = ShuffleVectorSum(1000, 50, 1.5, 2.0, 1e-4)
+    protocol = ShuffleVectorSum(1000, 50, 1.5, 2.0, 1e-4, "published")
     share = 1e-4 / 51
     small = 2.0 / (18 * math.sqrt(math.log(1 / share)))
     g = math.ceil(2 * 1.5 * math.sqrt(1000))
@@ -26,12 +27,12 @@ def test_the_papers_protocol_has_theorem_a6s_numbers():
     assert protocol.bit_probability == pytest.approx(p, rel=1e-12)
     assert protocol.bits_per_user == 50 * (g + b)
     assert protocol.variance == pytest.approx((3.0 / g) ** 2 * 1000 * (0.25 + b * p * (1 - p)))
-    assert ShuffleVectorSum(1, 2, 1.0, 1.0, 0.1).granularity == 4
-    assert ShuffleVectorSum(1, 101, 1.0, 1.0, 0.1).granularity == 11
+    assert ShuffleVectorSum(1, 2, 1.0, 1.0, 0.1, "published").granularity == 4
+    assert ShuffleVectorSum(1, 101, 1.0, 1.0, 0.1, "published").granularity == 11
 
 
 def test_the_statement_says_what_a_user_sends_and_gets():
-    protocol = ShuffleVectorSum.for_rounds(90, 4, 1.0, 1.0, 1e-5, rounds=6, calibration="tight", honest_fraction=0.5)
+    protocol = ShuffleVectorSum(90, 4, 1.0, 1.0, 1e-5, rounds=6, calibration="tight", honest_fraction=0.5)
     statement = protocol.statement(rounds=20, rounds_per_user=3, num_users=400, interaction="sequential")
     assert (statement.epsilon, statement.delta, statement.rounds, statement.rounds_per_user) == (1.0, 1e-5, 20, 3)
     assert statement.bits_per_user == 3 * 4 * (protocol.granularity + protocol.noise_bits)
@@ -52,7 +53,7 @@ def test_a_statement_refuses_an_unknown_interaction():
 
 
 def test_no_user_takes_part_in_more_rounds_than_there_are():
-    protocol = ShuffleVectorSum.for_rounds(90, 4, 1.0, 1.0, 1e-5, rounds=5, calibration="tight")
+    protocol = ShuffleVectorSum(90, 4, 1.0, 1.0, 1e-5, rounds=5, calibration="tight")
     assert protocol.statement(rounds=2).rounds_per_user == 2
     with pytest.raises(ValueError, match="rounds_per_user=3"):
         protocol.statement(rounds=2, rounds_per_user=3)
@@ -217,7 +218,7 @@ def test_drop_outs_are_taken_down_to_the_honest_fraction_and_no_further():
 def test_bad_arguments_are_refused_with_their_name_and_value(name, value):
     good = {"num_users": 9, "dimension": 2, "max_norm": 1.0, "epsilon": 1.0, "delta": 0.1, "calibration": "tight", "rounds": 2}
     with pytest.raises(ValueError, match=name) as raised:
-        ShuffleVectorSum.for_rounds(**{**good, name: value})
+        ShuffleVectorSum(**{**good, name: value})
     assert repr(value) in str(raised.value)
     if name not in ("rounds", "sample_rate"):
         del good["rounds"]
@@ -228,7 +229,7 @@ def test_bad_arguments_are_refused_with_their_name_and_value(name, value):
 @pytest.mark.parametrize("way", [{"calibration": "published"}, {"calibration": "tight", "honest_fraction": 0.5}])
 def test_what_sampling_gains_is_for_the_tight_calibration_and_honest_users(way):
     with pytest.raises(ValueError, match=r"sample_rate=0.5.*tight.*honest_fraction=1"):
-        ShuffleVectorSum.for_rounds(9, 2, 1.0, 1.0, 0.1, rounds=2, sample_rate=0.5, **way)
+        ShuffleVectorSum(9, 2, 1.0, 1.0, 0.1, rounds=2, sample_rate=0.5, **way)
 
 
 @pytest.mark.parametrize("layout", ["csr", "coo"])
@@ -260,7 +261,7 @@ def test_a_statement_of_full_interaction_is_of_all_its_rounds():
 
 @pytest.mark.parametrize("rounds", [1, 5])
 def test_one_rounds_own_epsilon_is_that_of_everyone_in_it(rounds):
-    protocol = ShuffleVectorSum.for_rounds(50, 3, 1.0, 1.0, 1e-3, rounds=rounds, calibration="tight", sample_rate=0.1)
+    protocol = ShuffleVectorSum(50, 3, 1.0, 1.0, 1e-3, rounds=rounds, calibration="tight", sample_rate=0.1)
     one = [(protocol.sum_round, 1)]
     assert protocol.round_epsilon >= binomial_sums.lower_epsilon(one, delta=protocol.round_delta) > 1
 
@@ -285,3 +286,54 @@ def test_epsilon_is_finite_at_tiny_deltas(delta):
 def test_an_infinite_epsilon_is_refused_and_not_answered():
     with pytest.raises(ValueError, match="delta=1e-300 is less than"):
         HELD.exact_epsilon(1e-300)
+
+
+@pytest.mark.parametrize("users", [1, 50, 4000])
+@pytest.mark.parametrize("noise_multiplier", [0.1, 0.5, 1.1, 8.0, 300.0])
+def test_a_protocol_made_for_a_noise_multiplier_has_it_or_a_little_more(noise_multiplier, users):
+    protocol = ShuffleVectorSum.with_noise_multiplier(users, 26_010, 2.0, noise_multiplier, delta=1e-6)
+    # The covering Gaussian: the whole overhead of 5 % in variance is 2.5 % in standard deviation.
+    assert noise_multiplier <= protocol.noise_multiplier <= noise_multiplier * 1.025
+    assert protocol.mu <= 2 / noise_multiplier
+    assert protocol.lost <= 1e-12
+    # What the sum's noise and rounding have is never less than the Gaussian's, and 2.5 % more at most.
+    deviation = protocol.variance**0.5 / 2.0
+    assert protocol.noise_multiplier <= deviation <= noise_multiplier * 1.025
+    assert protocol.calibration == "tight"
+    assert (
+        protocol.epsilon == protocol.exact_epsilon()[1] == gaussian.compute_epsilon(mu=protocol.mu, delta=1e-6 - protocol.lost)
+    )
+
+
+@pytest.mark.parametrize(("epsilon", "rounds", "fraction"), [(1.0, 1, 1.0), (4.0, 100, 1.0), (2.0, 7, 0.5)])
+def test_a_budget_and_the_noise_multiplier_it_buys_make_the_same_protocol(epsilon, rounds, fraction):
+    bought = ShuffleVectorSum(200, 30, 1.0, epsilon, 1e-6, honest_fraction=fraction, rounds=rounds)
+    multiplier = 2 / round_mu(epsilon=epsilon, delta=1e-6, rounds=rounds)
+    asked = ShuffleVectorSum.with_noise_multiplier(
+        200, 30, 1.0, multiplier, delta=1e-6, honest_fraction=fraction, rounds=rounds
+    )
+    assert (asked.granularity, asked.noise_bits, asked.bit_probability) == (
+        bought.granularity,
+        bought.noise_bits,
+        bought.bit_probability,
+    )
+    assert asked.rounds == rounds
+    assert asked.epsilon <= epsilon
+    assert asked.statement().rounds_per_user == rounds
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("noise_multiplier", 0.0),
+        ("noise_multiplier", 0.099),
+        ("noise_multiplier", None),
+        ("delta", 0.5),
+        ("rounds", 0),
+        ("honest_fraction", 0.1),
+    ],
+)
+def test_a_noise_multiplier_that_no_protocol_can_have_is_refused_by_name(name, value):
+    good = {"num_users": 9, "dimension": 2, "max_norm": 1.0, "noise_multiplier": 1.0, "delta": 0.1}
+    with pytest.raises(ValueError, match=name):
+        ShuffleVectorSum.with_noise_multiplier(**{**good, name: value})

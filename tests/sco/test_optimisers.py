@@ -260,12 +260,12 @@ def test_statements_say_what_the_protocols_do():
     assert estimate.privacy.guarantee is Guarantee.PROVED
     options["epsilon"] = 0.5
     full = shuffle_gradient_descent(half_square, data, smoothness=1.0, rounds=5, calibration="published", **options)
-    protocol = ShuffleVectorSum.for_rounds(1000, 2, 1.0, 0.5, 1e-6, rounds=5, calibration="published", honest_fraction=0.8)
+    protocol = ShuffleVectorSum(1000, 2, 1.0, 0.5, 1e-6, rounds=5, calibration="published", honest_fraction=0.8)
     assert full.privacy == protocol.statement(interaction="full")
     phases = shuffle_strongly_convex(
         half_square, data, smoothness=1.0, strong_convexity=1.0, method="gradient_descent", phases=2, rounds=5, **options
     )
-    protocol = ShuffleVectorSum.for_rounds(500, 2, 1.0, 0.5, 1e-6, rounds=5, calibration="tight", honest_fraction=0.8)
+    protocol = ShuffleVectorSum(500, 2, 1.0, 0.5, 1e-6, rounds=5, calibration="tight", honest_fraction=0.8)
     assert phases.privacy == dataclasses.replace(protocol.statement(interaction="full"), rounds=10, num_users=1000)
 
 
