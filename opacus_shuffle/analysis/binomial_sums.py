@@ -45,7 +45,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.optimize import brentq
 from scipy.special import ndtri
 from scipy.stats import binom
 
@@ -53,6 +52,7 @@ from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import RatioDistribution
+from opacus_shuffle.core.solve import safe_root
 from opacus_shuffle.core.validation import finite_number, integer, open_unit_interval, sampling_rate
 
 RELATIVE_ERROR = 1e-9
@@ -317,7 +317,5 @@ def largest_mu(*, epsilon: float, delta: float) -> float:
     def excess(log_mu: float) -> float:
         return max(gaussian.log_delta(mu=math.exp(log_mu), epsilon=epsilon), -1e6) - math.log(delta)
 
-    root = float(brentq(excess, math.log(1e-40), math.log(1e3), xtol=1e-12))
-    while excess(root) > 0:
-        root -= 1e-10
-    return math.exp(root) * (1 - 1e-8)
+    log_mu = safe_root(excess, unsafe=math.log(1e3), safe=math.log(1e-40), tolerance=1e-12, step=1e-10)
+    return math.exp(log_mu) * (1 - 1e-8)

@@ -12,10 +12,9 @@ import math
 import warnings
 from collections.abc import Callable
 
-from scipy.optimize import brentq
-
 from opacus_shuffle.analysis.composition import OrderCapWarning
 from opacus_shuffle.core.rounding import round_up
+from opacus_shuffle.core.solve import safe_root
 from opacus_shuffle.core.validation import positive
 
 LOWEST, HIGHEST = 1e-3, 1e9
@@ -65,8 +64,5 @@ def smallest_noise_multiplier(epsilon: Callable[[float], float], *, target_epsil
                 low, high = max(low - math.log(4), math.log(LOWEST)), low
             if excess(low) <= 0:
                 return LOWEST
-        root = brentq(excess, low, high, xtol=RELATIVE_TOLERANCE / 4)
-        step = RELATIVE_TOLERANCE / 4
-        while excess(root) > 0:  # step off the solver's tolerance; faster and faster, should ε have a small jump here
-            root, step = root + step, 2 * step
-    return math.exp(root)
+        tolerance = RELATIVE_TOLERANCE / 4
+        return math.exp(safe_root(excess, unsafe=low, safe=high, tolerance=tolerance, step=tolerance))

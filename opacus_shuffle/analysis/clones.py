@@ -1,8 +1,8 @@
 r"""Hiding among the clones: the amplification-by-shuffling bounds of Feldman, McMillan and Talwar, as a baseline beside ours.
 
 They know of a report only that it is (ε0, δ0)-LDP, hold for every data set, and are usually far above what the Gaussian's own
-distribution gives (:mod:`opacus_shuffle.analysis.gaussian_clones`). ``compute_epsilon`` is for pure ε0-LDP reports, ``gaussian_epsilon``
-the best they can do for Gaussian ones.
+distribution gives (:mod:`opacus_shuffle.analysis.gaussian_clones`). ``compute_epsilon`` is for pure ε0-LDP reports,
+``gaussian_epsilon`` the best they can do for Gaussian ones.
 
 >>> round(compute_epsilon(local_epsilon=4.0, num_users=100_000, delta=1e-6), 4)
 0.1698
@@ -34,12 +34,13 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from scipy.optimize import brentq, minimize_scalar
+from scipy.optimize import minimize_scalar
 from scipy.special import expit
 from scipy.stats import binom
 
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.analysis.mean_ratio import Vector
+from opacus_shuffle.core.solve import crossing
 from opacus_shuffle.core.validation import finite_number, integer, noise_level, one_of, open_unit_interval, positive
 
 MAX_USERS = 10**10
@@ -100,7 +101,7 @@ def _numeric(
         return 0.0
     # A start on the left: the root if the loss stayed at 2·lost. From there Newton's method on a convex function of e^ε, each
     # step a little too long, so that it ends on the safe side, where the bound was evaluated and found small enough.
-    epsilon = float(brentq(excess, 0.0, local_epsilon, xtol=1e-13 * local_epsilon, rtol=1e-12))
+    epsilon = crossing(excess, 0.0, local_epsilon, tolerance=1e-13 * local_epsilon, relative_tolerance=1e-12)
     for _ in range(200):
         value, mass = _hockey_stick(epsilon, local_epsilon, counts, masses)
         total, slope = value + 2 * tail + (1 + math.exp(epsilon)) * lost, lost - mass
@@ -167,7 +168,7 @@ def _falls_to_zero(function: Callable[[float], float], end: float) -> float:
     """Where a decreasing function crosses zero on [0, ``end``]; an end if it does not. Any ε0 is sound, so no rounding."""
     if function(0.0) <= 0:
         return 0.0
-    return end if function(end) >= 0 else float(brentq(function, 0.0, end, xtol=1e-12 * end))
+    return end if function(end) >= 0 else crossing(function, 0.0, end, tolerance=1e-12 * end)
 
 
 def compute_epsilon(*, local_epsilon: float, num_users: int, delta: float, method: str = "numeric") -> float:
@@ -226,8 +227,9 @@ def compute_epsilon_approximate(
     Formal Guarantees:
         Proved for every data set, replacement adjacency. ``"proved"``: two (ε0, δ0)-close reports of user 1 are within total
         variation t of two ε0-close ones (give t of the mass that one has alone to the other). The mean M of these exceeds e^ε0
-        times another user's distribution by at most δ0 + t, so that distribution is within e^(−ε0)·(δ0 + t) of one that is a clone of M with
-        probability e^(−ε0). Mending all n reports on both sides costs (1 + e^ε) times the sum; Theorem 3.2 does the rest.
+        times another user's distribution by at most δ0 + t, so that distribution is within e^(−ε0)·(δ0 + t) of one that is a
+        clone of M with probability e^(−ε0). Mending all n reports on both sides costs (1 + e^ε) times the sum; Theorem 3.2 does
+        the rest.
 
     Source:
         Feldman, McMillan, Talwar, "Hiding among the clones", Theorem 3.8, arXiv 2012.12803; ``"proved"`` is ours.
@@ -341,8 +343,8 @@ def strong_composition_epsilon(*, epsilon: float, delta: float, rounds: int, del
         delta_slack: δ̃ in [0, 1), spent on the composition itself. With 0, or for few rounds, ε is just k times as large.
 
     Returns:
-        The least of kε, m + ε·sqrt(2k·ln(1/δ̃)) and m + ε·sqrt(2k·ln(e + ε·sqrt(k)/δ̃)), m = kε·(e^ε − 1)/(e^ε + 1), and the δ it
-        holds for: 1 − (1 − δ)^k, times (1 − δ̃) in the product where kε is not the least. Both rounded up; δ at most 1.
+        The least of kε, m + ε·sqrt(2k·ln(1/δ̃)) and m + ε·sqrt(2k·ln(e + ε·sqrt(k)/δ̃)), m = kε·(e^ε − 1)/(e^ε + 1), and the δ
+        it holds for: 1 − (1 − δ)^k, times (1 − δ̃) in the product where kε is not the least. Both rounded up; δ at most 1.
 
     Raises:
         ValueError: If an argument is out of range or ε overflows.

@@ -27,9 +27,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr, ndtri
 
+from opacus_shuffle.core.solve import safe_root
 from opacus_shuffle.core.validation import finite_number, integer, noise_level, open_unit_interval, positive
 
 Dimension = int | Sequence[int]
@@ -192,8 +192,11 @@ def _last_crossing(excess: Callable[[Numbers], Vector], grid: Vector) -> float |
     if over[0] == 0:
         return float(grid[0])
     low, high = float(grid[over[0]]), float(grid[over[0] - 1])
-    root = brentq(lambda x: float(excess(x)), low, high, xtol=1e-14 * high, rtol=1e-13)
-    step = 1e-13 * high
-    while excess(root) > 0 and root < high:
-        root, step = min(root + step, high), 2 * step
-    return float(root)
+    return safe_root(
+        lambda x: float(excess(x)),
+        unsafe=low,
+        safe=high,
+        tolerance=1e-14 * high,
+        relative_tolerance=1e-13,
+        step=1e-13 * high,
+    )

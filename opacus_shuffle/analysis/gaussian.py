@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 
-from scipy.optimize import brentq
 from scipy.special import erfcx, log_ndtr
 
+from opacus_shuffle.core.solve import safe_root
 from opacus_shuffle.core.validation import finite_number, open_unit_interval
 
 _SMALL = 1e-4
@@ -68,8 +68,11 @@ def compute_epsilon(*, mu: float, delta: float) -> float:
         return 0.0
     # Φ(μ/2 − ε/μ) ≤ δ already at this end.
     high = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))
-    root = brentq(lambda e: max(log_delta(mu=mu, epsilon=e), -1e6) - math.log(delta), 0.0, high, xtol=1e-13 * high)
-    epsilon = root
-    while log_delta(mu=mu, epsilon=epsilon) > math.log(delta):  # step off the root's tolerance to the safe side
-        epsilon += max(1e-12 * high, math.ulp(high))
+    epsilon = safe_root(
+        lambda e: max(log_delta(mu=mu, epsilon=e), -1e6) - math.log(delta),
+        unsafe=0.0,
+        safe=high,
+        tolerance=1e-13 * high,
+        step=1e-12 * high,
+    )
     return math.nextafter(epsilon * (1 + RELATIVE_ERROR), math.inf)

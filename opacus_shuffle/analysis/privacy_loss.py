@@ -1,7 +1,7 @@
 r"""From the distributions of R of many rounds to one ε at δ: privacy losses on one grid, composed by Opacus's own FFT code.
 
-The loss of a round is L = log R. Rounds compose by adding losses, so all distributions go to one grid of step h, again above or below
-the truth in convex order (:mod:`opacus_shuffle.analysis.ratio_distribution`), and
+The loss of a round is L = log R. Rounds compose by adding losses, so all distributions go to one grid of step h, again above or
+below the truth in convex order (:mod:`opacus_shuffle.analysis.ratio_distribution`), and
 :func:`opacus.accountants.analysis.prv.compose_heterogeneous` convolves them. Both directions, moved ‖ zero (loss log R under
 the moved data set) and zero ‖ moved (loss −log R under the other), are composed; ε is the larger.
 
@@ -28,11 +28,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from opacus.accountants.analysis.prv import DiscretePRV, Domain, compose_heterogeneous
 from scipy.fft import next_fast_len
-from scipy.optimize import brentq, minimize_scalar
+from scipy.optimize import minimize_scalar
 from scipy.special import logsumexp
 
 from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.ratio_distribution import RatioDistribution, Side
+from opacus_shuffle.core.solve import crossing, safe_root
 
 RELATIVE_ERROR = 1e-9
 """Every upper ε is enlarged by this fraction, for the rounding of sums of positive terms."""
@@ -108,7 +109,7 @@ def compute_epsilon(rounds: Rounds, *, delta: float, slack: tuple[float, float] 
 
 
 def lower_epsilon(rounds: Rounds, *, delta: float, step: float = STEP) -> float:
-    """A value that the smallest valid ε is not below (rounded down): ``rounds`` holds **lower** distributions, without mixtures."""
+    """Returns a value, rounded down, that the smallest valid ε is not below; ``rounds`` holds **lower** distributions only."""
     return max(_direction_epsilon(rounds, delta, (0.0, 0.0), step, reverse=reverse, side="lower") for reverse in (False, True))
 
 
@@ -171,12 +172,9 @@ def _direction_epsilon(
             if excess(0.0) <= 0:
                 return 0.0
             low = 0.0
-    root = float(brentq(excess, low, high, xtol=1e-12 * high, rtol=1e-12))
     if side == "lower":
-        return root * (1 - RELATIVE_ERROR)
-    pace = 1e-12
-    while excess(root) > 0:  # step off the root's tolerance to the safe side
-        root, pace = root * (1 + pace), 2 * pace
+        return crossing(excess, low, high, tolerance=1e-12 * high, relative_tolerance=1e-12) * (1 - RELATIVE_ERROR)
+    root = safe_root(excess, unsafe=low, safe=high, tolerance=1e-12 * high, relative_tolerance=1e-12)
     return math.nextafter(root * (1 + RELATIVE_ERROR), math.inf)
 
 

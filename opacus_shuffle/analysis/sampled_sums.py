@@ -5,22 +5,23 @@ H_α(G_μ) + lost with G_μ = (N(μ, 1), N(0, 1)). Every round draws its B of n 
 
 One round
     Write M = (1 − γ)M₀ + γM₁ and M′ = (1 − γ)M₀ + γM₁′: without the record, and with it or its replacement. For α ≥ 1 Balle,
-    Barthe and Gaboardi (2018, Theorem 2) give H_α(M‖M′) = γ·H_α̃(M₁‖(1 − β)M₀ + βM₁′) with α̃ = 1 + (α − 1)/γ, and the three are
-    pairwise neighbours: samples with and without the record are coupled by exchanging it for another. Hence, in either order,
-    H_α(M‖M′) ≤ h(α) + γ·lost with h(α) = γ·H_α̃(G_μ) for α ≥ 1, and for α < 1, because the orders may be exchanged,
+    Barthe and Gaboardi (2018, Theorem 2) give H_α(M‖M′) = γ·H_α̃(M₁‖(1 − β)M₀ + βM₁′) with α̃ = 1 + (α − 1)/γ, and the three
+    are pairwise neighbours: samples with and without the record are coupled by exchanging it for another. Hence, in either
+    order, H_α(M‖M′) ≤ h(α) + γ·lost with h(α) = γ·H_α̃(G_μ) for α ≥ 1, and for α < 1, because the orders may be exchanged,
     h(α) = α·h(1/α) + 1 − α.
-    h is the curve of a pair of distributions: it is convex on either side of 1 (there it is the perspective of a convex function), and
-    at 1 its slope rises, from γ(2Φ(μ/2) − 1) − Φ(μ/2) to −Φ(−μ/2), by (1 − γ)(2Φ(μ/2) − 1) ≥ 0. That pair's likelihood ratio R
-    under the second distribution has, with A = (1 − γ)N(0, 1) + γN(μ, 1) and B = N(0, 1),
+    h is the curve of a pair of distributions: it is convex on either side of 1 (there it is the perspective of a convex
+    function), and at 1 its slope rises, from γ(2Φ(μ/2) − 1) − Φ(μ/2) to −Φ(−μ/2), by (1 − γ)(2Φ(μ/2) − 1) ≥ 0. That pair's
+    likelihood ratio R under the second distribution has, with A = (1 − γ)N(0, 1) + γN(μ, 1) and B = N(0, 1),
     above 1: R = A/B at z ~ B, z > μ/2; below 1: R = B/A at z ~ A, z > μ/2; at 1: an atom of (1 − γ)(2Φ(μ/2) − 1).
     Masses and means add up to 1 (both parts' masses are each other's means).
 Rounds
     Curves on all of α ≥ 0 compose: (P, Q) may be replaced by any pair of measures whose curve is above it, round by round and
     adaptively, here by that pair with mass γ·lost more, where everything is learnt.
 On a grid
-    The part above 1 comes from the upper distribution of N(μ, 1)/N(0, 1) (:mod:`opacus_shuffle.analysis.ratio_distribution`), whose curve is
-    above h for α ≥ 1. Its mirror image is the part below. What is left for the atom at 1 is no less than before: an atom split
-    towards 1 and c leaves less above 1 than it had, counted with its mirror image.
+    The part above 1 comes from the upper distribution of N(μ, 1)/N(0, 1)
+    (:mod:`opacus_shuffle.analysis.ratio_distribution`), whose curve is above h for α ≥ 1. Its mirror image is the part below.
+    What is left for the atom at 1 is no less than before: an atom split towards 1 and c leaves less above 1 than it had,
+    counted with its mirror image.
 
 γ = 1 is the Gaussian mechanism. A record that becomes zero is a replacement too.
 
@@ -33,16 +34,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.optimize import brentq
 
 from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution, mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, tail_for
+from opacus_shuffle.core.solve import bracket, safe_root
 from opacus_shuffle.core.validation import finite_number, integer, open_unit_interval, positive, sampling_rate
 
 
@@ -176,19 +178,14 @@ def largest_mu(*, epsilon: float, delta: float, rounds: int, sample_rate: float,
         difference = math.log(max(value, 1e-300)) - math.log(target)
         return max(difference, 1e-16) if value > target else difference
 
-    low = high = math.log(1e-3)
-    while low > math.log(1e-9) and excess(low) > 0:
-        low, high = max(low - 2.0, math.log(1e-9)), low
-    if excess(low) > 0:
+    start, lowest, highest = math.log(1e-3), math.log(1e-9), math.log(1e6)
+    down = (max(start - 2.0 * k, lowest) for k in range(1, 8))
+    up = itertools.takewhile(lambda log_mu: log_mu <= highest, (start + 2.0 * k for k in itertools.count(1)))
+    unsafe, safe = bracket(excess, start, towards_safe=down, towards_unsafe=up)
+    if safe is None:
         raise ValueError(
             f"no mu above 1e-9 keeps {count} rounds within epsilon={epsilon!r}: ask for more, or take fewer rounds"
         )
-    while excess(high) <= 0:
-        low, high = high, high + 2.0
-        if high > math.log(1e6):
-            raise ValueError(f"epsilon={epsilon!r} at delta={delta!r} allows any mu up to 1e6: this needs no noise")
-    root = float(brentq(excess, low, high, xtol=2e-7))
-    step = 1e-7
-    while excess(root) > 0:  # step off the solver's tolerance to the safe side
-        root, step = root - step, 2 * step
-    return math.exp(root)
+    if unsafe is None:
+        raise ValueError(f"epsilon={epsilon!r} at delta={delta!r} allows any mu up to 1e6: this needs no noise")
+    return math.exp(safe_root(excess, unsafe=unsafe, safe=safe, tolerance=2e-7, step=1e-7))

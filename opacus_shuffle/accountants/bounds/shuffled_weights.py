@@ -27,7 +27,6 @@ import math
 from collections.abc import Iterable
 
 import numpy as np
-from scipy.optimize import brentq
 
 from opacus_shuffle.accountants.bounds.registry import BoundValue, Guarantee, NotCovered, Rounds, register_bound
 from opacus_shuffle.accountants.bounds.shuffle_gaussian import EVERY, refuse_orders
@@ -35,6 +34,7 @@ from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledWeights
 from opacus_shuffle.analysis import advanced_composition, fenton_wilkinson, gaussian
 from opacus_shuffle.analysis.permuted_gaussian import PermutedStep, pair_epsilon
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, sampled_gaussian_epsilon, unshuffled_epsilon
+from opacus_shuffle.core.solve import safe_root
 
 SERVER = "the server"
 ALONE = "sees each step's permuted, noised gradient by itself, never two releases that it could match"
@@ -166,9 +166,7 @@ def _chained(sampled: list[tuple[ShuffledRound, int]], delta: float) -> float:
         if low <= lowest:
             return math.inf
         low = max(2 * low, lowest)
-    root = brentq(excess, low, -math.log(2) / 2, xtol=1e-3) if excess(-math.log(2) / 2) > 0 else -math.log(2) / 2
-    while excess(root) > 0:
-        root -= 1e-3
+    root = safe_root(excess, unsafe=-math.log(2) / 2, safe=low, tolerance=1e-3, step=1e-3)
     return 2 * sampled_gaussian_epsilon(sampled, delta=delta * math.exp(root))
 
 
