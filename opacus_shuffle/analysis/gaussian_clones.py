@@ -38,7 +38,8 @@ sent), user 1 is in the pool with a probability π, the same in both data sets, 
     * Check-in: let a be the number of absent users. Given j and a, π = j/(j + αa). **Given j alone its mean is**
       π_j = j(1 − γα) / (j(1 − γα) + (1 − γ)(n − j)α), j ~ γ·(1 + Bin(n − 1, γα)) + (1 − γ)·Bin(n − 1, γα); but a is known to
       this adversary and does depend, by one user, on whether user 1 is in. E(1 − π + πY − τ)₊ is convex in π, so π is replaced
-      by a two-point distribution on its range (but for a negligible part of a's distribution, which counts as lost) with the mean π_j.
+      by a two-point distribution on its range (but for a negligible part of a's distribution, which counts as lost) with the
+      mean π_j.
     * For truncated clones the two cases' pools differ: {f₀ or f₁, B_K} and U = {B_i, B_K}, |K| = j − 1, i uniform outside K.
       All is compared with (πP° + (1 − π)M, M), whose hockey sticks are the pair's damped by π. As U is within total variation
       Φ(−t) of {f₀, B_K}, which is within Φ(−t) of M, the slack is πΦ(1/σ − t) + 2(1 − π)Φ(−t) + e^ε(2 − π)Φ(−t) per round, at
@@ -259,7 +260,7 @@ def _mixture(each: ShuffledRound, margin: float, clones: Clones, budget: float, 
 def _pools(
     each: ShuffledRound, probability: float, budget: float
 ) -> Iterator[tuple[float, int, list[tuple[float, tuple[int, float]]]]]:
-    """Groups of pool sizes: (probability, users of the distribution, [(share, (largest size, π))]); users 0 for what is lost."""
+    """Yields groups of pool sizes: (probability, users, [(share, (largest size, π))]); users 0 for what is lost."""
     n, gamma = each.num_users, each.sample_rate
     clone = probability
     if each.sampling is None:

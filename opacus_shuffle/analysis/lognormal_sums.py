@@ -1,4 +1,4 @@
-r"""Sums of log-normal terms and the distributions that stand in for them: WS Lemma 1 (Fenton–Wilkinson) and WS Figure 2's other methods.
+r"""Approximations of sums of log-normal terms: WS Lemma 1 (Fenton–Wilkinson) and the other methods of WS Figure 2.
 
 S = Σ_j counts_j terms e^Y, Y ~ N(means_j, std²), all independent. No closed form is known; WS Theorem 6 replaces S by one
 log-normal variable. Equal terms are given as one mean and a count, so 10⁸ of them cost no more than one. Nothing here is a
@@ -103,7 +103,8 @@ def fenton_wilkinson(means: npt.ArrayLike, std: float, counts: npt.ArrayLike | N
 
     Formal Guarantees:
         None: an approximation. Mean and variance of S itself are exact, but where std² exceeds about log d they are carried by
-        terms larger than can be expected: S almost never comes near its own mean, and this distribution lies far below that of S.
+        terms larger than can be expected: S almost never comes near its own mean, and this distribution lies far below that of
+        S.
     """
     centres, numbers, width = _checked(means, std, counts)
     top = float(centres.max())
@@ -123,11 +124,12 @@ def schwartz_yeh(
 ) -> NormalDistribution:
     """Schwartz & Yeh 1982: log(e^{Y1} + e^{Y2}) is replaced by a normal with its exact mean and variance, again and again.
 
-    ``"one_by_one"`` adds one term at a time, as WS Section VI-C says. The distribution changes little from one of n equal terms to the
-    next, so from 400 on they are added n/200 at once, by a midpoint rule (for 10⁵ terms this moves the standard deviation by
-    less than 1e-6 of itself for std up to 4, by 1e-3 for std 20). ``"doubling"`` adds equal terms in halves, log₂ d times. They
-    are *not* the same approximation: two equal normal logarithms average each other's tails away, and no later step brings them
-    back. For 10⁸ terms of std 4 doubling puts the median of S at e^{−2.1} of the true one, one by one at e^{0.02} of it.
+    ``"one_by_one"`` adds one term at a time, as WS Section VI-C says. The distribution changes little from one of n equal terms
+    to the next, so from 400 on they are added n/200 at once, by a midpoint rule (for 10⁵ terms this moves the standard
+    deviation by less than 1e-6 of itself for std up to 4, by 1e-3 for std 20). ``"doubling"`` adds equal terms in halves, log₂
+    d times. They are *not* the same approximation: two equal normal logarithms average each other's tails away, and no later
+    step brings them back. For 10⁸ terms of std 4 doubling puts the median of S at e^{−2.1} of the true one, one by one at
+    e^{0.02} of it.
 
     Args:
         means: Means of Y, shape (k,) or one number, at most 1e6 in size.
@@ -195,7 +197,7 @@ def _growth(total: NormalDistribution, term: NormalDistribution) -> tuple[float,
 
 
 def log_sum_of_two(one: NormalDistribution, other: NormalDistribution) -> NormalDistribution:
-    """The normal distribution with the mean and variance of log(e^{Y1} + e^{Y2}), Y1 and Y2 independent, of these distributions.
+    """Returns the normal distribution with the mean and variance of log(e^{Y1} + e^{Y2}), Y1 and Y2 independent.
 
     With w = Y2 − Y1 the logarithm is Y1 + g(w), g(w) = log(1 + e^w), and Stein's lemma gives Cov(Y1, g(w)) = −Var(Y1)·E g'(w).
     The moments of g(w) are integrals over the line of an analytic function, for which the trapezoid rule's error falls
@@ -203,8 +205,8 @@ def log_sum_of_two(one: NormalDistribution, other: NormalDistribution) -> Normal
     of g from std 5 on.
 
     Args:
-        one: Law of Y1.
-        other: Law of Y2.
+        one: Distribution of Y1.
+        other: Distribution of Y2.
 
     Returns:
         The normal distribution.
@@ -243,8 +245,8 @@ def monte_carlo(
 
     With ``largest``, a group of more than twice as many terms is split at the level that ``largest`` of its terms exceed on
     average. Those above (their number is drawn, too) are drawn one by one, so the tail is exact; the sum of the others is drawn
-    from the normal distribution with its exact mean and variance. :func:`largest_error` bounds what that does to the CDF: 0.003 for 10⁸
-    terms, std 4 and ``largest`` 10⁴, where 1000 samples take a second, and one by one three hours.
+    from the normal distribution with its exact mean and variance. :func:`largest_error` bounds what that does to the CDF: 0.003
+    for 10⁸ terms, std 4 and ``largest`` 10⁴, where 1000 samples take a second, and one by one three hours.
 
     Args:
         means: Means of Y, shape (k,) or one number, at most 1e6 in size.

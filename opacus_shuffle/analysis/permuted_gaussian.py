@@ -2,9 +2,9 @@ r"""One pair of gradients under weight shuffling, exactly: nothing of others, an
 
 With f = 0 and f′ = c·e₁ the shuffled Gaussian P(f) + z over d coordinates is the shuffle Gaussian of d users, everyone at zero
 and one of them moved to norm 1: its likelihood ratio is the mean of d independent copies of exp((2x − 1)/2σ²)
-(:mod:`opacus_shuffle.analysis.ratio_distribution`). So this pair's ε, sampled and composed over T steps, both directions, is computed
-exactly. The pair meets every condition of WS Theorem 6 (norms, and it is not the case of equal entries that WS sets aside),
-which makes the *lower* value a proof that no formula for these conditions may give less:
+(:mod:`opacus_shuffle.analysis.ratio_distribution`). So this pair's ε, sampled and composed over T steps, both directions, is
+computed exactly. The pair meets every condition of WS Theorem 6 (norms, and it is not the case of equal entries that WS sets
+aside), which makes the *lower* value a proof that no formula for these conditions may give less:
 
 >>> run = [(PermutedStep(noise_multiplier=0.27372, dimension=85_800_000, sample_rate=0.02), 500)]
 >>> lower, upper = pair_epsilon(run, delta=5e-6)  # WS Theorem 6 with its Theorems 1 and 2 says 0.5

@@ -13,9 +13,9 @@ How it works
        the same is done again on a grid made for n. After log₂ n levels the spread is the sum of log₂ n small ones, each
        (grid step / standard deviation)²/6 of the variance: with the default step, upper and lower ε differ by some tenths of a
        percent for n from 1 to 10⁷.
-Only positive numbers are ever added, so tails keep their relative accuracy, far below what an FFT of the same distribution leaves of
-them; and the grid is logarithmic with steps that grow with the distance, so σ = 0.5 (X over 16 decades) costs as little as
-σ = 10. Offsets R − 1 are stored where X stays near 1, so nothing is lost at σ = 10⁶ either.
+Only positive numbers are ever added, so tails keep their relative accuracy, far below what an FFT of the same distribution
+leaves of them; and the grid is logarithmic with steps that grow with the distance, so σ = 0.5 (X over 16 decades) costs as
+little as σ = 10. Offsets R − 1 are stored where X stays near 1, so nothing is lost at σ = 10⁶ either.
 
 Check-in replaces X by 1 − B + B·X, B ~ Bern(γ); a grid point lies at 1, so the absent users cost no spread. Sampling without
 replacement is R = 1 − γ + γ·(mean of m), a change of scale (:meth:`RatioDistribution.scaled`).

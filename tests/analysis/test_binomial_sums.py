@@ -1,7 +1,7 @@
 """The Gaussian that covers sums under binomial noise, against sums over all outcomes.
 
-Exact distributions are built here from the ratio of a binomial's neighbouring probabilities, with no part of SciPy or the library. A δ
-from losses on a grid is computed twice, losses rounded up and rounded down, so the truth lies between.
+Exact distributions are built here from the ratio of a binomial's neighbouring probabilities, with no part of SciPy or the
+library. A δ from losses on a grid is computed twice, losses rounded up and rounded down, so the truth lies between.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import mpmath
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from scipy.signal import fftconvolve
 from scipy.special import ndtri
@@ -32,7 +32,7 @@ from opacus_shuffle.analysis.binomial_sums import (
 ROUNDING = 2.0**-34
 
 
-# ---- exact distributions -------------------------------------------------------------------------------------------------------------
+# ---- exact distributions ----------------------------------------------------------------------------------------------------
 
 
 def binomial_law(trials, probability, reach=math.inf):
@@ -288,13 +288,14 @@ def test_every_threshold_lies_on_or_above_the_gaussians_trade_off(drawn, one, ot
     distribution = binomial_law(noise.trials, noise.probability)
     low, high = kept_range(noise, distribution, tail)
     values = sorted((one * shift, other * shift))
-    # What the docstring's step 3 keeps: lo = low − g, hi = high + g.
-    for y in range(low - shift + math.ceil(values[1]), high + shift + math.floor(values[0])):
+    # What the proof's step 3 keeps, lo = low − g, hi = high + g: the thresholds from lo + ⌈w′⌉ − 1 to hi + ⌊w⌋, both included.
+    for y in range(low - shift + math.ceil(values[1]) - 1, high + shift + math.floor(values[0]) + 1):
         fall = quantile(distribution, values[0], y) - quantile(distribution, values[1], y)
         assert fall <= bound.slope * (values[1] - values[0]) + 1e-9
 
 
 @given(drawn=small_noise, one=st.floats(0, 1), other=st.floats(0, 1), true=st.floats(0, 1))
+@example(drawn=(150, 0.5, 1.0, 1e-6), one=0.0, other=1.0, true=1.0)  # the outcome hi + ⌊w⌋ itself has a threshold of its own
 @settings(max_examples=60, deadline=None)
 def test_what_is_lost_covers_the_lumped_tails(drawn, one, other, true):
     noise, shift, tail, bound = bounded(drawn)
@@ -304,7 +305,7 @@ def test_what_is_lost_covers_the_lumped_tails(drawn, one, other, true):
     value = values[0] + true * (values[1] - values[0])
     _, p, _ = moved_pair(distribution, value, value)
     outcomes = first + math.floor(value) + np.arange(len(p))
-    lumped = (outcomes < low - shift + math.ceil(values[1])) | (outcomes >= high + shift + math.floor(values[0]))
+    lumped = (outcomes < low - shift + math.ceil(values[1])) | (outcomes > high + shift + math.floor(values[0]))
     assert p[lumped].sum() <= bound.lost * (1 + ROUNDING)
     assert bound.lost <= tail * (1 + 2e-9)
 

@@ -468,7 +468,7 @@ def test_equal_rounds_may_be_listed_apart(clones):
     assert compute_epsilon([(each, 1), (each, 2)], delta=1e-5, clones=clones) == together
 
 
-# ---- the distribution that is certified ----------------------------------------------------------------------------------------------
+# ---- the distribution that is certified -------------------------------------------------------------------------------------
 
 
 def pools_of(users, rate, sampling, margin, budget=1e-10, sigma=3.0):
@@ -538,7 +538,7 @@ def test_the_mixture_is_a_likelihood_ratio(users, rate, sampling):
         ({"sample_rate": 0.0, "sampling": "poisson"}, "sample_rate"),
         ({"sample_rate": 1.5, "sampling": "poisson"}, "sample_rate"),
         ({"sample_rate": 1e-3, "sampling": "fixed_size"}, "sample_rate"),
-        ({"sampling": "poisson"}, "sampling"),
+        ({"sampling": "with_replacement"}, "sampling"),
     ],
 )
 def test_bad_arguments_are_named(change, named):

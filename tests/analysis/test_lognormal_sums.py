@@ -1,8 +1,8 @@
 """Sums of log-normal terms: each distribution against what defines it.
 
 References: the moments of S with hundreds of digits (Fenton–Wilkinson), integrals that use neither the trapezoid rule nor
-Stein's lemma (Schwartz–Yeh), and sums with every term drawn (Monte Carlo). Two samples of sizes m and n from one distribution have
-empirical CDFs that are further apart than 1.95·√(1/m + 1/n) with probability 1e-3 (Kolmogorov); the seeds are fixed.
+Stein's lemma (Schwartz–Yeh), and sums with every term drawn (Monte Carlo). Two samples of sizes m and n from one distribution
+have empirical CDFs that are further apart than 1.95·√(1/m + 1/n) with probability 1e-3 (Kolmogorov); the seeds are fixed.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def test_the_pair_is_not_the_worst_case():
         ({"sample_rate": 0.5}, "sampling"),
         ({"sample_rate": 0.0, "sampling": "poisson"}, "sample_rate"),
         ({"sample_rate": 1e-3, "sampling": "fixed_size"}, "sample_rate"),
-        ({"sampling": "poisson"}, "sampling"),
+        ({"sampling": "with_replacement"}, "sampling"),
     ],
 )
 def test_bad_arguments_are_named(change, named):

@@ -212,7 +212,7 @@ def test_too_little_noise_for_the_law_falls_back_to_no_shuffler(sigma):
         ({"num_users": 0}, "num_users"),
         ({"sample_rate": 1.5}, "sample_rate"),
         ({"sample_rate": 0.5}, "sampling"),
-        ({"sampling": "poisson"}, "sampling"),
+        ({"sampling": "with_replacement"}, "sampling"),
         ({"sampling": "fixed_size", "sample_rate": 0.001}, "sample_rate"),
     ],
 )
