@@ -15,7 +15,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from opacus_shuffle.permutation.moving.gather import Move, gather_
+from opacus_shuffle.permutation.moving.gather import gather_
+from opacus_shuffle.permutation.moving.moves import Move
 
 Shape = tuple[int, ...]
 Axes = tuple[str | None, str | None]

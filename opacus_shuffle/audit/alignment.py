@@ -28,7 +28,8 @@ import torch
 
 from opacus_shuffle.audit.slices import Cell, cut, pair, twins
 from opacus_shuffle.core.validation import instance_of, integer
-from opacus_shuffle.permutation.spec import WRAPPERS, PermutationPlan, PermutationSpec
+from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
+from opacus_shuffle.permutation.network import plain_name
 
 StateDict = Mapping[str, torch.Tensor]
 
@@ -68,15 +69,13 @@ class Alignment:
             ValueError: If it is from another one.
         """
         right = total = 0
-        for number, table in self._spec._tables(true_plan):
-            mine = self.plan.tables[number]
-            assert mine is not None
-            truth = [*self._spec._old_coordinates(number, true_plan), table]
-            guess = [*self._spec._old_coordinates(number, self.plan), mine]
+        for number, table in self._spec.free_tables(true_plan):
+            truth = self._spec.old_coordinates(number, true_plan)
+            guess = self._spec.old_coordinates(number, self.plan)
             same = torch.ones_like(table, dtype=torch.bool)
             for one, other in zip(truth, guess, strict=True):
                 same &= one == other
-            tellable = ~self._twins[number][tuple(truth)]
+            tellable = ~self._twins[number][truth]
             right += int((same & tellable).sum())
             total += int(tellable.sum())
         return right / total if total else 0.0
@@ -293,7 +292,7 @@ def _names(spec: PermutationSpec, tensors: StateDict) -> dict[str, str]:
     canonical = {alias: name for name, aliases in spec.aliases.items() for alias in aliases}
     found = {}
     for key in tensors:
-        name = key if key in spec.shapes or key in canonical else WRAPPERS.sub("", key)
+        name = key if key in spec.shapes or key in canonical else plain_name(key)
         name = canonical.get(name, name)
         if name in spec.shapes:
             found[key] = name

@@ -15,7 +15,7 @@ from torch import nn
 
 from opacus_shuffle.audit.alignment import Aligner
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler, innermost
-from opacus_shuffle.permutation.spec import PermutationPlan, PermutationSpec
+from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 
 _CERTAIN = 64
 """Permutations after which an orbit is complete but for a chance of 2^-64."""

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from opacus_shuffle.core.validation import instance_of
-from opacus_shuffle.permutation.finding.sample_input import normalise, run_quietly
+from opacus_shuffle.permutation.sample_input import normalise, run_quietly
 
 # What models call the tensor that holds their records, first dimension first.
 _RECORDS = ("input_ids", "inputs_embeds", "input_embeds", "pixel_values", "input_values", "input_features")
@@ -110,7 +110,7 @@ def check_position_ids(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Map
     if narrow := [name for name, size in seen.items() if size == 1]:
         raise ValueError(
             f"module has embeddings that see a batch of one whatever the batch is, {', '.join(narrow)}, so Opacus cannot "
-            "record their per-sample gradients; call opacus_shuffle.engine.prepare_model(model) first, pass position ids of shape "
+            "record their per-sample gradients; call opacus_shuffle.prepare_model(model) first, pass position ids of shape "
             "[batch, length], or freeze them"
         )
     if strange := [name for name, size in seen.items() if size != frame.records and frame.certain]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from opacus_shuffle.permutation.discover import find_permutations
 from opacus_shuffle.permutation.finding.handlers import ModuleAxes, register_permutation
-from opacus_shuffle.permutation.spec import PermutationPlan, PermutationSpec
+from opacus_shuffle.permutation.group import PermutationPlan
+from opacus_shuffle.permutation.spec import PermutationSpec
 
 __all__ = ["ModuleAxes", "PermutationPlan", "PermutationSpec", "find_permutations", "register_permutation"]

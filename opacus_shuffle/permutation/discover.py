@@ -16,11 +16,11 @@ from typing import Any
 from torch import nn
 
 from opacus_shuffle.core.validation import one_of
-from opacus_shuffle.permutation.finding import rules_indexing, rules_layers, rules_shapes  # noqa: F401  (they register their rules)
-from opacus_shuffle.permutation.finding import sample_input as samples
+from opacus_shuffle.permutation import sample_input as samples
 from opacus_shuffle.permutation.finding.handlers import HandlerError, declared_axes
 from opacus_shuffle.permutation.finding.nesting import LEVELS, build_spec
-from opacus_shuffle.permutation.finding.trace import Packing, Tracer
+from opacus_shuffle.permutation.finding.trace import Tracer
+from opacus_shuffle.permutation.finding.traced_run import Packing, TracedRun
 from opacus_shuffle.permutation.network import kept_activations, require_apart, require_ready, results, state_kept, unwrap
 from opacus_shuffle.permutation.self_check import check_call
 from opacus_shuffle.permutation.spec import PermutationSpec
@@ -62,49 +62,54 @@ def find_permutations(module: nn.Module, sample_input: Any = None, *, groups: st
     written: set[int] = set()
     best: PermutationSpec | None = None
     for attempt in range(ROUNDS):
-        tracer = Tracer(network, packings, written if attempt < ROUNDS - 1 else None)
+        run = TracedRun(network, packings, written if attempt < ROUNDS - 1 else None)
         with state_kept(network):
             for training in (True, False):
                 network.train(training)
-                _run(tracer, network, args, kwargs)
-        learnt = bool(tracer.newly_written)
-        for place, found in tracer.new_packings.items():
+                _forward(run, network, args, kwargs)
+        learnt = bool(run.newly_written)
+        for place, found in run.new_packings.items():
             learnt |= not found <= packings.get(place, set())
             packings[place] = packings.get(place, set()) | found
-        if tracer.newly_written:  # these labels are worthless
-            written |= tracer.newly_written
+        if run.newly_written:  # these labels are worthless
+            written |= run.newly_written
             continue
-        spec = build_spec(tracer, groups)
+        spec = build_spec(run, groups)
         if best is None or spec.log2_size() > best.log2_size():
             best = spec
         if not learnt:
             break
     assert best is not None
     if not best.blocks:
-        looked_at = (
-            ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in list(tracer.tensors.items())[:20]) or "nothing"
-        )
-        unknown = ", ".join(f"{name} ({count} calls)" for name, count in tracer.unknown.items())
-        because = (
-            f"Operations without a rule keep what they touch in place: {unknown} (see register_permutation)."
-            if unknown
-            else "It has no hidden axis, or something along its hidden axes has fixed places (a constant, an order, an output)."
-        )
-        raise ValueError(
-            f"module {type(network).__name__} has no axis that may be permuted at groups={groups!r}. Looked at: {looked_at}. "
-            f"{because}"
-        )
+        raise _nothing_found(run, network, groups)
     require_apart({**dict(network.named_parameters()), **dict(network.named_buffers())}, best.blocks)
     if all(parameter.device.type != "meta" for parameter in network.parameters()):
         check_call(best, network, args, kwargs)
     return best
 
 
-def _run(tracer: Tracer, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """One traced forward in the network's present mode."""
+def _nothing_found(run: TracedRun, network: nn.Module, groups: str) -> ValueError:
+    """Returns an error that says what was looked at, and why none of it may be permuted."""
+    looked_at = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in list(run.tensors.items())[:20]) or "nothing"
+    if run.unknown:
+        unknown = ", ".join(f"{name} ({count} calls)" for name, count in run.unknown.items())
+        because = f"Operations without a rule keep what they touch in place: {unknown} (see register_permutation)."
+    else:
+        because = (
+            "It has no hidden axis, or something along its hidden axes has fixed places (a constant, an order, an output)."
+        )
+    return ValueError(
+        f"module {type(network).__name__} has no axis that may be permuted at groups={groups!r}. Looked at: {looked_at}. "
+        + because
+    )
+
+
+def _forward(run: TracedRun, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Runs the network once, traced, in its present mode."""
+    tracer = Tracer(network, run)
     with declared_axes(network, tracer):
         try:
-            outputs = tracer.run(lambda: network(*args, **kwargs))
+            outputs = tracer.trace(lambda: network(*args, **kwargs))
         except HandlerError:
             raise
         except Exception as error:
@@ -112,4 +117,4 @@ def _run(tracer: Tracer, network: nn.Module, args: tuple[Any, ...], kwargs: dict
             raise ValueError(
                 f"sample_input does not run through {type(network).__name__} in {mode} mode: {type(error).__name__}: {error}"
             ) from error
-    tracer.fix_results([*results(outputs), *kept_activations(network)])
+    run.fix_results([*results(outputs), *kept_activations(network)])

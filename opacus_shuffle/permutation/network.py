@@ -1,4 +1,4 @@
-"""A network as it is found: inside its wrappers, run without a trace left, its results apart from its caches.
+"""Handling a network as it is found: out of its wrappers, run without a trace left, its results apart from its caches.
 
 >>> import torch
 >>> unwrap(torch.nn.Linear(2, 2)).out_features
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from types import ModuleType
@@ -22,9 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from opacus_shuffle.core.opacus_compat import WRAPPER_NAMES, WRAPPING_PACKAGES
 
+_WRAPPERS = re.compile(rf"^(?:(?:{'|'.join(WRAPPER_NAMES)})\.)+")
+
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The network inside of Opacus's, distributed and compiled wrappers."""
+    """Returns the network inside of Opacus's, distributed and compiled wrappers."""
     if not isinstance(module, nn.Module):
         raise ValueError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     while any(kind.__module__.startswith(WRAPPING_PACKAGES) for kind in type(module).__mro__):
@@ -35,9 +38,26 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module
 
 
+def plain_name(name: str) -> str:
+    """Returns a parameter's name without what wrappers have put before it."""
+    return _WRAPPERS.sub("", name)
+
+
+@contextlib.contextmanager
+def random_states_kept(devices: Collection[int] = ()) -> Iterator[None]:
+    """Restores the global random states of Python, NumPy and PyTorch, on the CPU and on these GPUs, at the end."""
+    python, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002  (others use the global one)
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+
+
 @contextlib.contextmanager
 def state_kept(network: nn.Module) -> Iterator[None]:
-    """Random states, buffers and the training flag of every module are afterwards as before."""
+    """Restores random states, buffers and the training flag of every module at the end."""
     flags = [(each, each.training) for each in network.modules()]
     held = [(each, dict(each._buffers)) for each in network.modules() if isinstance(each._buffers, dict)]
     buffers = [
@@ -46,13 +66,10 @@ def state_kept(network: nn.Module) -> Iterator[None]:
         if buffer.device.type != "meta" and buffer.layout == torch.strided
     ]
     devices = {parameter.device.index for parameter in network.parameters() if parameter.device.type == "cuda"}
-    python, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002  (others use the global one)
     try:
-        with torch.random.fork_rng(devices=[index for index in devices if index is not None]):
+        with random_states_kept({index for index in devices if index is not None}):
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy_state)  # noqa: NPY002
         for each, flag in flags:
             each.training = flag
         for each, before in held:
@@ -71,7 +88,7 @@ CLOSED = (torch.Tensor, nn.Module, ModuleType, bool, int, float, complex, str, b
 
 
 def results(outputs: Any) -> list[torch.Tensor]:
-    """The tensors that a network returns, wherever they are, without caches of past keys and values, which are no results."""
+    """Returns the tensors in what a network returned, wherever they are, but for caches of past keys and values."""
     found: list[torch.Tensor] = []
     seen: dict[int, Any] = {}
     waiting = [outputs]
@@ -94,12 +111,12 @@ def results(outputs: Any) -> list[torch.Tensor]:
 
 
 def _is_cache(value: Any) -> bool:
-    """Whether it is one of Hugging Face's caches."""
+    """Returns whether this is one of Hugging Face's caches."""
     return any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
 
 
 def kept_activations(network: nn.Module) -> list[torch.Tensor]:
-    """Tensors that the modules keep as plain attributes after a run; a loss may read them."""
+    """Returns the tensors that the modules keep as plain attributes after a run; a loss may read them."""
     attributes = [
         value
         for module in network.modules()

@@ -1,15 +1,13 @@
-"""The numerical check that every specification has to pass: permuted weights, same function, in double precision.
+"""Checking numerically that permuted weights compute the same function, in double precision.
 
 The weights are perturbed first, because a norm with scale 1 and shift 0, or a bias that is still zero, would hide that it was
 forgotten.
 
->>> import torch
 >>> from opacus_shuffle.permutation.moving.layout import Block, Factor, Term
->>> from opacus_shuffle.permutation.spec import PermutationSpec
 >>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
 >>> rows = Block(0, 1, 6, (Term(0, ((0, 1),)),))
->>> wrong = PermutationSpec((Factor("rows", 6),), {"0.weight": (rows,)}, {"0.weight": (6, 4)})
->>> wrong.check(network, torch.ones(1, 4))
+>>> wrong = GroupAction((Factor("rows", 6),), {"0.weight": (rows,)}, {"0.weight": (6, 4)})
+>>> check_action(wrong, network, torch.ones(1, 4))
 Traceback (most recent call last):
 ...
 ValueError: this PermutationSpec changes what Sequential computes: permuting 'rows' moves 0.weight ...
@@ -27,9 +25,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from opacus_shuffle.permutation.finding import sample_input as samples
+from opacus_shuffle.permutation import sample_input as samples
+from opacus_shuffle.permutation.action import GroupAction
+from opacus_shuffle.permutation.group import PermutationPlan
 from opacus_shuffle.permutation.network import results, state_kept, unwrap
-from opacus_shuffle.permutation.spec import PermutationPlan, PermutationSpec
 
 NOISE = {"bernoulli": 1.0, "bernoulli_": 1.0} | dict.fromkeys(
     ("rand", "randn", "rand_like", "randn_like", "normal_", "uniform_", "exponential_"), 0.5
@@ -49,16 +48,20 @@ DRAWS = 3
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def check_invariance(spec: PermutationSpec, module: nn.Module, sample_input: Any = None) -> None:
-    """See :meth:`PermutationSpec.check`."""
+def check_action(action: GroupAction, module: nn.Module, sample_input: Any = None) -> None:
+    """Checks that no permutation of the group changes what the module computes on a sample input, given or guessed.
+
+    Raises:
+        ValueError: If one does; it names the factor and the parameters concerned.
+    """
     network = unwrap(module)
     args, kwargs = samples.guess(network) if sample_input is None else samples.normalise(sample_input)
-    check_call(spec, network, args, kwargs)
+    check_call(action, network, args, kwargs)
 
 
-def check_call(spec: PermutationSpec, network: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """The check, on the arguments of one call."""
-    spec.tensors(network)
+def check_call(action: GroupAction, network: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Checks the same on the arguments of one call of the network itself."""
+    action.tensors(network)
     generator = torch.Generator().manual_seed(20_230_101)
     double = _perturbed_copies(network, generator, buffers=True)
     try:
@@ -80,14 +83,20 @@ def check_call(spec: PermutationSpec, network: nn.Module, args: tuple[Any, ...],
             ) from error
         informative |= any(bool(each.any()) for each in reference)
         _compare(
-            spec, network, double, reference, [_rounding(*pair) for pair in zip(reference, nearly, strict=True)], run, generator
+            action,
+            network,
+            double,
+            reference,
+            [_rounding(*pair) for pair in zip(reference, nearly, strict=True)],
+            run,
+            generator,
         )
     if not informative:
         raise ValueError(f"{type(network).__name__} gives only zeros on the sample input: give another, so it can be checked")
 
 
 def _compare(
-    spec: PermutationSpec,
+    action: GroupAction,
     network: nn.Module,
     double: Mapping[str, torch.Tensor],
     reference: Sequence[torch.Tensor],
@@ -98,28 +107,28 @@ def _compare(
     """Runs the network with permuted weights and compares what it gives with the reference."""
 
     def change(plan: PermutationPlan) -> float:
-        spec.move({name: [double[name]] for name in spec.blocks}, plan)
+        action.move({name: [double[name]] for name in action.blocks}, plan)
         now = run()
-        spec.move({name: [double[name]] for name in spec.blocks}, spec.invert(plan))
+        action.move({name: [double[name]] for name in action.blocks}, action.invert(plan))
         return max(_difference(*each) for each in zip(reference, now, rounding, strict=True))
 
     # The first leaves nothing in place, the others tell copies of one permutation apart.
-    for plan in (_without_fixed_points(spec.sample(generator)), *(spec.sample(generator) for _ in range(DRAWS))):
+    for plan in (_without_fixed_points(action.sample(generator)), *(action.sample(generator) for _ in range(DRAWS))):
         if (worst := change(plan)) > TOLERANCE:
-            _blame(spec, network, plan, worst, change)
+            _blame(action, network, plan, worst, change)
 
 
 def _blame(
-    spec: PermutationSpec, network: nn.Module, plan: PermutationPlan, worst: float, change: Callable[[PermutationPlan], float]
+    action: GroupAction, network: nn.Module, plan: PermutationPlan, worst: float, change: Callable[[PermutationPlan], float]
 ) -> NoReturn:
-    """Says which of the permutations changes the outputs."""
-    still = spec.identity()
-    for number, factor in enumerate(spec.factors):
+    """Raises an error that says which of the permutations changes the outputs."""
+    still = action.identity()
+    for number, factor in enumerate(action.factors):
         if factor.free:
             tables = list(still.tables)
             tables[number] = plan.tables[number]
             if (alone := change(PermutationPlan(tuple(tables)))) > TOLERANCE:
-                members = ", ".join(dict.fromkeys(name for name, _ in spec.perm_to_axes[factor.name]))
+                members = ", ".join(dict.fromkeys(name for name, _ in action.perm_to_axes[factor.name]))
                 raise ValueError(
                     f"this PermutationSpec changes what {type(network).__name__} computes: permuting {factor.name!r} moves "
                     f"{members} and the outputs by {alone:.1e} of their size. Something that belongs to it is missing or must "
@@ -133,7 +142,7 @@ def _blame(
 
 
 def _without_fixed_points(plan: PermutationPlan) -> PermutationPlan:
-    """Each permutation made one cycle over all it moves: a uniform draw often leaves two things in place."""
+    """Makes each permutation one cycle over all it moves: a uniform draw often leaves two things in place."""
     return PermutationPlan(
         tuple(
             table if table is None else torch.empty_like(table).scatter_(-1, table, table.roll(1, -1)) for table in plan.tables
@@ -142,7 +151,7 @@ def _without_fixed_points(plan: PermutationPlan) -> PermutationPlan:
 
 
 class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps a network that rounds inside (norms, rotary embeddings) in double precision, and one that draws noise quiet."""
+    """Keeps a network that rounds inside (norms, rotary embeddings) in double precision, and its draws of noise constant."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Widens floating-point operands and casts."""
@@ -162,7 +171,7 @@ class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _grouped_product(rows: torch.Tensor, matrices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Rows up to each offset with a matrix of their own, which PyTorch has in low precision only."""
+    """Multiplies the rows up to each offset by a matrix of their own, which PyTorch does in low precision only."""
     result = rows.new_zeros(len(rows), matrices.shape[-1])
     start = 0
     for stop, matrix in zip(offsets.tolist(), matrices, strict=True):
@@ -172,7 +181,7 @@ def _grouped_product(rows: torch.Tensor, matrices: torch.Tensor, offsets: torch.
 
 
 def _difference(one: torch.Tensor, two: torch.Tensor, rounding: float) -> float:
-    """The largest change of an entry, relative to it or to what is usual in its tensor; infinite if no number."""
+    """Returns the largest change of an entry, relative to it or to what is usual in its tensor; infinite if no number."""
     if one.shape != two.shape or not torch.equal(torch.isfinite(one), torch.isfinite(two)):
         return float("inf")
     finite = torch.isfinite(one)
@@ -187,7 +196,7 @@ def _difference(one: torch.Tensor, two: torch.Tensor, rounding: float) -> float:
 
 
 def _rounded_otherwise(tensors: Mapping[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """The tensors with last digits that mean nothing, tied ones still tied."""
+    """Returns the tensors with other last digits, tied ones still tied."""
     copies: dict[int, torch.Tensor] = {}
     for tensor in tensors.values():
         if id(tensor) not in copies:
@@ -198,7 +207,7 @@ def _rounded_otherwise(tensors: Mapping[str, torch.Tensor], generator: torch.Gen
 
 
 def _rounding(one: torch.Tensor, two: torch.Tensor) -> float:
-    """How far results are apart whose weights differ in what rounding may change, with a margin of 1000."""
+    """Returns how far results are apart whose weights differ in what rounding may change, with a margin of 1000."""
     if one.shape != two.shape:
         return 0.0
     both = torch.isfinite(one) & torch.isfinite(two) & (one.abs() < MASK)
@@ -206,14 +215,14 @@ def _rounding(one: torch.Tensor, two: torch.Tensor) -> float:
 
 
 def _widen(value: Any) -> Any:
-    """A floating-point tensor in double precision."""
+    """Returns a floating-point tensor in double precision, and anything else as it is."""
     if isinstance(value, torch.Tensor) and value.dtype in NARROW:
         return value.double()
     return value.to(torch.complex128) if isinstance(value, torch.Tensor) and value.dtype == torch.complex64 else value
 
 
 def _perturbed_copies(network: nn.Module, generator: torch.Generator, *, buffers: bool) -> dict[str, torch.Tensor]:
-    """Parameters, moved away from values that hide mistakes, and buffers; in double precision, tied ones still tied."""
+    """Copies parameters and buffers in double precision, moved away from values that hide mistakes, tied ones still tied."""
     copies: dict[int, torch.Tensor] = {}
     found = {}
     for name, tensor in [*network.named_parameters(remove_duplicate=False), *network.named_buffers(remove_duplicate=False)]:
@@ -239,7 +248,7 @@ def _outputs(
     kwargs: Mapping[str, Any],
     training: bool,
 ) -> list[torch.Tensor]:
-    """What the network computes from these tensors, buffers being left as they are."""
+    """Runs the network on these tensors and returns its results; its own buffers are left as they are."""
     buffers = {name for name, _ in network.named_buffers(remove_duplicate=False)}
     own = {name: tensor.clone() if name in buffers else tensor for name, tensor in tensors.items()}
     fast_path = torch.backends.mha.get_fastpath_enabled()

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus_shuffle import PrivacyEngine, prepare_model
 from opacus_shuffle.engine.weights.shuffler import MODES, WeightShuffler
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
-from opacus_shuffle.permutation.spec import WRAPPERS
+from opacus_shuffle.permutation.network import plain_name
 
 SHUFFLE_SEED = 20_260_101
 RECORDS, BATCH, EPOCHS = 32, 8, 2
@@ -309,7 +309,7 @@ def moved(spec: PermutationSpec, plan: PermutationPlan, found: dict[str, torch.T
 
 def left(model: Any = None, optimizer: Any = None, network: nn.Module | None = None) -> dict[str, torch.Tensor]:
     """What state dicts show, with the names of :func:`contents`; an optimizer's parameters are those of the network."""
-    found = {WRAPPERS.sub("", name): value.detach().clone() for name, value in (model or {}).items()}
+    found = {plain_name(name): value.detach().clone() for name, value in (model or {}).items()}
     if optimizer is not None:
         assert network is not None
         names = [name for name, parameter in network.named_parameters() if parameter.requires_grad]

@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
 from opacus_shuffle.permutation import PermutationSpec, find_permutations
-from opacus_shuffle.permutation.moving.gather import Move, gather_
+from opacus_shuffle.permutation.moving.gather import gather_
+from opacus_shuffle.permutation.moving.moves import Move
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 

@@ -1,4 +1,4 @@
-"""PermutationSpec: uniform draws, group distributions, and moving a network with its optimizer."""
+"""PermutationSpec: uniform draws, the laws of a group, and moving a network with its optimizer."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_one_generator_state_gives_one_permutation():
     assert draw(spec, 3) == draw(spec, 3) != draw(spec, 4)
 
 
-# Group distributions -------------------------------------------------------------------------------------------------------------------
+# Group laws -------------------------------------------------------------------------------------------------------------------
 
 seeds = st.integers(0, 2**32)
 networks = st.sampled_from(VARIED)

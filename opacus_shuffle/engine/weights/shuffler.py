@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves
 from opacus_shuffle.core.opacus_compat import waits_for_step
 from opacus_shuffle.core.randomness import KeyChain, check_generator
 from opacus_shuffle.core.validation import instance_of, one_of
+from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 from opacus_shuffle.permutation.network import unwrap
-from opacus_shuffle.permutation.spec import PermutationPlan, PermutationSpec
 
 MODES = ("every_step", "on_release")
 FLAT_STATE = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam)

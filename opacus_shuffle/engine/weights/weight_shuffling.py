@@ -40,8 +40,8 @@ from opacus_shuffle.engine.weights.shuffler import (
 )
 from opacus_shuffle.permutation import PermutationSpec, find_permutations
 from opacus_shuffle.permutation.finding.nesting import LEVELS
-from opacus_shuffle.permutation.finding.sample_input import first_records, from_batch, run_quietly
 from opacus_shuffle.permutation.network import require_ready, unwrap
+from opacus_shuffle.permutation.sample_input import first_records, from_batch, run_quietly
 from opacus_shuffle.permutation.self_check import check_call
 
 GRAD_SAMPLE_MODES = ("hooks", "functorch", "ew", "ghost", "no_op")

@@ -1,4 +1,4 @@
-"""``register_permutation``: the axes of a module that tracing cannot see into, declared by hand.
+"""Declaring by hand the axes of a module that tracing cannot see into: ``register_permutation``.
 
 >>> import torch
 >>> class Opaque(torch.nn.Module):
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from opacus_shuffle.permutation.finding.labels import Axis, Dimensions, Factors, IncompatibleError, fixed_factors, unify_all
 from opacus_shuffle.permutation.finding.trace import Tracer
+from opacus_shuffle.permutation.finding.traced_run import TracedRun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ class ModuleAxes:
 
 
 class HandlerError(ValueError):
-    """What a handler says does not fit the module."""
+    """A handler's declaration that does not fit its module."""
 
 
 Handler = Callable[[Any], "ModuleAxes | None"]
@@ -90,9 +91,9 @@ def register_permutation(kind: type[nn.Module]) -> Callable[[Handler], Handler]:
 
 @contextlib.contextmanager
 def declared_axes(network: nn.Module, tracer: Tracer) -> Iterator[None]:
-    """While inside, modules with a handler are labelled by it."""
+    """Has modules with a handler labelled by it, while inside."""
     replaced = []
-    names = {id(tensor): name for name, tensor in tracer.tensors.items()}
+    names = {id(tensor): name for name, tensor in tracer.run.tensors.items()}
     try:
         for module in network.modules():
             handler = _HANDLERS.get(type(module))
@@ -114,49 +115,60 @@ def declared_axes(network: nn.Module, tracer: Tracer) -> Iterator[None]:
 
 
 def _labelled_forward(module: nn.Module, axes: ModuleAxes, tracer: Tracer, names: Mapping[int, str]) -> Callable[..., Any]:
-    """A forward that is not traced inside."""
+    """Returns a forward that is labelled by the declaration and not traced inside."""
     forward = module.forward
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def labelled(*args: Any, **kwargs: Any) -> Any:
         with tracer.paused():
             result = forward(*args, **kwargs)
         try:
-            declare(args, kwargs, result)
+            _declare_call(tracer.run, module, axes, names, (args, kwargs), result)
         except (ValueError, IncompatibleError) as error:
             raise HandlerError(f"the handler of {type(module).__name__} does not fit: {error}") from error
         return result
 
-    def declare(args: Any, kwargs: Any, result: Any) -> None:
-        shared: dict[str, Axis] = {}
-        own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-        for name in set(axes.parameters) - set(own):
-            raise ValueError(f"it names {name!r}, which is none of {sorted(own)}")
-        for name, tensor in own.items():
-            if id(tensor) in names:
-                _declare(tracer, tensor, axes.parameters.get(name, " ".join("_" * tensor.dim())), axes, shared)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        patterns = (axes.inputs,) if isinstance(axes.inputs, str) else axes.inputs
-        leading: Dimensions = []
-        for position, tensor in enumerate(inputs):
-            pattern = patterns[position] if position < len(patterns) else " ".join("_" * tensor.dim())
-            count = _declare(tracer, tensor, pattern, axes, shared)
-            leading = leading or tracer.dimensions(tensor)[:count]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        patterns = (axes.outputs,) if isinstance(axes.outputs, str) else axes.outputs
-        for position, tensor in enumerate(outputs):
-            pattern = patterns[position] if position < len(patterns) else " ".join("_" * tensor.dim())
-            found = [_factors(part, tensor.shape[dim], axes, shared) for dim, part in _places(pattern, tensor)]
-            tracer.set(tensor, [*leading, *found] if pattern.startswith("...") else found)
-        # Inside, an axis may occur by itself: no permutation of its own for each position along another one.
-        tracer.occurrences += [[[axis]] for axis in shared.values()]
-        tracer.contraction(*outputs)
-
-    return run
+    return labelled
 
 
-def _declare(tracer: Tracer, tensor: torch.Tensor, pattern: str, axes: ModuleAxes, shared: dict[str, Axis]) -> int:
-    """Makes a tensor's labels agree with its pattern; how many leading axes ``...`` stands for."""
-    dims = tracer.dimensions(tensor)
+def _declare_call(
+    run: TracedRun, module: nn.Module, axes: ModuleAxes, names: Mapping[int, str], arguments: Any, result: Any
+) -> None:
+    """Labels a module's own tensors, its inputs and its outputs as declared."""
+    shared: dict[str, Axis] = {}
+    own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    for name in set(axes.parameters) - set(own):
+        raise ValueError(f"it names {name!r}, which is none of {sorted(own)}")
+    for name, tensor in own.items():
+        if id(tensor) in names:
+            _declare(run, tensor, axes.parameters.get(name, _in_place(tensor)), axes, shared)
+    leading: Dimensions = []
+    for tensor, pattern in _patterns(axes.inputs, arguments):
+        count = _declare(run, tensor, pattern, axes, shared)
+        leading = leading or run.dimensions(tensor)[:count]
+    outputs = _patterns(axes.outputs, result)
+    for tensor, pattern in outputs:
+        found = [_factors(part, tensor.shape[dim], axes, shared) for dim, part in _places(pattern, tensor)]
+        run.set(tensor, [*leading, *found] if pattern.startswith("...") else found)
+    # Inside, an axis may occur by itself: no permutation of its own for each position along another one.
+    run.occurrences += [[[axis]] for axis in shared.values()]
+    run.contraction(*[tensor for tensor, _ in outputs])
+
+
+def _in_place(tensor: torch.Tensor) -> str:
+    """Returns the pattern of a tensor that stays in place."""
+    return " ".join("_" * tensor.dim())
+
+
+def _patterns(declared: str | tuple[str, ...], values: Any) -> list[tuple[torch.Tensor, str]]:
+    """Returns the tensors in a nest of values, each with its pattern; those without one stay in place."""
+    patterns = (declared,) if isinstance(declared, str) else declared
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [(each, patterns[i] if i < len(patterns) else _in_place(each)) for i, each in enumerate(tensors)]
+
+
+def _declare(run: TracedRun, tensor: torch.Tensor, pattern: str, axes: ModuleAxes, shared: dict[str, Axis]) -> int:
+    """Makes a tensor's labels agree with its pattern; returns how many leading axes ``...`` stands for."""
+    dims = run.dimensions(tensor)
     places = _places(pattern, tensor)
     for dim, part in places:
         unify_all(_factors(part, tensor.shape[dim], axes, shared), dims[dim])
@@ -164,7 +176,7 @@ def _declare(tracer: Tracer, tensor: torch.Tensor, pattern: str, axes: ModuleAxe
 
 
 def _places(pattern: str, tensor: torch.Tensor) -> list[tuple[int, list[str]]]:
-    """The names of each axis that the pattern speaks of, with its number from the end."""
+    """Returns the names of each axis that the pattern speaks of, with its number from the end."""
     parts = _parse(pattern)
     open_ended = parts[:1] == [["..."]]
     parts = parts[1:] if open_ended else parts
@@ -174,7 +186,7 @@ def _places(pattern: str, tensor: torch.Tensor) -> list[tuple[int, list[str]]]:
 
 
 def _parse(pattern: str) -> list[list[str]]:
-    """The names in a pattern, one list per axis."""
+    """Returns the names in a pattern, one list per axis."""
     parts: list[list[str]] = []
     inside: list[str] | None = None
     for word in pattern.replace("(", " ( ").replace(")", " ) ").split():
@@ -197,7 +209,7 @@ def _parse(pattern: str) -> list[list[str]]:
 
 
 def _factors(names: list[str], size: int, axes: ModuleAxes, shared: dict[str, Axis]) -> Factors:
-    """The factors of one axis, made or found by name."""
+    """Returns the factors of one axis, made or found by name."""
     if len(set(names)) < len(names):
         raise ValueError(f"axis {' '.join(names)!r} names a part of itself twice")
     known = 1

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 
 from opacus_shuffle.permutation.finding.labels import Axis, Dimensions, atoms, fix_all, terms
 from opacus_shuffle.permutation.finding.naming import name_factors
-from opacus_shuffle.permutation.finding.trace import Tracer
+from opacus_shuffle.permutation.finding.traced_run import TracedRun
 from opacus_shuffle.permutation.moving.layout import Block, Factor, Term
 from opacus_shuffle.permutation.spec import PermutationSpec
 
@@ -66,29 +66,29 @@ def _alternate(term: tuple[Axis, ...], atom: Axis, other: Axis) -> bool:
     return len(row) % 2 == 0 and all(one is not two for one, two in itertools.pairwise(row))
 
 
-def build_spec(tracer: Tracer, level: str) -> PermutationSpec:
+def build_spec(run: TracedRun, level: str) -> PermutationSpec:
     """The specification that the labels allow, at one of :data:`LEVELS`.
 
     Fixes what the run never reached, and what the level leaves out.
     """
-    reached = {atom for dimensions in tracer.occurrences for each in dimensions for atom in atoms(each)}
-    for dimensions in tracer.parameters.values():
+    reached = {atom for dimensions in run.occurrences for each in dimensions for atom in atoms(each)}
+    for dimensions in run.parameters.values():
         for each in dimensions:
             fix_all(atom for atom in atoms(each) if atom not in reached)
-    heads = set(atoms(tracer.heads))
-    streams = set(atoms(tracer.streams)) - heads
-    contracted = set(atoms(tracer.contracted))
+    heads = set(atoms(run.heads))
+    streams = set(atoms(run.streams)) - heads
+    contracted = set(atoms(run.contracted))
     if level != "residual":
         fix_all(streams)
     if level == "paper":
         fix_all(heads)
-    known = known_positions([*tracer.occurrences, *tracer.parameters.values()])
-    labelled = {atom for dimensions in tracer.parameters.values() for each in dimensions for atom in atoms(each)}
+    known = known_positions([*run.occurrences, *run.parameters.values()])
+    labelled = {atom for dimensions in run.parameters.values() for each in dimensions for atom in atoms(each)}
     inside = {atom: _outer(atom, known) for atom in labelled if not atom.fixed and atom.size > 1}
     if level == "paper":  # one permutation of the values for all heads (WS Theorem 4)
         inside = {atom: outer if atom in contracted else outer - heads for atom, outer in inside.items()}
-    _drop_wide_joints(tracer, inside)
-    return _assemble(tracer, inside, level, heads, streams, contracted)
+    _drop_wide_joints(run, inside)
+    return _assemble(run, inside, level, heads, streams, contracted)
 
 
 def _outer(atom: Axis, known: Mapping[Axis, set[Axis]]) -> set[Axis]:
@@ -115,13 +115,13 @@ def _joints(dimensions: Dimensions, inside: Mapping[Axis, set[Axis]]) -> list[tu
     return found
 
 
-def _drop_wide_joints(tracer: Tracer, inside: dict[Axis, set[Axis]]) -> None:
+def _drop_wide_joints(run: TracedRun, inside: dict[Axis, set[Axis]]) -> None:
     """Gives up nesting that would need a huge index vector, or would put one atom twice into the same grid."""
     changed = True
     while changed:
         changed = False
-        for name, dimensions in tracer.parameters.items():
-            shape = tracer.tensors[name].shape
+        for name, dimensions in run.parameters.items():
+            shape = run.tensors[name].shape
             for start, stop, joined in _spans(dimensions, inside):
                 size = math.prod(shape[start:stop])
                 twice = any(
@@ -145,7 +145,7 @@ def _spans(dimensions: Dimensions, inside: Mapping[Axis, set[Axis]]) -> list[tup
 
 
 def _assemble(
-    tracer: Tracer,
+    run: TracedRun,
     inside: Mapping[Axis, set[Axis]],
     level: str,
     heads: set[Axis],
@@ -156,8 +156,8 @@ def _assemble(
     numbers: dict[Axis, int] = {}
     blocks: dict[str, tuple[Block, ...]] = {}
     places: dict[Axis, list[tuple[str, int]]] = {}
-    for name, dimensions in tracer.parameters.items():
-        shape = tuple(tracer.tensors[name].shape)
+    for name, dimensions in run.parameters.items():
+        shape = tuple(run.tensors[name].shape)
         found = []
         for start, stop, _ in _spans(dimensions, inside):
             row = [axis for each in dimensions[start:stop] for axis in each]
@@ -170,7 +170,7 @@ def _assemble(
         if found:
             blocks[name] = tuple(found)
     outer = {each for atom, found in inside.items() for each in found if atom in places}
-    names = name_factors(places, tracer.tensors, heads=heads, streams=streams, contracted=contracted, outer=outer)
+    names = name_factors(places, run.tensors, heads=heads, streams=streams, contracted=contracted, outer=outer)
     for atom in [each for outer in inside.values() for each in outer]:
         numbers.setdefault(atom, len(numbers))
     factors = tuple(
@@ -182,19 +182,19 @@ def _assemble(
         )
         for atom in numbers
     )
-    parameters = {name for name, tensor in tracer.tensors.items() if name in tracer.parameter_names}
+    parameters = {name for name, tensor in run.tensors.items() if name in run.parameter_names}
     return PermutationSpec(
         factors=factors,
         blocks=blocks,
-        shapes={name: tuple(tracer.tensors[name].shape) for name in blocks},
+        shapes={name: tuple(run.tensors[name].shape) for name in blocks},
         buffers=tuple(name for name in blocks if name not in parameters),
-        unmoved={name: tracer.tensors[name].numel() for name in tracer.tensors if name in parameters and name not in blocks},
+        unmoved={name: run.tensors[name].numel() for name in run.tensors if name in parameters and name not in blocks},
         aliases={
-            name: tuple(alias for alias, target in tracer.aliases.items() if target == name)
+            name: tuple(alias for alias, target in run.aliases.items() if target == name)
             for name in blocks
-            if name in tracer.aliases.values()
+            if name in run.aliases.values()
         },
-        unknown=dict(tracer.unknown),
+        unknown=dict(run.unknown),
         level=level,
     )
 

@@ -21,9 +21,9 @@ from opacus_shuffle.permutation.finding.labels import (
     unify_all,
 )
 from opacus_shuffle.permutation.finding.operation import Call
-from opacus_shuffle.permutation.finding.trace import Tracer
+from opacus_shuffle.permutation.finding.traced_run import TracedRun
 
-Rule = Callable[[Tracer, Call], None]
+Rule = Callable[[TracedRun, Call], None]
 RULES: dict[str, Rule] = {}
 
 
@@ -58,33 +58,33 @@ def find_rule(call: Call) -> Rule | None:
     "zero",
 )
 @rule("log_sigmoid_forward", "_prelu_kernel", "prelu", "polar", "complex")
-def elementwise(tracer: Tracer, call: Call) -> None:
+def elementwise(run: TracedRun, call: Call) -> None:
     """Entry by entry, with broadcasting; random entries are independent and alike, so they may be permuted too."""
     operands = [tensor for tensor in call.inputs if tensor.dim()]
     for tensor in call.outputs:
         if not tensor.numel():  # a buffer that this device has no use for
-            tracer.set(tensor, [fixed_factors(size) for size in tensor.shape])
+            run.set(tensor, [fixed_factors(size) for size in tensor.shape])
             continue
         if len(operands) == 1 and operands[0].shape == tensor.shape:
-            tracer.set(tensor, tracer.labels(operands[0]))
+            run.set(tensor, run.labels(operands[0]))
             continue
-        labels = [(each.shape, tracer.dimensions(each)) for each in operands]  # once: a constant's are made anew each time
+        labels = [(each.shape, run.dimensions(each)) for each in operands]  # once: a constant's are made anew each time
         result: Dimensions = []
         for dim in range(-tensor.dim(), 0):
             carriers = [dims[dim] for shape, dims in labels if len(shape) >= -dim and shape[dim] > 1]
             for other in carriers[1:]:
                 unify_all(carriers[0], other)
             result.append(carriers[0] if carriers else [])
-        tracer.set(tensor, result)
+        run.set(tensor, result)
     if call.name.removesuffix("_") in ("aten.add", "aten.sub", "aten.rsub", "aten.lerp"):
-        _note_stream(tracer, operands, call.out)
+        _note_stream(run, operands, call.out)
 
 
-def _note_stream(tracer: Tracer, operands: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+def _note_stream(run: TracedRun, operands: Sequence[torch.Tensor], result: torch.Tensor) -> None:
     """A sum of results of different layers is a skip connection."""
-    origins = {tracer.origins(tensor) for tensor in operands} - {frozenset()}
+    origins = {run.origins(tensor) for tensor in operands} - {frozenset()}
     if len(origins) > 1:
-        tracer.streams += [axis for each in tracer.dimensions(result) for axis in each]
+        run.streams += [axis for each in run.dimensions(result) for axis in each]
 
 
 @rule(
@@ -103,9 +103,9 @@ def _note_stream(tracer: Tracer, operands: Sequence[torch.Tensor], result: torch
     ),
     *("empty_like", "rand", "randn"),
 )
-def uniform(tracer: Tracer, call: Call) -> None:
+def uniform(run: TracedRun, call: Call) -> None:
     """All entries alike, or independent and alike: any permutation will do."""
-    tracer.equal_entries(call.out)
+    run.equal_entries(call.out)
 
 
 def as_list(value: Any) -> list[int]:

@@ -17,28 +17,28 @@ import torch
 from opacus_shuffle.permutation.finding.labels import Dimensions, IncompatibleError, fix_all, fixed_factors, regroup, unify_all
 from opacus_shuffle.permutation.finding.operation import Call
 from opacus_shuffle.permutation.finding.rules import rule
-from opacus_shuffle.permutation.finding.trace import Tracer
+from opacus_shuffle.permutation.finding.traced_run import TracedRun
 
 
 @rule("index_select")
-def index_selected(tracer: Tracer, call: Call) -> None:
+def index_selected(run: TracedRun, call: Call) -> None:
     """Chosen by position: fixed along the dimension."""
-    dims = list(tracer.dimensions(call["self"]))
+    dims = list(run.dimensions(call["self"]))
     dim = call["dim"] % len(dims)
     fix_all(dims[dim])
-    _fix_values(tracer, call["index"])
+    _fix_values(run, call["index"])
     dims[dim] = fixed_factors(call.out.shape[dim])
-    tracer.set(call.out, dims)
+    run.set(call.out, dims)
 
 
 @rule("index")
-def indexed(tracer: Tracer, call: Call) -> None:
+def indexed(run: TracedRun, call: Call) -> None:
     """Chosen by positions or by a mask along some dimensions: fixed there, untouched elsewhere."""
-    tracer.set(call.out, _chosen(tracer, call, list(call.out.shape)))
+    run.set(call.out, _chosen(run, call, list(call.out.shape)))
 
 
 @rule("index_put", "_index_put_impl")
-def index_put(tracer: Tracer, call: Call) -> None:
+def index_put(run: TracedRun, call: Call) -> None:
     """Written at positions along some dimensions: fixed there; elsewhere the values' axes are those of the target."""
     target, values = call["self"], call["values"]
     given = [index for index in call["indices"] if index is not None]
@@ -51,30 +51,30 @@ def index_put(tracer: Tracer, call: Call) -> None:
         chosen = [*left[:place], *shape, *left[place:]]
     else:
         chosen = [0] * (target.dim() - sum(index.dim() for index in given) + 1)
-    labels = _chosen(tracer, call, chosen)
+    labels = _chosen(run, call, chosen)
     for dim in range(-values.dim(), 0):
         if values.shape[dim] > 1:
             if -dim > len(labels):
                 raise IncompatibleError
             if labels[dim]:
-                unify_all(tracer.dimensions(values)[dim], labels[dim])
+                unify_all(run.dimensions(values)[dim], labels[dim])
             else:
-                fix_all(tracer.dimensions(values)[dim])
-    tracer.set(call.out, tracer.dimensions(target))
+                fix_all(run.dimensions(values)[dim])
+    run.set(call.out, run.dimensions(target))
 
 
 MASKS = (torch.bool, torch.uint8)
 
 
-def _chosen(tracer: Tracer, call: Call, shape: list[int]) -> Dimensions:
+def _chosen(run: TracedRun, call: Call, shape: list[int]) -> Dimensions:
     """Labels of ``self[indices]``, which has this shape (0 stands for a size that the values decide)."""
-    dims, used = tracer.dimensions(call["self"]), []
+    dims, used = run.dimensions(call["self"]), []
     dim = 0
     for index in call["indices"]:
         width = index.dim() if index is not None and index.dtype in MASKS else 1
         if index is not None:
             used += list(range(dim, dim + width))
-            for each in [*dims[dim : dim + width], *tracer.dimensions(index)]:
+            for each in [*dims[dim : dim + width], *run.dimensions(index)]:
                 fix_all(each)
         dim += width
     left = [each for dim, each in enumerate(dims) if dim not in used]
@@ -86,106 +86,106 @@ def _chosen(tracer: Tracer, call: Call, shape: list[int]) -> Dimensions:
 
 
 @rule("index_add", "index_copy", "index_fill")
-def index_add(tracer: Tracer, call: Call) -> None:
+def index_add(run: TracedRun, call: Call) -> None:
     """Rows added at positions: fixed along the dimension; the others agree."""
-    target = tracer.dimensions(call["self"])
+    target = run.dimensions(call["self"])
     dim = call["dim"] % len(target)
     fix_all(target[dim])
-    _fix_values(tracer, call["index"])
+    _fix_values(run, call["index"])
     source = call.arguments.get("source")
     if source is not None:
-        for axis, each in enumerate(tracer.dimensions(source)):
+        for axis, each in enumerate(run.dimensions(source)):
             if axis == dim:
                 fix_all(each)
             else:
                 unify_all(each, target[axis])
-    tracer.set(call.out, target)
+    run.set(call.out, target)
 
 
 @rule("gather", "take_along_dim")
-def gathered(tracer: Tracer, call: Call) -> None:
+def gathered(run: TracedRun, call: Call) -> None:
     """Chosen by positions along one dimension: fixed there; index and source agree in the others."""
     source, index = call["self"], call["index"]
-    dims, chosen = tracer.dimensions(source), tracer.dimensions(index)
+    dims, chosen = run.dimensions(source), run.dimensions(index)
     along = call["dim"] % source.dim()
     for dim in range(source.dim()):
         if dim != along and source.shape[dim] == index.shape[dim]:
             unify_all(dims[dim], chosen[dim])
         else:
             fix_all([*dims[dim], *chosen[dim]])
-    tracer.set(call.out, chosen)
+    run.set(call.out, chosen)
 
 
-def _fix_values(tracer: Tracer, index: torch.Tensor) -> None:
+def _fix_values(run: TracedRun, index: torch.Tensor) -> None:
     """An index tensor's own axes are fixed: its entries choose positions one by one."""
-    for each in tracer.dimensions(index):
+    for each in run.dimensions(index):
         fix_all(each)
 
 
 @rule("embedding")
-def embedded(tracer: Tracer, call: Call) -> None:
+def embedded(run: TracedRun, call: Call) -> None:
     """Rows chosen by the input: fixed; columns are free."""
-    rows, columns = tracer.dimensions(call["weight"])
+    rows, columns = run.dimensions(call["weight"])
     fix_all(rows)
-    tracer.set(call.out, [*tracer.dimensions(call["indices"]), columns])
-    tracer.contraction(call.out)
+    run.set(call.out, [*run.dimensions(call["indices"]), columns])
+    run.contraction(call.out)
 
 
 @rule("_embedding_bag", "_embedding_bag_forward_only")
-def embedding_bag(tracer: Tracer, call: Call) -> None:
+def embedding_bag(run: TracedRun, call: Call) -> None:
     """Sums of rows chosen by the input."""
-    rows, columns = tracer.dimensions(call["weight"])
+    rows, columns = run.dimensions(call["weight"])
     fix_all(rows)
     for tensor in call.inputs[1:]:
-        _fix_values(tracer, tensor)
+        _fix_values(run, tensor)
     for tensor in call.outputs:
         follows = tensor.dim() == 2 and tensor.shape[1] == call["weight"].shape[1]
-        tracer.set(
+        run.set(
             tensor,
             [fixed_factors(size) for size in tensor.shape[:-1]] + [columns if follows else fixed_factors(tensor.shape[-1])],
         )
-    tracer.contraction(*call.outputs)
+    run.contraction(*call.outputs)
 
 
 @rule("view_as_complex", "view_as_real", "view_as_complex_copy", "view_as_real_copy")
-def complex_view(tracer: Tracer, call: Call) -> None:
+def complex_view(run: TracedRun, call: Call) -> None:
     """Real and imaginary part are a fixed axis."""
-    dims = tracer.dimensions(call["self"])
+    dims = run.dimensions(call["self"])
     if "complex" in call.name:
         fix_all(dims[-1])
-        tracer.set(call.out, dims[:-1])
+        run.set(call.out, dims[:-1])
     else:
-        tracer.set(call.out, [*dims, fixed_factors(2)])
+        run.set(call.out, [*dims, fixed_factors(2)])
 
 
 @rule("unfold", "unfold_copy")
-def windows(tracer: Tracer, call: Call) -> None:
+def windows(run: TracedRun, call: Call) -> None:
     """Windows along one dimension, which is fixed."""
-    dims = list(tracer.dimensions(call["self"]))
+    dims = list(run.dimensions(call["self"]))
     dim = call["dimension"] % len(dims)
     fix_all(dims[dim])
     dims[dim] = fixed_factors(call.out.shape[dim])
-    tracer.set(call.out, [*dims, fixed_factors(call["size"])])
+    run.set(call.out, [*dims, fixed_factors(call["size"])])
 
 
 @rule("pixel_shuffle", "pixel_unshuffle")
-def pixels(tracer: Tracer, call: Call) -> None:
+def pixels(run: TracedRun, call: Call) -> None:
     """Places inside a block become channels, or the other way round: (channel, place)."""
     source, out = call.inputs[0], call.out
-    dims = list(tracer.dimensions(source))
+    dims = list(run.dimensions(source))
     fewer = min(source.shape[-3], out.shape[-3])
     channels, places = regroup(dims[-3], [fewer, source.shape[-3] // fewer])
     for each in (places, dims[-2], dims[-1]):
         fix_all(each)
     more = fixed_factors(math.prod(out.shape[-3:-2]) // fewer)
-    tracer.set(out, [*dims[:-3], [*channels, *more], fixed_factors(out.shape[-2]), fixed_factors(out.shape[-1])])
+    run.set(out, [*dims[:-3], [*channels, *more], fixed_factors(out.shape[-2]), fixed_factors(out.shape[-1])])
 
 
 @rule("channel_shuffle", "native_channel_shuffle")
-def channel_shuffle(tracer: Tracer, call: Call) -> None:
+def channel_shuffle(run: TracedRun, call: Call) -> None:
     """(group, channel) becomes (channel, group)."""
-    dims = list(tracer.dimensions(call.inputs[0]))
+    dims = list(run.dimensions(call.inputs[0]))
     groups = int(call["groups"])
     group, inside = regroup(dims[1], [groups, call.out.shape[1] // groups])
     dims[1] = [*inside, *group]
-    tracer.set(call.out, dims)
+    run.set(call.out, dims)

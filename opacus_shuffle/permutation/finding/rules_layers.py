@@ -25,23 +25,23 @@ from opacus_shuffle.permutation.finding.labels import (
 )
 from opacus_shuffle.permutation.finding.operation import Call
 from opacus_shuffle.permutation.finding.rules import as_list, rule
-from opacus_shuffle.permutation.finding.trace import Tracer
+from opacus_shuffle.permutation.finding.traced_run import TracedRun
 
 
 @rule("mm", "bmm", "matmul", "mv", "dot", "vdot", "addmm", "baddbmm", "addmv", "linear")
-def matrix_product(tracer: Tracer, call: Call) -> None:
+def matrix_product(run: TracedRun, call: Call) -> None:
     """The contracted axes are one, batch axes too; a bias follows the result."""
     name = call.name.removesuffix("_").removeprefix("aten.")
     bias: torch.Tensor | None = None
     if name == "linear":
         one, other, bias = call["input"], call["weight"], call["bias"]
-        left, right = tracer.dimensions(one), tracer.dimensions(other)[::-1]
+        left, right = run.dimensions(one), run.dimensions(other)[::-1]
     elif name.startswith(("add", "badd")):
         bias, (one, other) = call["self"], list(call.arguments.values())[1:3]
-        left, right = tracer.dimensions(one), tracer.dimensions(other)
+        left, right = run.dimensions(one), run.dimensions(other)
     else:
         one, other = list(call.arguments.values())[:2]
-        left, right = tracer.dimensions(one), tracer.dimensions(other)
+        left, right = run.dimensions(one), run.dimensions(other)
     if (len(left) > 3 and name != "linear") or len(right) > 3:
         raise IncompatibleError
     unify_all(left[-1], right[-2] if len(right) > 1 else right[-1])
@@ -52,39 +52,39 @@ def matrix_product(tracer: Tracer, call: Call) -> None:
     if bias is not None:
         for dim in range(-bias.dim(), 0):
             if bias.shape[dim] > 1:
-                unify_all(tracer.dimensions(bias)[dim], result[dim])
-    if not tracer.is_parameter(one) and not tracer.is_parameter(other):
-        tracer.contracted += left[-1]
+                unify_all(run.dimensions(bias)[dim], result[dim])
+    if not run.is_parameter(one) and not run.is_parameter(other):
+        run.contracted += left[-1]
         if batched:
-            tracer.heads += left[0]
-    tracer.set(call.out, result)
-    tracer.occurrences.append([*left, *(right[-1:] if len(right) > 1 else [])])  # the products before they are summed
-    streams = bias is not None and not tracer.is_parameter(bias)
-    tracer.contraction(call.out)
+            run.heads += left[0]
+    run.set(call.out, result)
+    run.occurrences.append([*left, *(right[-1:] if len(right) > 1 else [])])  # the products before they are summed
+    streams = bias is not None and not run.is_parameter(bias)
+    run.contraction(call.out)
     if streams:
-        tracer.streams += [axis for each in result for axis in each]
+        run.streams += [axis for each in result for axis in each]
 
 
 @rule("_grouped_mm")
-def grouped_product(tracer: Tracer, call: Call) -> None:
+def grouped_product(run: TracedRun, call: Call) -> None:
     """Rows of each group with a matrix of its own (experts)."""
     one, other = call.inputs[:2]
-    left, right = tracer.dimensions(one), tracer.dimensions(other)
+    left, right = run.dimensions(one), run.dimensions(other)
     if len(left) != 2 or len(right) != 3 or call.arguments.get("bias") is not None:
         raise IncompatibleError
     fix_all([*left[0], *right[0]])
     unify_all(left[1], right[1])
-    tracer.occurrences.append([left[0], left[1], right[2]])
-    tracer.set(call.out, [left[0], right[2]])
-    tracer.contraction(call.out)
+    run.occurrences.append([left[0], left[1], right[2]])
+    run.set(call.out, [left[0], right[2]])
+    run.contraction(call.out)
 
 
 @rule("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution")
-def convolution(tracer: Tracer, call: Call) -> None:
+def convolution(run: TracedRun, call: Call) -> None:
     """Channels in and out, group by group; kernel taps and places are fixed."""
     source, kernel, groups = call.inputs[0], call.inputs[1], int(call["groups"])
     places = kernel.dim() - 2
-    dims, weight = tracer.dimensions(source), tracer.dimensions(kernel)
+    dims, weight = run.dimensions(source), run.dimensions(kernel)
     channels = dims[-places - 1]
     for each in [*weight[2:], *dims[-places:]]:
         fix_all(each)
@@ -94,126 +94,126 @@ def convolution(tracer: Tracer, call: Call) -> None:
             raise IncompatibleError
         unify_all(channels, first)
         result = second
-        tracer.occurrences.append([dims[0], channels, result])
+        run.occurrences.append([dims[0], channels, result])
     elif groups == 1:
         unify_all(channels, second)
         result = first
-        tracer.occurrences.append([dims[0], channels, result])
+        run.occurrences.append([dims[0], channels, result])
     else:  # input (group, in), kernel ((group, out), in), result (group, out)
         group_in, inside = regroup(channels, [groups, source.shape[-places - 1] // groups])
         group_out, outside = regroup(first, [groups, kernel.shape[0] // groups])
         unify_all(group_in, group_out)
         unify_all(inside, second)
         result = first
-        tracer.occurrences.append([dims[0], group_in, inside, outside])
+        run.occurrences.append([dims[0], group_in, inside, outside])
     bias = call.inputs[2] if len(call.inputs) > 2 else None
     if bias is not None:
-        unify_all(tracer.dimensions(bias)[0], result)
+        unify_all(run.dimensions(bias)[0], result)
     out = call.out
     head = [dims[0]] if source.dim() == places + 2 else []
-    tracer.set(out, [*head, result, *[fixed_factors(size) for size in out.shape[-places:]]])
-    tracer.contraction(out)
+    run.set(out, [*head, result, *[fixed_factors(size) for size in out.shape[-places:]]])
+    run.contraction(out)
 
 
 @rule("native_layer_norm", "rms_norm", "_fused_rms_norm", "layer_norm")
-def layer_norm(tracer: Tracer, call: Call) -> None:
+def layer_norm(run: TracedRun, call: Call) -> None:
     """Symmetric in the normalised axes; scale and shift follow them."""
     source = call["input"]
-    dims = tracer.dimensions(source)
+    dims = run.dimensions(source)
     count = len(call["normalized_shape"])
     for parameter in (call.arguments.get("weight"), call.arguments.get("bias")):
         if parameter is not None:
             for dim in range(-count, 0):
-                unify_all(tracer.dimensions(parameter)[dim], dims[dim])
-    _symmetric(tracer, call, dims, range(-count, 0))
+                unify_all(run.dimensions(parameter)[dim], dims[dim])
+    _symmetric(run, call, dims, range(-count, 0))
 
 
 @rule("native_group_norm")
-def group_norm(tracer: Tracer, call: Call) -> None:
+def group_norm(run: TracedRun, call: Call) -> None:
     """Symmetric in the channels of a group, and in the groups."""
-    dims, groups = tracer.dimensions(call["input"]), int(call["group"])
+    dims, groups = run.dimensions(call["input"]), int(call["group"])
     channels = dims[1]
     group, inside = regroup(channels, [groups, int(call["C"]) // groups])
     dims = [dims[0], [*group, *inside], *dims[2:]]
     for parameter in (call["weight"], call["bias"]):
         if parameter is not None:
-            unify_all(tracer.dimensions(parameter)[0], channels)
-    tracer.set(call.out, dims)
-    tracer.occurrences.append([dims[0], group])
+            unify_all(run.dimensions(parameter)[0], channels)
+    run.set(call.out, dims)
+    run.occurrences.append([dims[0], group])
     for tensor in call.outputs[1:]:
-        tracer.set(tensor, [dims[0], group])
+        run.set(tensor, [dims[0], group])
 
 
 @rule(
     *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "cudnn_batch_norm"),
     *("_batch_norm_with_update", "_batch_norm_no_update", "batch_norm"),
 )
-def batch_norm(tracer: Tracer, call: Call) -> None:
+def batch_norm(run: TracedRun, call: Call) -> None:
     """Channel by channel; scale, shift and running statistics follow."""
     source, *statistics = call.inputs
-    dims = tracer.dimensions(source)
+    dims = run.dimensions(source)
     for parameter in statistics:
-        unify_all(tracer.dimensions(parameter)[0], dims[1])
-    tracer.reduced(dims, [i for i in range(len(dims)) if i != 1])
-    tracer.set(call.out, dims)
+        unify_all(run.dimensions(parameter)[0], dims[1])
+    run.reduced(dims, [i for i in range(len(dims)) if i != 1])
+    run.set(call.out, dims)
     for tensor in call.outputs[1:]:
-        tracer.set(tensor, [dims[1]] if tensor.dim() == 1 and tensor.shape[0] == source.shape[1] else _fixed(tensor))
+        run.set(tensor, [dims[1]] if tensor.dim() == 1 and tensor.shape[0] == source.shape[1] else _fixed(tensor))
 
 
 @rule("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
-def softmax(tracer: Tracer, call: Call) -> None:
+def softmax(run: TracedRun, call: Call) -> None:
     """Symmetric along its dimension."""
-    _symmetric(tracer, call, tracer.dimensions(call["self"]), [call["dim"]])
+    _symmetric(run, call, run.dimensions(call["self"]), [call["dim"]])
 
 
 @rule("linalg_vector_norm", "norm", "mean", "sum", "nansum", "prod", "amax", "amin", "any", "all", "logsumexp", "aminmax")
 @rule("var", "std", "var_mean", "std_mean", "count_nonzero")
-def reduction(tracer: Tracer, call: Call) -> None:
+def reduction(run: TracedRun, call: Call) -> None:
     """Symmetric in what is reduced."""
     source = call.inputs[0]
     rank = source.dim()
     asked = call.arguments.get("dim")
     gone = {dim % rank for dim in as_list(asked)} if rank else set()
     gone = gone or set(range(rank))
-    dims = tracer.dimensions(source)
+    dims = run.dimensions(source)
     for tensor in call.outputs:
         keep = tensor.dim() == rank
-        tracer.set(tensor, [[] if dim in gone else each for dim, each in enumerate(dims) if keep or dim not in gone])
+        run.set(tensor, [[] if dim in gone else each for dim, each in enumerate(dims) if keep or dim not in gone])
 
 
 @rule("max", "min", "median", "argmax", "argmin", "mode", "kthvalue", "cummax", "cummin")
-def arg_reduction(tracer: Tracer, call: Call) -> None:
+def arg_reduction(run: TracedRun, call: Call) -> None:
     """Says where the winner is, so what is reduced is fixed; without ``dim`` and with one result it is symmetric."""
     source = call.inputs[0]
     if len(call.inputs) == 2:
         raise IncompatibleError
     if call.arguments.get("dim") is None and "arg" not in call.name:
-        tracer.set(call.out, [])
+        run.set(call.out, [])
         return
     rank = source.dim()
     gone = set(range(rank)) if call.arguments.get("dim") is None else {call["dim"] % rank}
-    dims = list(tracer.dimensions(source))
+    dims = list(run.dimensions(source))
     for dim in gone:
         fix_all(dims[dim])
     for tensor in call.outputs:
         keep = tensor.dim() == rank
         same = keep and tensor.shape == source.shape
-        tracer.set(
+        run.set(
             tensor,
             [(each if same else []) if dim in gone else each for dim, each in enumerate(dims) if keep or dim not in gone],
         )
 
 
 @rule("glu")
-def glu(tracer: Tracer, call: Call) -> None:
+def glu(run: TracedRun, call: Call) -> None:
     """Two halves of one axis, multiplied."""
-    dims = list(tracer.dimensions(call["self"]))
+    dims = list(run.dimensions(call["self"]))
     dim = call["dim"] % len(dims)
     half = call.out.shape[dim]
     one, other = split_sum(product(factors(dims[dim])), [half, half])
     unify(one, other)
     dims[dim] = [one]
-    tracer.set(call.out, dims)
+    run.set(call.out, dims)
 
 
 @rule(
@@ -231,54 +231,54 @@ def glu(tracer: Tracer, call: Call) -> None:
     *("upsample_bicubic2d", "upsample_trilinear3d", "_upsample_nearest_exact2d", "_upsample_bilinear2d_aa"),
     *("_upsample_bicubic2d_aa", "replication_pad1d", "replication_pad2d", "grid_sampler_2d", "mkldnn_max_pool2d"),
 )
-def pooling(tracer: Tracer, call: Call) -> None:
+def pooling(run: TracedRun, call: Call) -> None:
     """Channel by channel; places are fixed."""
     source = call.inputs[0]
     places = 1 if "1d" in call.name else 3 if "3d" in call.name else 2
     if "linear1d" in call.name or "nearest1d" in call.name:
         places = 1
-    dims = tracer.dimensions(source)
+    dims = run.dimensions(source)
     for each in dims[-places:]:
         fix_all(each)
     for other in call.inputs[1:]:
-        for each in tracer.dimensions(other):
+        for each in run.dimensions(other):
             fix_all(each)
     for tensor in call.outputs:
-        tracer.set(tensor, [*dims[:-places], *[fixed_factors(size) for size in tensor.shape[-places:]]])
+        run.set(tensor, [*dims[:-places], *[fixed_factors(size) for size in tensor.shape[-places:]]])
 
 
 @rule("im2col")
-def unfolded(tracer: Tracer, call: Call) -> None:
+def unfolded(run: TracedRun, call: Call) -> None:
     """Patches: (channel, tap) by place."""
-    dims = tracer.dimensions(call["self"])
+    dims = run.dimensions(call["self"])
     taps = 1
     for size in call["kernel_size"]:
         taps *= size
     for each in dims[-2:]:
         fix_all(each)
-    tracer.set(call.out, [*dims[:-3], [*dims[-3], *fixed_factors(taps)], fixed_factors(call.out.shape[-1])])
+    run.set(call.out, [*dims[:-3], [*dims[-3], *fixed_factors(taps)], fixed_factors(call.out.shape[-1])])
 
 
 @rule("_weight_norm_interface", "_weight_norm")
-def weight_norm(tracer: Tracer, call: Call) -> None:
+def weight_norm(run: TracedRun, call: Call) -> None:
     """A direction and a length for each entry of one axis."""
-    dims = tracer.dimensions(call["v"])
+    dims = run.dimensions(call["v"])
     dim = call["dim"] % len(dims)
-    unify_all(tracer.dimensions(call["g"])[dim], dims[dim])
+    unify_all(run.dimensions(call["g"])[dim], dims[dim])
     lengths: Dimensions = [each if i == dim else [] for i, each in enumerate(dims)]
-    tracer.set(call.out, dims)
-    tracer.occurrences.append(lengths)
+    run.set(call.out, dims)
+    run.occurrences.append(lengths)
     for tensor in call.outputs[1:]:
-        tracer.set(tensor, lengths)
+        run.set(tensor, lengths)
 
 
 @rule("_trilinear")
-def trilinear(tracer: Tracer, call: Call) -> None:
+def trilinear(run: TracedRun, call: Call) -> None:
     """The product of three tensors, each with axes of size 1 put in, summed over some axes (``torch.nn.Bilinear``)."""
     rank = call["i1"].dim() + len(call["expand1"])
     result: Dimensions = [[] for _ in range(rank)]
     for name in "123":
-        waiting = iter(tracer.dimensions(call[f"i{name}"]))
+        waiting = iter(run.dimensions(call[f"i{name}"]))
         for dim in range(rank):
             if dim in call[f"expand{name}"]:
                 continue
@@ -287,19 +287,19 @@ def trilinear(tracer: Tracer, call: Call) -> None:
                 unify_all(result[dim], each)
             else:
                 result[dim] = each
-    tracer.occurrences.append(result)
-    tracer.set(call.out, [each for dim, each in enumerate(result) if dim not in call["sumdim"]])
-    tracer.contraction(call.out)
+    run.occurrences.append(result)
+    run.set(call.out, [each for dim, each in enumerate(result) if dim not in call["sumdim"]])
+    run.contraction(call.out)
 
 
-def _symmetric(tracer: Tracer, call: Call, dims: Dimensions, over: Sequence[int] | range) -> None:
+def _symmetric(run: TracedRun, call: Call, dims: Dimensions, over: Sequence[int] | range) -> None:
     """The same axes come out; statistics inside have lost the dimensions that they are taken over."""
-    tracer.reduced(dims, list(over))
-    tracer.set(call.out, dims)
+    run.reduced(dims, list(over))
+    run.set(call.out, dims)
     rank = len(dims)
     gone = {dim % rank for dim in over}
     for tensor in call.outputs[1:]:
-        tracer.set(
+        run.set(
             tensor, [[] if dim in gone else each for dim, each in enumerate(dims)] if tensor.dim() == rank else _fixed(tensor)
         )
 

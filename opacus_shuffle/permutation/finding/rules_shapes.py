@@ -27,23 +27,23 @@ from opacus_shuffle.permutation.finding.labels import (
 )
 from opacus_shuffle.permutation.finding.operation import Call
 from opacus_shuffle.permutation.finding.rules import as_list, rule
-from opacus_shuffle.permutation.finding.trace import Stacked, Tracer
+from opacus_shuffle.permutation.finding.traced_run import Stacked, TracedRun
 
 
 def shape_rule(*names: str) -> Callable[[Callable[[Call, Dimensions], Dimensions]], Callable[[Call, Dimensions], Dimensions]]:
     """Registers a rule of operations with one tensor in and one out that only rearrange dimensions."""
 
     def register(function: Callable[[Call, Dimensions], Dimensions]) -> Callable[[Call, Dimensions], Dimensions]:
-        def apply(tracer: Tracer, call: Call) -> None:
-            labels = tracer.labels(call.inputs[0])
+        def apply(run: TracedRun, call: Call) -> None:
+            labels = run.labels(call.inputs[0])
             if call.out is call.inputs[0] and call.name.endswith("_"):  # the tensor itself has another shape now
-                changed = function(call, tracer.dimensions(call.out))
-                tracer.forget(call.out)
-                tracer.set(call.out, changed)
+                changed = function(call, run.dimensions(call.out))
+                run.forget(call.out)
+                run.set(call.out, changed)
             elif isinstance(labels, list):
-                tracer.set(call.out, function(call, labels))
+                run.set(call.out, function(call, labels))
             else:
-                tracer.set(call.out, type(labels)(labels.marker, [function(call, each) for each in labels.alternatives]))
+                run.set(call.out, type(labels)(labels.marker, [function(call, each) for each in labels.alternatives]))
 
         rule(*names)(apply)
         return function
@@ -103,9 +103,9 @@ def viewed(call: Call, dims: Dimensions) -> Dimensions:
 
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy", "view_copy")
-def view(tracer: Tracer, call: Call) -> None:
+def view(run: TracedRun, call: Call) -> None:
     """As :func:`viewed`; equal parts laid end to end that become a dimension of their own stay different things."""
-    labels = tracer.labels(call.inputs[0])
+    labels = run.labels(call.inputs[0])
     if call.inputs[0].dtype != call.out.dtype or not call.out.numel():
         raise IncompatibleError
     if isinstance(labels, list):
@@ -121,12 +121,12 @@ def view(tracer: Tracer, call: Call) -> None:
                         sizes = [size for i, size in enumerate(call.out.shape) if i != dim]
                         result = regroup([*row[:place], part, *row[place + 1 :]], sizes)
                         alternatives.append([*result[:dim], [marker], *result[dim:]])
-                    tracer.set(call.out, Stacked(marker, alternatives))
+                    run.set(call.out, Stacked(marker, alternatives))
                     return
             before *= axis.size
-        tracer.set(call.out, viewed(call, labels))
+        run.set(call.out, viewed(call, labels))
     else:
-        tracer.set(call.out, type(labels)(labels.marker, [viewed(call, each) for each in labels.alternatives]))
+        run.set(call.out, type(labels)(labels.marker, [viewed(call, each) for each in labels.alternatives]))
 
 
 def _dimension_at(shape: Sequence[int], before: int, size: int) -> int | None:
@@ -140,100 +140,100 @@ def _dimension_at(shape: Sequence[int], before: int, size: int) -> int | None:
 
 
 @rule("expand")
-def expanded(tracer: Tracer, call: Call) -> None:
+def expanded(run: TracedRun, call: Call) -> None:
     """Copies along new or stretched dimensions are alike: any permutation of them will do."""
     source, out = call.inputs[0], call.out
     new = out.dim() - source.dim()
-    dims = tracer.dimensions(source)
+    dims = run.dimensions(source)
     shape = [1] * new + list(source.shape)
     padded: Dimensions = [*([] for _ in range(new)), *dims]
-    tracer.set(out, [each if a == b else free_factors(b) for each, a, b in zip(padded, shape, out.shape, strict=True)])
+    run.set(out, [each if a == b else free_factors(b) for each, a, b in zip(padded, shape, out.shape, strict=True)])
 
 
 @rule("repeat")
-def repeated(tracer: Tracer, call: Call) -> None:
+def repeated(run: TracedRun, call: Call) -> None:
     """Copies laid end to end: (copy, position)."""
     source, out = call.inputs[0], call.out
     new = out.dim() - source.dim()
-    dims: Dimensions = [*([] for _ in range(new)), *tracer.dimensions(source)]
-    tracer.set(out, [[*free_factors(count), *each] for count, each in zip(call["repeats"], dims, strict=True)])
+    dims: Dimensions = [*([] for _ in range(new)), *run.dimensions(source)]
+    run.set(out, [[*free_factors(count), *each] for count, each in zip(call["repeats"], dims, strict=True)])
 
 
 @rule("select", "select_copy")
-def selected(tracer: Tracer, call: Call) -> None:
+def selected(run: TracedRun, call: Call) -> None:
     """One slice."""
-    _take_apart(tracer, call, call["dim"], [call["index"]], call.outputs)
+    _take_apart(run, call, call["dim"], [call["index"]], call.outputs)
 
 
 @rule("unbind", "unbind_copy")
-def unbound(tracer: Tracer, call: Call) -> None:
+def unbound(run: TracedRun, call: Call) -> None:
     """All slices."""
-    _take_apart(tracer, call, call["dim"], range(len(call.outputs)), call.outputs)
+    _take_apart(run, call, call["dim"], range(len(call.outputs)), call.outputs)
 
 
-def _take_apart(tracer: Tracer, call: Call, dim: int, indices: Sequence[int], outputs: Sequence[torch.Tensor]) -> None:
+def _take_apart(run: TracedRun, call: Call, dim: int, indices: Sequence[int], outputs: Sequence[torch.Tensor]) -> None:
     """Slices along a dimension: different things where they are known to be, else the dimension is fixed."""
     source = call.inputs[0]
     dim %= source.dim()
-    labels = tracer.labels(source)
+    labels = run.labels(source)
     if not isinstance(labels, list):
         if labels.alternatives[0][dim] == [labels.marker]:
             for index, tensor in zip(indices, outputs, strict=True):
                 chosen = labels.alternatives[index]
-                tracer.set(tensor, [*chosen[:dim], *chosen[dim + 1 :]])
+                run.set(tensor, [*chosen[:dim], *chosen[dim + 1 :]])
             return
-        labels = tracer.dimensions(source)
+        labels = run.dimensions(source)
     row = factors(labels[dim])
     if len(row) == 1:
-        tracer.note_packing(row[0])
+        run.note_packing(row[0])
     fix_all(labels[dim])
     for tensor in outputs:
-        tracer.set(tensor, [*labels[:dim], *labels[dim + 1 :]])
+        run.set(tensor, [*labels[:dim], *labels[dim + 1 :]])
 
 
 @rule("slice", "slice_copy")
-def sliced(tracer: Tracer, call: Call) -> None:
+def sliced(run: TracedRun, call: Call) -> None:
     """A contiguous piece is a part of a sum; with steps the axis is fixed."""
     source, out = call.inputs[0], call.out
     dim = call["dim"] % source.dim()
     size, step = source.shape[dim], call["step"]
     start, end = (_clamp(value, default, size) for value, default in ((call["start"], 0), (call["end"], size)))
     if start == 0 and end >= size and step == 1:
-        tracer.set(out, tracer.labels(source))
+        run.set(out, run.labels(source))
     elif step != 1 or end <= start:
-        dims = list(tracer.dimensions(source))
+        dims = list(run.dimensions(source))
         fix_all(dims[dim])
         dims[dim] = fixed_factors(out.shape[dim])
-        tracer.set(out, dims)
+        run.set(out, dims)
     else:
-        _cut(tracer, source, dim, [start, end - start, size - end], [None, out, None])
+        _cut(run, source, dim, [start, end - start, size - end], [None, out, None])
 
 
 @rule(
     "split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "chunk", "unsafe_split", "unsafe_chunk", "tensor_split"
 )
-def split(tracer: Tracer, call: Call) -> None:
+def split(run: TracedRun, call: Call) -> None:
     """Pieces of a sum."""
     dim = call["dim"] % call.inputs[0].dim()
-    _cut(tracer, call.inputs[0], dim, [tensor.shape[dim] for tensor in call.outputs], call.outputs)
+    _cut(run, call.inputs[0], dim, [tensor.shape[dim] for tensor in call.outputs], call.outputs)
 
 
-def _cut(tracer: Tracer, source: torch.Tensor, dim: int, sizes: Sequence[int], pieces: Sequence[torch.Tensor | None]) -> None:
+def _cut(run: TracedRun, source: torch.Tensor, dim: int, sizes: Sequence[int], pieces: Sequence[torch.Tensor | None]) -> None:
     """Labels the pieces of one dimension."""
-    labels = tracer.labels(source)
+    labels = run.labels(source)
     if not isinstance(labels, list) and labels.alternatives[0][dim] == [labels.marker] and set(sizes) <= {0, 1}:
         present = [piece for size, piece in zip(sizes, pieces, strict=True) if size]
         for chosen, piece in zip(labels.alternatives, present, strict=True):
             if piece is not None:
-                tracer.set(piece, [*chosen[:dim], [], *chosen[dim + 1 :]])
+                run.set(piece, [*chosen[:dim], [], *chosen[dim + 1 :]])
         return
-    dims = tracer.dimensions(source)
+    dims = run.dimensions(source)
     row = factors(dims[dim])
     whole = product(row) if row else Axis(1, fixed=True)
     majors = row[0].size if row and row[0].kind == "atom" else 1
     minor = whole.size // majors
     if majors > 1 and set(sizes) <= {0, minor}:
-        tracer.note_packing(row[0])
+        run.note_packing(row[0])
     if majors > 1 and minor > 1 and all(size % minor == 0 for size in sizes):  # whole majors, as (3, d) cut into thirds
         fix_all(row[:1])
         parts = [product([*fixed_factors(size // minor), *row[1:]]) for size in sizes if size]
@@ -243,42 +243,42 @@ def _cut(tracer: Tracer, source: torch.Tensor, dim: int, sizes: Sequence[int], p
     for size, piece in zip(sizes, pieces, strict=True):
         part = next(waiting) if size else Axis(1)
         if piece is not None:
-            tracer.set(piece, [*dims[:dim], factors([part]) if size else [], *dims[dim + 1 :]])
+            run.set(piece, [*dims[:dim], factors([part]) if size else [], *dims[dim + 1 :]])
 
 
 @rule("cat", "concat", "concatenate")
-def concatenated(tracer: Tracer, call: Call) -> None:
+def concatenated(run: TracedRun, call: Call) -> None:
     """A sum along one dimension; the others agree."""
     tensors = [tensor for tensor in call["tensors"] if tensor.numel()]
     dim = call["dim"] % call.out.dim()
     if len(tensors) > 1 and all(tensor.shape[dim] == 1 for tensor in tensors):
-        _stack(tracer, call.out, dim, [_without(tracer.dimensions(tensor), dim) for tensor in tensors])
+        _stack(run, call.out, dim, [_without(run.dimensions(tensor), dim) for tensor in tensors])
         return
-    first, *others = (tracer.dimensions(tensor) for tensor in tensors)
+    first, *others = (run.dimensions(tensor) for tensor in tensors)
     for other in others:
         for i in range(len(first)):
             if i != dim:
                 unify_all(first[i], other[i])
-    pieces = [tracer.dimensions(tensor)[dim] for tensor in tensors]
+    pieces = [run.dimensions(tensor)[dim] for tensor in tensors]
     result = list(first)
     if len(pieces) > 1:
         result[dim] = [concatenation([product(piece) if piece else Axis(1, fixed=True) for piece in pieces])]
-    tracer.set(call.out, result)
+    run.set(call.out, result)
 
 
 @rule("stack")
-def stacked(tracer: Tracer, call: Call) -> None:
+def stacked(run: TracedRun, call: Call) -> None:
     """A new dimension."""
-    _stack(tracer, call.out, call["dim"] % call.out.dim(), [tracer.dimensions(tensor) for tensor in call["tensors"]])
+    _stack(run, call.out, call["dim"] % call.out.dim(), [run.dimensions(tensor) for tensor in call["tensors"]])
 
 
-def _stack(tracer: Tracer, out: torch.Tensor, dim: int, slices: Sequence[Dimensions]) -> None:
+def _stack(run: TracedRun, out: torch.Tensor, dim: int, slices: Sequence[Dimensions]) -> None:
     """Slices that stay different things until they are treated alike."""
     if len(slices) == 1:
-        tracer.set(out, [*slices[0][:dim], [], *slices[0][dim:]])
+        run.set(out, [*slices[0][:dim], [], *slices[0][dim:]])
         return
     marker = Axis(len(slices), fixed=True)
-    tracer.set(out, Stacked(marker, [[*each[:dim], [marker], *each[dim:]] for each in slices]))
+    run.set(out, Stacked(marker, [[*each[:dim], [marker], *each[dim:]] for each in slices]))
 
 
 def _without(dims: Dimensions, dim: int) -> Dimensions:
@@ -298,11 +298,11 @@ def _without(dims: Dimensions, dim: int) -> Dimensions:
     "reflection_pad1d",
     "reflection_pad2d",
 )
-def along(tracer: Tracer, call: Call) -> None:
+def along(run: TracedRun, call: Call) -> None:
     """Order matters along some dimensions (all that change their size, at least): fixed there, untouched elsewhere."""
     source, out = call.inputs[0], call.out
     rank = source.dim()
-    dims = list(tracer.dimensions(source))
+    dims = list(run.dimensions(source))
     name = call.name.removesuffix("_").removeprefix("aten.")
     if name in ("tril", "triu"):
         touched = {rank - 2, rank - 1}
@@ -315,7 +315,7 @@ def along(tracer: Tracer, call: Call) -> None:
     for dim in touched:
         fix_all(dims[dim])
         dims[dim] = fixed_factors(out.shape[dim])
-    tracer.set(out, dims)
+    run.set(out, dims)
 
 
 def _clamp(value: int | None, default: int, size: int) -> int:

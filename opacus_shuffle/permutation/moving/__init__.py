@@ -1,1 +1,1 @@
-"""Moves entries of parameters: layouts, moves, and the kernels that carry them out."""
+"""Moving entries of tensors: where they lie (layout), what moves (moves), and PyTorch or Triton to do it (gather chooses)."""

@@ -1,4 +1,4 @@
-"""Where the entries of an axis lie, as data, and the index vector that a permutation of its factors makes of it.
+"""Says, as data, where the entries of an axis lie, and makes index vectors of permutations of its factors.
 
 An axis (or several neighbouring axes seen as one) is a list of terms that tile it; a term is a grid of factors, each with a
 stride, from an offset on. Three matrices of two heads of width 4 laid end to end are three terms of the same two factors.
@@ -78,7 +78,7 @@ class Movement:
 
 @functools.cache
 def plan_movement(shape: tuple[int, ...], blocks: tuple[Block, ...]) -> Movement:
-    """How to see a tensor so that moving it takes one pass over rows and columns."""
+    """Says how to see a tensor so that moving it takes one pass over rows and columns."""
     last = blocks[-1]
     inner = math.prod(shape[last.stop :])
     if len(blocks) == 1 and math.prod(shape[: last.start]) == 1 and inner > 1:
@@ -97,7 +97,7 @@ def plan_movement(shape: tuple[int, ...], blocks: tuple[Block, ...]) -> Movement
 
 
 def index_vector(block: Block, factors: Sequence[Factor], tables: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """For every new position of the block the old one, int64 ``(size,)``.
+    """Returns for every new position of the block the old one, int64 ``(size,)``.
 
     Args:
         block: The axes.
@@ -117,15 +117,19 @@ def index_vector(block: Block, factors: Sequence[Factor], tables: Sequence[torch
                 table, carried = torch.arange(sizes[axis]), [axis]
             else:
                 carried = [nearest(numbers, outer, axis) for outer in factors[number].inside] + [axis]
-            order = sorted(range(len(carried)), key=carried.__getitem__)
-            shape = [sizes[i] if i in carried else 1 for i in range(len(sizes))]
-            old = old + stride * table.permute(order).reshape(shape)
+            old = old + stride * on_grid(table, carried, sizes)
         index.as_strided(sizes, [stride for _, stride in term.grid], term.offset).copy_(old)
     return index
 
 
+def on_grid(table: torch.Tensor, places: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """Lays a table over a grid of these sizes: its axes go to these places of the grid, and all others have size 1."""
+    order = sorted(range(len(places)), key=places.__getitem__)
+    return table.permute(order).reshape([size if place in places else 1 for place, size in enumerate(sizes)])
+
+
 def joint_index(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The index vector of several neighbouring axes seen as one, from those of each, major first."""
+    """Joins the index vectors of neighbouring axes, major first, into that of all of them seen as one."""
     index = parts[0]
     for part in parts[1:]:
         index = (index[:, None] * len(part) + part).reshape(-1)
@@ -142,11 +146,11 @@ class IndexVectors:
     def on(
         self, device: torch.device, rows: tuple[Block | int, ...], columns: Block | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The indices of rows and columns, None where they stay."""
+        """Returns the indices of rows and columns, None where they stay."""
         return (self._get(device, rows) if rows else None, self._get(device, (columns,)) if columns is not None else None)
 
     def _get(self, device: torch.device, blocks: tuple[Block | int, ...]) -> torch.Tensor:
-        """One index vector; equal blocks share it, wherever they lie."""
+        """Returns one index vector; equal blocks share it, wherever they lie."""
         key = (device, tuple(each if isinstance(each, int) else (each.size, each.terms) for each in blocks))
         if key not in self._made:
             if device.type == "cpu":
@@ -161,7 +165,7 @@ class IndexVectors:
 
 
 def nearest(numbers: Sequence[int], outer: int, axis: int) -> int:
-    """Where the outer factor is that belongs to the factor at this place of a grid: the one of the same rank."""
+    """Returns where in a grid the outer factor of the factor at ``axis`` is; if there are several, the one of the same rank."""
     rank = numbers[:axis].count(numbers[axis])
     places = [place for place, number in enumerate(numbers) if number == outer]
     return places[min(rank, len(places) - 1)]

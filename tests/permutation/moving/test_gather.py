@@ -6,66 +6,23 @@ import copy
 
 import pytest
 import torch
+from helpers.moves import DTYPES, check, draw_move, random_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opacus_shuffle.permutation.moving import gather
-from opacus_shuffle.permutation.moving.gather import Move, gather_
+from opacus_shuffle.permutation.moving import torch_moves
+from opacus_shuffle.permutation.moving.gather import STORAGES, gather_
+from opacus_shuffle.permutation.moving.moves import Move
 
-DTYPES = [
-    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16, torch.int32),
-    *(torch.int64, torch.bool, torch.complex64, torch.complex128),
-]
 sizes = st.sampled_from([0, 1, 2, 3, 7, 16, 33])
-
-
-def random_bits(shape, dtype):
-    """Every pattern of bits, NaN payloads among them; a bool only knows two."""
-    if dtype is torch.bool:
-        return torch.randint(0, 2, shape).bool()
-    wide = [*shape, dtype.itemsize]
-    return torch.randint(0, 256, wide, dtype=torch.uint8).view(dtype).view(shape)
-
-
-def bits(tensor):
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).clone()
-
-
-def expected(move):
-    cube = move.tensor.detach().clone().contiguous()
-    cube = (
-        cube.view(-1)
-        .view(gather._WORDS[cube.element_size()])
-        .view(move.rows, move.columns, move.inner * (2 if move.tensor.element_size() == 16 else 1))
-    )
-    cube = cube if move.row_index is None else cube[move.row_index.long()]
-    cube = cube if move.column_index is None else cube[:, move.column_index.long()]
-    return bits(cube)
-
-
-def draw_move(rows, columns, inner, dtype=torch.float32, which=(True, True), index_dtype=torch.int64):
-    row_index, column_index = (
-        torch.randperm(n).to(index_dtype) if w else None for n, w in zip((rows, columns), which, strict=True)
-    )
-    return Move(random_bits((rows, columns, inner), dtype), rows, columns, inner, row_index, column_index)
 
 
 @pytest.fixture(params=["scratch", "cycles"])
 def small_blocks(request, monkeypatch):
     """Blocks of a few rows, so that small tensors take every path."""
-    monkeypatch.setattr(gather, "CACHE_BYTES", 96)
+    monkeypatch.setattr(torch_moves, "CACHE_BYTES", 96)
     if request.param == "cycles":
-        monkeypatch.setattr(gather, "SCRATCH_BYTES", 0)
-
-
-def check(moves, **options):
-    wanted = [expected(move) for move in moves]
-    pointers = [move.tensor.data_ptr() for move in moves]
-    gather_(moves, **options)
-    for move, bits_wanted, pointer in zip(moves, wanted, pointers, strict=True):
-        assert torch.equal(bits(move.tensor), bits_wanted), (move, options)
-        if options.get("storage", "in_place") == "in_place":
-            assert move.tensor.data_ptr() == pointer
+        monkeypatch.setattr(torch_moves, "SCRATCH_BYTES", 0)
 
 
 moves_drawn = st.lists(
@@ -82,7 +39,7 @@ moves_drawn = st.lists(
 )
 
 
-@pytest.mark.parametrize("storage", gather.STORAGES)
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("executor", ["reference", "torch"])
 @pytest.mark.parametrize(("cache", "scratch"), [(96, 0), (96, 2**24), (2**20, 2**24)])
 def test_every_executor_agrees_bit_for_bit_with_advanced_indexing(executor, storage, cache, scratch):
@@ -93,9 +50,9 @@ def test_every_executor_agrees_bit_for_bit_with_advanced_indexing(executor, stor
         check([draw_move(*one) for one in drawn], executor=executor, storage=storage)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather, "CACHE_BYTES", cache)
-        patch.setattr(gather, "SCRATCH_BYTES", scratch)
-        patch.setattr(gather, "NARROW_BYTES", cache // 8)
+        patch.setattr(torch_moves, "CACHE_BYTES", cache)
+        patch.setattr(torch_moves, "SCRATCH_BYTES", scratch)
+        patch.setattr(torch_moves, "NARROW_BYTES", cache // 8)
         agrees()
 
 
@@ -116,7 +73,7 @@ def test_nan_payloads_survive():
         assert tensor.view(torch.int32).tolist() == payloads.flip(0).tolist()
 
 
-@pytest.mark.parametrize("storage", gather.STORAGES)
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("executor", ["reference", "torch"])
 def test_tensors_that_are_not_contiguous_are_moved_where_they_lie(executor, storage):
     images = torch.randn(6, 4, 3, 5).contiguous(memory_format=torch.channels_last)
@@ -132,7 +89,7 @@ def test_tensors_that_are_not_contiguous_are_moved_where_they_lie(executor, stor
         assert (tensor.stride(), tensor.data_ptr()) == (strides, pointer)
 
 
-@pytest.mark.parametrize("storage", gather.STORAGES)
+@pytest.mark.parametrize("storage", STORAGES)
 def test_parameters_and_their_states_move_together_and_training_goes_on(storage):
     layer = torch.nn.Linear(5, 7)
     optimizer = torch.optim.AdamW(layer.parameters())
@@ -175,13 +132,15 @@ def test_swapping_needs_one_spare_tensor_for_each_size():
 
 
 def test_large_tensors_move_in_place_with_bounded_scratch():
-    rows = 3 * gather.SCRATCH_BYTES // 4096
+    rows = 3 * torch_moves.SCRATCH_BYTES // 4096
     tensor = torch.arange(rows * 1024, dtype=torch.int32).view(rows, 1024)
     r, c = torch.randperm(rows), torch.randperm(1024)
     wanted = tensor[r][:, c]
     gather_([Move(tensor, rows, 1024, 1, r, c)], executor="torch")
     assert torch.equal(tensor, wanted)
-    assert gather._thread.memory.nbytes <= gather.SCRATCH_BYTES + 2 * gather.CACHE_BYTES * torch.get_num_threads()
+    assert (
+        torch_moves._thread.memory.nbytes <= torch_moves.SCRATCH_BYTES + 2 * torch_moves.CACHE_BYTES * torch.get_num_threads()
+    )
 
 
 def test_a_move_without_indices_changes_nothing():

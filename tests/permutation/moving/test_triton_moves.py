@@ -7,14 +7,15 @@ import sys
 
 import pytest
 import torch
-from test_gather import DTYPES, check, draw_move
+from helpers.moves import DTYPES, check, draw_move
 
-from opacus_shuffle.permutation.moving import gather
-from opacus_shuffle.permutation.moving.gather import Move, gather_
+from opacus_shuffle.permutation.moving import moves
+from opacus_shuffle.permutation.moving.gather import EXECUTORS, STORAGES, gather_
+from opacus_shuffle.permutation.moving.moves import Move
 
 triton = pytest.importorskip("triton")
 
-MODULE = "opacus_shuffle.permutation.moving.triton_gather"
+MODULE = "opacus_shuffle.permutation.moving.triton_moves"
 
 
 def fresh_module():
@@ -38,7 +39,7 @@ def compiled(monkeypatch):
     sys.modules.pop(MODULE)
 
 
-@pytest.mark.parametrize("storage", gather.STORAGES)
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("on_chip", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernel_agrees_bit_for_bit_with_advanced_indexing(interpreted, monkeypatch, dtype, on_chip, storage):
@@ -58,22 +59,22 @@ def test_the_kernel_agrees_bit_for_bit_with_advanced_indexing(interpreted, monke
         (1, 3, 70),
     ]
     which = [(True, True), (True, False), (False, True), (False, False)]
-    moves = [draw_move(*shape, dtype, which[i]) for shape in shapes for i in range(4)]
-    check(moves, executor="triton", storage=storage)
+    drawn = [draw_move(*shape, dtype, which[i]) for shape in shapes for i in range(4)]
+    check(drawn, executor="triton", storage=storage)
 
 
 def test_waves_through_a_small_scratch_agree(interpreted, monkeypatch):
     monkeypatch.setattr(interpreted, "STAGED_BYTES", 8)
-    monkeypatch.setattr(gather.waves, "__defaults__", (1000,))
+    monkeypatch.setattr(moves.waves, "__defaults__", (1000,))
     check([draw_move(rows, 7, 1) for rows in (3, 40, 5, 90, 8, 11)], executor="triton")
     check([draw_move(rows, 7, 1) for rows in (3, 40, 5, 90, 8, 11)], executor="triton", storage="swap")
 
 
 def test_tables_are_kept_while_the_tensors_stay_and_new_indices_are_used(interpreted):
-    moves = [draw_move(5, 8, 1), draw_move(12, 3, 1)]
-    check(moves, executor="triton")
+    first = [draw_move(5, 8, 1), draw_move(12, 3, 1)]
+    check(first, executor="triton")
     count = len(interpreted._tables)
-    again = [Move(m.tensor, m.rows, m.columns, m.inner, torch.randperm(m.rows), torch.randperm(m.columns)) for m in moves]
+    again = [Move(m.tensor, m.rows, m.columns, m.inner, torch.randperm(m.rows), torch.randperm(m.columns)) for m in first]
     check(again, executor="triton")
     assert len(interpreted._tables) == count
     for rows in range(2, 2 + 2 * interpreted._CACHED_TABLES):
@@ -106,8 +107,8 @@ def test_the_kernel_compiles_without_a_gpu_and_moves_sixteen_bytes_at_a_time(com
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("storage", gather.STORAGES)
-@pytest.mark.parametrize("executor", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_on_a_gpu_every_executor_agrees_with_advanced_indexing(dtype, executor, storage):
     torch.manual_seed(0)

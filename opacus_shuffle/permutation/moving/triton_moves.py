@@ -1,6 +1,6 @@
-"""Triton kernel behind :func:`opacus_shuffle.permutation.moving.gather.gather_`: many tensors' rows and columns in one launch.
+"""Moves words with a Triton kernel: the rows and columns of many tensors in one launch.
 
-A table on the device lists the tensors of one word size, a list of tiles says which rows of which tensor a program moves.
+A table on the device lists the tensors of one word size; a list of tiles says which rows of which tensor a program moves.
 
 How it works
     * **Staged** (rows up to ``STAGED_BYTES``): a program loads whole rows coalesced, permutes them on chip (``tl.gather``) and
@@ -29,7 +29,8 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from opacus_shuffle.permutation.moving import gather
+from opacus_shuffle.permutation.moving import torch_moves
+from opacus_shuffle.permutation.moving.moves import Job, waves
 
 STAGED_BYTES = 2**16
 """Rows up to this size, and up to ``STAGED_WORDS`` words, are permuted on chip."""
@@ -103,7 +104,7 @@ def move_kernel(  # type: ignore
 
 
 def tile_rows(block: int) -> int:
-    """Rows of a tile whose rows are read ``block`` words at a time."""
+    """Returns the rows of a tile whose rows are read ``block`` words at a time."""
     return min(64, max(1, _TILE_WORDS // block))
 
 
@@ -115,11 +116,11 @@ def require(device: torch.device) -> None:
         )
 
 
-def execute(jobs: Sequence[gather.Job]) -> None:
+def execute(jobs: Sequence[Job]) -> None:
     """Moves all jobs, which lie on one device."""
     fitting = [job for job in jobs if max(job.rows, job.columns * job.inner) < 2**30]
     if len(fitting) < len(jobs):  # the kernel counts within a row in 32 bits
-        gather.execute_torch([job for job in jobs if max(job.rows, job.columns * job.inner) >= 2**30])
+        torch_moves.execute([job for job in jobs if max(job.rows, job.columns * job.inner) >= 2**30])
     for word in sorted({job.words.dtype.itemsize for job in fitting}):
         _execute_words([job for job in fitting if job.words.dtype.itemsize == word], word)
 
@@ -160,19 +161,19 @@ class _Launch(NamedTuple):
     aligned: bool
 
 
-def _execute_words(jobs: Sequence[gather.Job], word: int) -> None:
+def _execute_words(jobs: Sequence[Job], word: int) -> None:
     """Moves the jobs of one word size: what can be moved where it lies, then waves by way of the scratch or of new storage."""
     device = jobs[0].words.device
     indices, offsets = _gather_indices(jobs)
-    moved_here: list[tuple[gather.Job, _Entry]] = []
-    moved_away: list[tuple[gather.Job, _Entry]] = []
+    moved_here: list[tuple[Job, _Entry]] = []
+    moved_away: list[tuple[Job, _Entry]] = []
     for job in jobs:
         entry = _entry(job, offsets, word)
         (moved_here if entry.staged and entry.row_offset < 0 else moved_away).append((job, entry))
     nothing = jobs[0].words
     _launch([entry for _, entry in moved_here], word, indices, nothing)
     swapped = [pair for pair in moved_away if pair[0].owner is not None]
-    for wave in gather.waves(swapped, lambda pair: pair[0].words.nbytes):
+    for wave in waves(swapped, lambda pair: pair[0].words.nbytes):
         new = [torch.empty_like(job.words) for job, _ in wave]
         pairs = zip(wave, new, strict=True)
         _launch([entry._replace(target=out.data_ptr()) for (_, entry), out in pairs], word, indices, nothing)
@@ -180,7 +181,7 @@ def _execute_words(jobs: Sequence[gather.Job], word: int) -> None:
             job.install(out)
     copied = [pair for pair in moved_away if pair[0].owner is None]
     scratch: torch.Tensor | None = None
-    for wave in sorted(gather.waves(copied, lambda pair: pair[0].words.nbytes), key=_wave_bytes, reverse=True):
+    for wave in sorted(waves(copied, lambda pair: pair[0].words.nbytes), key=_wave_bytes, reverse=True):
         scratch = torch.empty(_wave_bytes(wave), dtype=torch.uint8, device=device) if scratch is None else scratch
         start, there, back = 0, [], []
         for job, entry in wave:
@@ -191,13 +192,13 @@ def _execute_words(jobs: Sequence[gather.Job], word: int) -> None:
         _launch(back, word, indices, scratch)
 
 
-def _wave_bytes(wave: Sequence[tuple[gather.Job, _Entry]]) -> int:
-    """Scratch of a wave, every tensor at a multiple of 16 bytes."""
+def _wave_bytes(wave: Sequence[tuple[Job, _Entry]]) -> int:
+    """Returns the scratch that a wave needs, every tensor at a multiple of 16 bytes."""
     return sum(-(-job.words.nbytes // 16) * 16 for job, _ in wave)
 
 
-def _gather_indices(jobs: Sequence[gather.Job]) -> tuple[torch.Tensor, dict[int, int]]:
-    """All indices one after the other as int32, and where each begins, by ``id``."""
+def _gather_indices(jobs: Sequence[Job]) -> tuple[torch.Tensor, dict[int, int]]:
+    """Lays all indices one after the other, as int32; returns them and where each begins, by ``id``."""
     distinct = {id(index): index for job in jobs for index in (job.row_index, job.column_index) if index is not None}
     offsets, start = {}, 0
     for key, index in distinct.items():
@@ -206,8 +207,8 @@ def _gather_indices(jobs: Sequence[gather.Job]) -> tuple[torch.Tensor, dict[int,
     return torch.cat(list(distinct.values())).to(torch.int32), offsets
 
 
-def _entry(job: gather.Job, offsets: dict[int, int], word: int) -> _Entry:
-    """The job with its own memory as the target."""
+def _entry(job: Job, offsets: dict[int, int], word: int) -> _Entry:
+    """Returns the job's line of the table, with its own memory as the target."""
     rows, columns, inner, row_index, column_index = job.rows, job.columns, job.inner, job.row_index, job.column_index
     limit = min(STAGED_WORDS, STAGED_BYTES // word)
     if column_index is None and (columns * inner == 1 or job.words.numel() <= limit):
@@ -250,7 +251,7 @@ def _launch(entries: Sequence[_Entry], word: int, indices: torch.Tensor, scratch
 
 
 def _tabulate(entries: Sequence[_Entry], device: torch.device) -> list[_Launch]:
-    """Tables and tiles of every variant, on the device."""
+    """Makes the tables and tiles of every variant, on the device."""
     variants: dict[tuple[int, bool, bool, bool], list[_Entry]] = {}
     for entry in entries:
         variants.setdefault((entry.block, entry.column_offset >= 0, entry.staged, entry.aligned), []).append(entry)

@@ -1,4 +1,4 @@
-"""Something to run a module on: what the user gave, what its data loader yields, or a guess from its layers.
+"""Finding something to run a module on: what the user gave, what its data loader yields, or a guess from its layers.
 
 >>> from torch import nn
 >>> args, kwargs = guess(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 26 * 26, 2)))
@@ -9,17 +9,15 @@
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from opacus_shuffle.core.validation import integer
+from opacus_shuffle.permutation.network import random_states_kept, state_kept
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -30,7 +28,7 @@ _REMEDY = "pass shuffle_weights=find_permutations(module, sample_input) with an 
 
 
 def normalise(sample_input: Any) -> Call:
-    """The positional and keyword arguments that a sample input stands for.
+    """Returns the positional and keyword arguments that a sample input stands for.
 
     Args:
         sample_input: A tensor (the only argument), a tuple or list (positional arguments) or a mapping (keyword arguments).
@@ -54,7 +52,7 @@ def normalise(sample_input: Any) -> Call:
 
 
 def guess(module: nn.Module) -> Call:
-    """An input on which one forward pass runs, guessed from the module; the same one every time.
+    """Guesses an input on which one forward pass runs, from the module alone; the same one every time.
 
     Hugging Face models are recognised by their ``config`` and ``main_input_name``; of any other module the first layer with
     parameters, in the order of registration, tells the shape. What is returned has been tried.
@@ -87,7 +85,7 @@ def guess(module: nn.Module) -> Call:
 
 
 def from_batch(module: nn.Module, batch: Any) -> Call:
-    """What one batch of a data loader means for ``module.forward``.
+    """Returns the arguments that one batch of a data loader means for ``module.forward``.
 
     Args:
         module: The module to be called; its signature decides which entries it is meant to see.
@@ -108,7 +106,7 @@ def from_batch(module: nn.Module, batch: Any) -> Call:
 
 
 def first_records(data_loader: DataLoader, count: int = 2) -> Any:
-    """A batch of the first records of a data loader's data set, without a draw from its sampler or any random state.
+    """Returns a batch of the first records of a data loader's data set, without a draw from its sampler or any random state.
 
     Args:
         data_loader: The loader. Its ``collate_fn`` makes the batch.
@@ -127,7 +125,8 @@ def first_records(data_loader: DataLoader, count: int = 2) -> Any:
     if not len(dataset):
         raise ValueError(f"data_loader.dataset must not be empty, got a {type(dataset).__name__} of length 0")
     # Worker processes would have their own random states; here the transforms share ours.
-    with _random_state_kept():
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with random_states_kept(devices):
         if data_loader.batch_sampler is None:  # no automatic batching: each entry of the data set is passed on alone
             return data_loader.collate_fn(dataset[0])
         indices = list(range(min(count, len(dataset))))
@@ -136,7 +135,7 @@ def first_records(data_loader: DataLoader, count: int = 2) -> Any:
 
 
 def _arguments(module: nn.Module, batch: Any) -> Call:
-    """The arguments within a batch, wherever they lie."""
+    """Returns the arguments within a batch, wherever they lie."""
     if isinstance(batch, torch.Tensor):
         return (batch,), {}
     if isinstance(batch, Mapping) and batch:
@@ -161,7 +160,7 @@ def _arguments(module: nn.Module, batch: Any) -> Call:
 
 
 def _accepted(module: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that ``forward`` takes by name."""
+    """Returns the entries that ``forward`` takes by name."""
     parameters = inspect.signature(module.forward).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(batch)
@@ -176,18 +175,18 @@ def _accepted(module: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _required_positional(module: nn.Module) -> int:
-    """How many positional arguments ``forward`` cannot do without."""
+    """Counts the positional arguments that ``forward`` cannot do without."""
     parameters = inspect.signature(module.forward).parameters.values()
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty for p in parameters)
 
 
 def _is_hugging_face(module: nn.Module) -> bool:
-    """Whether the module describes itself as Hugging Face models do."""
+    """Returns whether the module describes itself as Hugging Face models do."""
     return getattr(module, "config", None) is not None and isinstance(getattr(module, "main_input_name", None), str)
 
 
 def _hugging_face_inputs(module: nn.Module, generator: torch.Generator) -> Iterator[Call]:
-    """Keyword arguments by the model's configuration, the plainest first."""
+    """Yields keyword arguments by the model's configuration, the plainest first."""
     config: Any = module.config
     main = str(module.main_input_name)
     takes = {name for name in ("attention_mask", "decoder_input_ids", "pixel_values") if _takes(module, name)}
@@ -216,7 +215,7 @@ def _hugging_face_inputs(module: nn.Module, generator: torch.Generator) -> Itera
 
 
 def _ordinary_tokens(module: nn.Module, generator: torch.Generator) -> torch.Tensor:
-    """Two random texts of eight tokens, none of which is special."""
+    """Returns two random texts of eight tokens, none of which is special."""
     config: Any = module.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocabulary = getattr(text, "vocab_size", None) or getattr(config, "vocab_size", None)
@@ -232,7 +231,7 @@ def _ordinary_tokens(module: nn.Module, generator: torch.Generator) -> torch.Ten
 
 
 def _inputs_of_first_layer(module: nn.Module, generator: torch.Generator) -> Iterator[Call]:
-    """One argument in the shapes that the first layer with parameters can take."""
+    """Yields one argument in the shapes that the first layer with parameters can take."""
     first = next((m for m in module.modules() if not any(m.children()) and any(True for _ in m.parameters())), None)
     if isinstance(first, nn.Embedding | nn.EmbeddingBag):
         allowed = torch.tensor([i for i in range(first.num_embeddings) if i != first.padding_idx])
@@ -244,7 +243,7 @@ def _inputs_of_first_layer(module: nn.Module, generator: torch.Generator) -> Ite
 
 
 def _shapes(module: nn.Module, first: nn.Module | None) -> list[tuple[int, ...]]:
-    """The shapes to try on a first layer that reads numbers."""
+    """Returns the shapes to try on a first layer that reads numbers."""
     if isinstance(first, nn.Linear):
         flat = [(2, first.in_features), (2, 3, first.in_features)]
         # Attention takes a matrix for one unbatched sequence, which is not what anybody trains on.
@@ -264,7 +263,7 @@ def _shapes(module: nn.Module, first: nn.Module | None) -> list[tuple[int, ...]]
 
 
 def run_quietly(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """One forward pass without gradients, in evaluation mode, that leaves no trace.
+    """Runs one forward pass without gradients, in evaluation mode, that leaves no trace.
 
     Args:
         module: The module. Its buffers and training flags are restored, whether or not the pass succeeds.
@@ -274,52 +273,29 @@ def run_quietly(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     Returns:
         What the module returned.
     """
-    flags = [(m, m.training) for m in module.modules()]
-    buffers = [(m, name, b, b.clone()) for m in module.modules() for name, b in m._buffers.items() if b is not None]
-    try:
+    with state_kept(module), torch.no_grad():
         module.eval()
-        with _random_state_kept(), torch.no_grad():
-            return module(*args, **kwargs)
-    finally:
-        for m, training in flags:
-            m.training = training
-        with torch.no_grad():
-            for m, name, buffer, value in buffers:
-                m._buffers[name] = buffer  # a forward pass may assign another tensor, or write into this one
-                buffer.copy_(value)
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """PyTorch's, Python's and NumPy's global random states, restored at the end."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (the global state is the one that transforms use)
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
+        return module(*args, **kwargs)
 
 
 def _takes(module: nn.Module, name: str) -> bool:
-    """Whether ``forward`` has a parameter of this name, or takes any."""
+    """Returns whether ``forward`` has a parameter of this name, or takes any."""
     parameters = inspect.signature(module.forward).parameters
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def _device(module: nn.Module) -> torch.device:
-    """Where the module's first parameter or buffer is."""
+    """Returns the device of the module's first parameter or buffer."""
     return next((t.device for tensors in (module.parameters(), module.buffers()) for t in tensors), torch.device("cpu"))
 
 
 def _dtype(module: nn.Module) -> torch.dtype:
-    """The type of the module's first floating-point parameter."""
+    """Returns the type of the module's first floating-point parameter."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
-    """The same nest of tuples, lists and mappings with its tensors on this device."""
+    """Returns the same nest of tuples, lists and mappings with its tensors on this device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -332,7 +308,7 @@ def _to_device(value: Any, device: torch.device) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in a nest of tuples, lists and mappings."""
+    """Yields every tensor in a nest of tuples, lists and mappings."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list | Mapping):
@@ -341,12 +317,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _forward(module: nn.Module) -> str:
-    """How messages name a module's forward."""
+    """Returns how messages name a module's forward."""
     return f"{type(module).__name__}.forward"
 
 
 def _describe(value: Any) -> str:
-    """What was passed, short enough for a message."""
+    """Returns what was passed, short enough for a message."""
     return (
         f"an empty {type(value).__name__}" if isinstance(value, tuple | list | Mapping) and not value else type(value).__name__
     )

@@ -1,0 +1,166 @@
+"""A group of permutations acting on a network: which tensors move, by which factors, and with what belongs to them.
+
+>>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+>>> rows, columns = (Block(axis, axis + 1, 6, (Term(0, ((0, 1),)),)) for axis in (0, 1))
+>>> blocks = {"0.weight": (rows,), "0.bias": (rows,), "2.weight": (columns,)}
+>>> action = GroupAction((Factor("units", 6),), blocks, {"0.weight": (6, 4), "0.bias": (6,), "2.weight": (2, 6)})
+>>> before = network(torch.ones(1, 4))
+>>> action.apply_(network, action.sample())
+>>> bool(torch.allclose(network(torch.ones(1, 4)), before))
+True
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from opacus_shuffle.permutation.group import PermutationGroup, PermutationPlan
+from opacus_shuffle.permutation.moving.gather import gather_
+from opacus_shuffle.permutation.moving.layout import Block, Factor, IndexVectors, Term, plan_movement  # noqa: F401  (the example)
+from opacus_shuffle.permutation.moving.moves import Move
+from opacus_shuffle.permutation.network import plain_name
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupAction(PermutationGroup):
+    """A group of permutations and the tensors of a network that it moves.
+
+    Attributes:
+        factors: What is permuted.
+        blocks: Per tensor that moves, by its name in the network (tied ones once), the axes made of factors that move.
+        shapes: Shapes of these tensors.
+        buffers: Those of them that are buffers.
+        aliases: Other names of tied parameters, by the one used here.
+    """
+
+    blocks: Mapping[str, tuple[Block, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
+    buffers: tuple[str, ...] = ()
+    aliases: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    def apply_(
+        self,
+        module: nn.Module,
+        plan: PermutationPlan,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        executor: str = "auto",
+        storage: str = "in_place",
+    ) -> None:
+        """Moves the network's parameters, buffers and gradients, and the optimizer's state, in place.
+
+        Args:
+            module: The network, or a wrapper of it (Opacus's, ``DistributedDataParallel``, ``torch.compile``).
+            plan: From this specification.
+            optimizer: Whose state for these parameters moves too; Opacus's optimizers are fine.
+            executor: What does the work: ``"auto"``, ``"torch"``, ``"triton"`` or ``"reference"``.
+            storage: ``"in_place"``, or ``"swap"`` where tensors may get another storage (``moving.gather.gather_`` tells more).
+
+        Raises:
+            ValueError: If the network has other parameters than the specification, or the optimizer's state for one of them has
+                another shape, so that it cannot follow; nothing has moved then.
+        """
+        self.move(self.followers(self.tensors(module), optimizer), plan, executor=executor, storage=storage)
+
+    def tensors(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Returns the tensors of this network that move, by name.
+
+        Raises:
+            ValueError: If the network does not fit.
+        """
+        present: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        present.update(module.named_buffers(remove_duplicate=False))
+        if any(name not in present for name in self.blocks):
+            present = {plain_name(name): tensor for name, tensor in present.items()}
+        found = {}
+        for name, shape in self.shapes.items():
+            if name not in present or tuple(present[name].shape) != shape:
+                have = f"has shape {tuple(present[name].shape)}" if name in present else "does not exist"
+                raise ValueError(f"module does not fit the PermutationSpec: {name} should have shape {shape}, but {have}")
+            found[name] = present[name]
+            for alias in self.aliases.get(name, ()):
+                if present.get(alias) is not found[name]:
+                    raise ValueError(f"module does not fit the PermutationSpec: {alias} should be the same tensor as {name}")
+        return found
+
+    def followers(
+        self, tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None
+    ) -> dict[str, list[torch.Tensor]]:
+        """Returns per name the tensor itself, its gradient, and the optimizer's state of the same shape.
+
+        Raises:
+            ValueError: If one of them cannot follow a permutation.
+        """
+        found = {}
+        for name, tensor in tensors.items():
+            found[name] = [tensor]
+            if tensor.grad is not None:
+                if tensor.grad.layout != torch.strided:
+                    raise ValueError(
+                        f"the gradient of {name} is sparse, which cannot follow a permutation: use dense gradients"
+                    )
+                found[name].append(tensor.grad)
+            for key, value in (optimizer.state.get(tensor, {}) if optimizer is not None else {}).items():
+                is_tensor = isinstance(value, torch.Tensor)
+                if is_tensor and (value.dim() == 0 or value.shape == tensor.shape):
+                    found[name] += [value] if value.dim() else []
+                elif is_tensor or isinstance(value, list | tuple | dict):
+                    form = f"of shape {tuple(value.shape)}" if is_tensor else f"as a {type(value).__name__}"
+                    raise ValueError(
+                        f"optimizer {type(optimizer).__name__} keeps {key!r} {form} for {name} of shape {tuple(tensor.shape)}, "
+                        "which cannot follow a permutation: use one with state of the same shape, such as SGD, Adam, AdamW or "
+                        "RMSprop"
+                    )
+        return found
+
+    def move(
+        self,
+        tensors: Mapping[str, Iterable[torch.Tensor]],
+        plan: PermutationPlan,
+        *,
+        executor: str = "auto",
+        storage: str = "in_place",
+    ) -> None:
+        """Moves tensors of the shapes of the named ones, all in as few launches as possible."""
+        self.check_plan(plan)
+        indices = IndexVectors(self.factors, plan.tables)
+        moves = []
+        for name, group in tensors.items():
+            movement = plan_movement(self.shapes[name], self.blocks[name])
+            for tensor in group:
+                rows, columns = indices.on(tensor.device, movement.row_blocks, movement.column_block)
+                moves.append(Move(tensor, movement.rows, movement.columns, movement.inner, rows, columns))
+        gather_(moves, executor=executor, storage=storage)
+
+    @cached_property
+    def perm_to_axes(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """Per free factor the (tensor, axis) pairs that it moves."""
+        found: dict[str, list[tuple[str, int]]] = {factor.name: [] for factor in self.factors if factor.free}
+        for name, axes in self.axes_to_perm.items():
+            for axis, names in enumerate(axes):
+                for each in names:
+                    found[each].append((name, axis))
+        return {name: tuple(axes) for name, axes in found.items()}
+
+    @cached_property
+    def axes_to_perm(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+        """Per tensor and axis the free factors that move it."""
+        found = {}
+        for name, blocks in self.blocks.items():
+            shape = self.shapes[name]
+            axes: list[dict[str, None]] = [{} for _ in shape]
+            for block in blocks:
+                steps = [math.prod(shape[axis + 1 : block.stop]) for axis in range(block.start, block.stop)]
+                for term in block.terms:
+                    for number, stride in term.grid:
+                        if self.factors[number].free:
+                            axis = next(i for i, step in enumerate(steps) if stride >= step)
+                            axes[block.start + axis][self.factors[number].name] = None
+            found[name] = tuple(tuple(each) for each in axes)
+        return found

@@ -1,0 +1,336 @@
+"""What is known of the tensors of one run of a network: which coordinates of which are the same, and what they came from.
+
+:mod:`~opacus_shuffle.permutation.finding.trace` tells it every operation, and the rules of the operations say here what they
+do to the labels. An operation without a rule *fixes* every axis that it touches: nothing is permuted on a guess.
+
+>>> layer = torch.nn.Linear(3, 5, bias=False)
+>>> run = TracedRun(layer)
+>>> run.dimensions(layer.weight) == run.parameters["weight"], run.is_constant(layer.weight)
+(True, False)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from opacus_shuffle.permutation.finding.labels import (
+    Axis,
+    Dimensions,
+    Factors,
+    IncompatibleError,
+    atoms,
+    concatenation,
+    factors,
+    fix_all,
+    fixed_factors,
+    free_factors,
+    product,
+    summands,
+    unify_all,
+)
+from opacus_shuffle.permutation.finding.operation import Call
+
+Packing = tuple[int, int, int, int]
+"""A piece of an axis laid out as (offset, majors, packed parts, size of a part): query, key and value in one matrix of 3d rows
+are (0, 1, 3, d)."""
+
+Origins = frozenset[int]
+
+
+@dataclasses.dataclass
+class Stacked:
+    """Labels of a tensor whose slices along one dimension are different things, as query, key and value after ``view``.
+
+    Attributes:
+        marker: The dimension's own atom, fixed.
+        alternatives: The labels of each slice, of full rank, with the marker in place of the dimension.
+    """
+
+    marker: Axis
+    alternatives: list[Dimensions]
+
+
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("alias", "clone", "detach", "expand", "permute", "repeat", "reshape", "select", "slice", "split", "split_with_sizes"),
+        *("squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_to_copy", "_unsafe_view", "unsafe_split"),
+    )
+)
+"""Operations that make of a tensor of equal entries others."""
+
+
+class TracedRun:
+    """What is known of all parameters, buffers and activations of a network while it runs: the labels of their axes.
+
+    Args:
+        module: The network; its parameters' and moving buffers' axes begin as free atoms.
+        packings: Axes to begin as packed parts instead, keyed by (tensor name, axis).
+        written: Which constants of equal entries, in the order of their making, are written to later. All others have no axes
+            to speak of. None: any may be.
+
+    Attributes:
+        parameters: Labels of parameters and of persistent buffers that are not integers, by name (tied ones once).
+        tensors: Those tensors.
+        parameter_names: Which of them are parameters.
+        aliases: Other names of tied tensors.
+        occurrences: Labels of every activation, and of every reduced tensor that an operation has inside.
+        streams: Axes along which results of different layers were added (skip connections).
+        heads: Batch axes of products of two activations (attention heads).
+        contracted: Axes contracted in such products (query and key dimensions).
+        unknown: Operations without a rule, with their numbers of calls.
+        new_packings: Packed axes met that were not known to be.
+        newly_written: Constants of equal entries that were written to and not known to be; the labels are worthless then.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        packings: Mapping[tuple[str, int], Collection[Packing]] | None = None,
+        written: Iterable[int] | None = (),
+    ) -> None:
+        self.parameters: dict[str, Dimensions] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.parameter_names = {name for name, _ in module.named_parameters()}
+        self.aliases: dict[str, str] = {}
+        self.occurrences: list[Dimensions] = []
+        self.streams: list[Axis] = []
+        self.heads: list[Axis] = []
+        self.contracted: list[Axis] = []
+        self.unknown: Counter[str] = Counter()
+        self.new_packings: dict[tuple[str, int], set[Packing]] = {}
+        self.newly_written: set[int] = set()
+        self._packings = packings or {}
+        self._written = None if written is None else frozenset(written)
+        self._equal_entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._constants = 0
+        self._labels: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._contractions = 0
+        self._met: set[Axis] = set()
+        for name, tensor in _movable_tensors(module):
+            if tensor in self._names:
+                self.aliases[name] = self._names[tensor]
+                continue
+            self._names[tensor] = name
+            self.tensors[name] = tensor
+            self.parameters[name] = [self._first_label(name, axis, size) for axis, size in enumerate(tensor.shape)]
+            self._labels[tensor] = self.parameters[name]
+
+    def label(self, call: Call, rule: Callable[[TracedRun, Call], None] | None) -> None:
+        """Labels what an operation returned by its rule; without one, fixes all that it touches."""
+        self.newly_written.update(self._equal_entries[tensor] for tensor in call.written if tensor in self._equal_entries)
+        if not call.outputs:
+            return
+        if call.name in VIEWS and call.inputs[0] in self._equal_entries:
+            for tensor in call.outputs:
+                self._equal_entries[tensor] = self._equal_entries[call.inputs[0]]
+            return
+        if rule is None and not all(self.is_constant(tensor) for tensor in call.inputs):
+            self.unknown[call.name] += 1
+            self.fix_everything(call)
+            return
+        contractions = self._contractions
+        try:
+            if rule is None:
+                for tensor in call.outputs:
+                    self.set(tensor, [fixed_factors(size) for size in tensor.shape])
+            else:
+                rule(self, call)
+        except (IncompatibleError, IndexError, KeyError, ValueError, AttributeError, TypeError, AssertionError) as error:
+            self.unknown[f"{call.name} ({type(error).__name__})"] += 1
+            self.fix_everything(call)
+        if any(tensor not in self._labels and tensor not in self._equal_entries for tensor in call.outputs):
+            self.fix_everything(call)
+        if self._contractions == contractions:
+            origins = frozenset[int]().union(*[self.origins(tensor) for tensor in call.inputs])
+            for tensor in call.outputs:
+                self._origins[tensor] = origins
+
+    def dimensions(self, tensor: torch.Tensor) -> Dimensions:
+        """The tensor's labels; slices that were different things become the same thing."""
+        labels = self.labels(tensor)
+        if isinstance(labels, Stacked):
+            first, *rest = labels.alternatives
+            for other in rest:
+                for one, two in zip(first, other, strict=True):
+                    unify_all(one, two)
+            self._labels[tensor] = labels = first
+        return labels
+
+    def labels(self, tensor: torch.Tensor) -> Dimensions | Stacked:
+        """The tensor's labels as they are; a tensor never met before is a constant, so fixed."""
+        if tensor in self._equal_entries:
+            return [free_factors(size) for size in tensor.shape]
+        if tensor not in self._labels:
+            self._labels[tensor] = self._adopt(tensor)
+        labels: Dimensions | Stacked = self._labels[tensor]
+        return labels
+
+    def leaves(self, tensor: torch.Tensor, way: str) -> None:
+        """The tensor's values leave PyTorch, so nobody knows what becomes of them."""
+        if not self.is_constant(tensor):
+            self.unknown[way] += 1
+            for each in self.dimensions(tensor):
+                fix_all(each)
+            self.occurrences.append(self.dimensions(tensor))
+
+    def set(self, tensor: torch.Tensor, labels: Dimensions | Stacked) -> None:
+        """Labels a result; if it has labels already (an in-place operation), both must agree."""
+        for dimensions in labels.alternatives if isinstance(labels, Stacked) else [labels]:
+            if len(dimensions) != tensor.dim() or any(
+                _size(each) != max(n, 1) for each, n in zip(dimensions, tensor.shape, strict=True)
+            ):
+                raise IncompatibleError
+            self.occurrences.append(dimensions)
+            # An operation that mixes positions makes its axis anew: across it nothing may depend on the position.
+            new = {atom for each in dimensions for atom in atoms(each) if atom.fixed and atom not in self._met}
+            self._met |= new
+            if new:
+                self.occurrences.append([each for each in dimensions if not new & set(atoms(each))])
+        if tensor in self._labels:
+            for dimensions in labels.alternatives if isinstance(labels, Stacked) else [labels]:
+                for one, two in zip(self.dimensions(tensor), dimensions, strict=True):
+                    unify_all(one, two)
+        else:
+            self._labels[tensor] = labels
+
+    def equal_entries(self, tensor: torch.Tensor) -> None:
+        """A new constant whose entries are all equal, or independent and alike."""
+        self._constants += 1
+        if self._written is None or self._constants in self._written:
+            self.set(tensor, [free_factors(size) for size in tensor.shape])
+        else:
+            self._equal_entries[tensor] = self._constants
+
+    def copy_labels(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        """Labels a tensor as another one, whose entries it shows in the same order."""
+        self._labels[tensor], self._origins[tensor] = self.labels(source), self.origins(source)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """The tensor is to be labelled anew."""
+        del self._labels[tensor]
+
+    def reduced(self, dimensions: Dimensions, gone: Sequence[int]) -> None:
+        """Notes that an operation has an intermediate result without these dimensions (a sum over them)."""
+        rank = len(dimensions)
+        drop = {dim % rank for dim in gone}
+        self.occurrences.append([[] if i in drop else each for i, each in enumerate(dimensions)])
+
+    def fix_everything(self, call: Call) -> None:
+        """Nothing that this operation touches may be permuted."""
+        for tensor in [*call.inputs, *call.outputs]:
+            for each in self.dimensions(tensor):
+                fix_all(each)
+            self.occurrences.append(self.dimensions(tensor))
+
+    def fix_results(self, results: Iterable[torch.Tensor]) -> None:
+        """What the network returns stays as it is."""
+        for tensor in results:
+            for each in self.dimensions(tensor):
+                fix_all(each)
+
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether no axis of the tensor is free."""
+        return all(atom.fixed for each in self.dimensions(tensor) for atom in atoms(each))
+
+    def is_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's values come from parameters or constants alone."""
+        return not self.origins(tensor)
+
+    def origins(self, tensor: torch.Tensor) -> Origins:
+        """Which contractions the tensor was computed from by operations entry by entry."""
+        found: Origins = self._origins.get(tensor, frozenset())  # type: ignore[no-untyped-call]
+        return found
+
+    def contraction(self, *results: torch.Tensor) -> None:
+        """Notes that these results were summed over an axis: a new origin."""
+        self._contractions += 1
+        for tensor in results:
+            self._origins[tensor] = frozenset([self._contractions])
+
+    def note_packing(self, axis: Axis) -> None:
+        """A free factor of a parameter's axis is about to be taken apart by position: its parts are different things."""
+        axis = axis.root
+        if axis.kind != "atom" or axis.fixed or axis.size > 16:
+            return
+        for name, dimensions in self.parameters.items():
+            for number, each in enumerate(dimensions):
+                offset = 0
+                for piece in summands(each[0]) if len(each) == 1 else [product(each)] if each else []:
+                    row = factors([piece])
+                    if axis in row and len(row) > 1 and all(factor.kind == "atom" for factor in row):
+                        place = row.index(axis)
+                        major, minor = _size(row[:place]), _size(row[place + 1 :])
+                        if minor > 1:
+                            self.new_packings.setdefault((name, number), set()).add((offset, major, axis.size, minor))
+                    offset += piece.size
+
+    def _first_label(self, name: str, axis: int, size: int) -> Factors:
+        """A free atom, or packed parts."""
+        if size == 1:
+            return []
+        pieces: list[Axis] = []
+        place = 0
+        for offset, major, count, minor in sorted(self._packings.get((name, axis), ())):
+            if offset < place:  # two runs saw it differently: what came first holds
+                continue
+            parts = concatenation([Axis(minor) for _ in range(count)])
+            pieces += [Axis(offset - place)] if offset > place else []
+            pieces.append(product([Axis(major), parts]) if major > 1 else parts)
+            place = offset + major * count * minor
+        return [concatenation([*pieces, Axis(size - place)] if size > place else pieces)]
+
+    def _adopt(self, tensor: torch.Tensor) -> Dimensions:
+        """Labels of a tensor made out of sight: a constant, unless it is the memory of a known one."""
+        pointer = _storage(tensor)
+        shape = (tensor.shape, tensor.stride(), tensor.storage_offset())
+        for known in list(self._labels.keys()) if pointer else ():  # type: ignore[no-untyped-call]
+            if _storage(known) == pointer:  # as ``.data`` makes it
+                if (known.shape, known.stride(), known.storage_offset()) == shape:
+                    return self.dimensions(known)
+                for each in self.dimensions(known):
+                    fix_all(each)
+        return [fixed_factors(size) for size in tensor.shape]
+
+
+def _movable_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and buffers that a checkpoint holds: numbers and masks, but no indices."""
+    yield from module.named_parameters(remove_duplicate=False)
+    kept = {
+        f"{place}.{name}" if place else name
+        for place, part in module.named_modules(remove_duplicate=False)
+        for name, _ in part.named_buffers(recurse=False, remove_duplicate=False)
+        if name not in getattr(part, "_non_persistent_buffers_set", ())
+    }
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        if (
+            name in kept
+            and buffer.dim()
+            and buffer.layout == torch.strided
+            and (buffer.is_floating_point() or buffer.dtype == torch.bool or buffer.is_complex())
+        ):
+            yield name, buffer
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Where the tensor's memory begins, or 0 if it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def _size(axes: Sequence[Axis]) -> int:
+    """The number of coordinates of a row of factors."""
+    size = 1
+    for axis in axes:
+        size *= axis.root.size
+    return size

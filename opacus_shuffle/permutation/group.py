@@ -1,0 +1,153 @@
+"""Groups of permutations: drawing one, undoing it, doing one after another, and counting them.
+
+A group is made of factors, each a set of coordinates that is permuted. A factor may lie inside of others: the channels of a
+normalisation group, the dimensions of a head. It then has a permutation of its own for every combination of their coordinates.
+
+>>> group = PermutationGroup((Factor("heads", 2), Factor("width", 4, inside=(0,))))
+>>> round(2 ** group.log2_size())  # 2! orders of the heads, 4! orders of the width in each
+1152
+>>> plan = group.sample()
+>>> group.compose(plan, group.invert(plan)) == group.identity()
+True
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+
+import torch
+
+from opacus_shuffle.core.randomness import check_generator, secret_generator
+from opacus_shuffle.permutation.moving.layout import Factor, on_grid
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PermutationPlan:
+    """One element of a group.
+
+    Attributes:
+        tables: Per factor a table ``(*sizes of inside, size)`` from new coordinates to old ones; None if it is not free.
+    """
+
+    tables: tuple[torch.Tensor | None, ...]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PermutationPlan):
+            return NotImplemented
+        if len(self.tables) != len(other.tables):
+            return False
+        pairs = zip(self.tables, other.tables, strict=True)
+        return all((a is None) == (b is None) and (a is None or b is None or torch.equal(a, b)) for a, b in pairs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclasses.dataclass(frozen=True)
+class PermutationGroup:
+    """All permutations of some factors.
+
+    Attributes:
+        factors: What is permuted, and what that lies inside of.
+    """
+
+    factors: tuple[Factor, ...]
+
+    def sample(self, generator: torch.Generator | None = None) -> PermutationPlan:
+        """Draws a permutation uniformly from the group.
+
+        Args:
+            generator: On the CPU; by default a fresh one, seeded by the operating system.
+        """
+        check_generator("generator", generator)
+        generator = secret_generator("cpu") if generator is None else generator
+        by_size: defaultdict[int, list[int]] = defaultdict(list)
+        for number, factor in enumerate(self.factors):
+            if factor.free:
+                by_size[factor.size].append(number)
+        tables: list[torch.Tensor | None] = [None] * len(self.factors)
+        for size, numbers in by_size.items():
+            shapes = [self._outer_shape(number) for number in numbers]
+            counts = [math.prod(shape) for shape in shapes]
+            # Sorting 63-bit keys: exactly uniform but for ties, which have a chance below size²·count/2⁶⁴.
+            keys = torch.empty((sum(counts), size), dtype=torch.int64).random_(generator=generator)
+            drawn = keys.argsort(dim=1)
+            for number, shape, rows in zip(numbers, shapes, torch.split(drawn, counts), strict=True):
+                tables[number] = rows.reshape(*shape, size)
+        return PermutationPlan(tuple(tables))
+
+    def identity(self) -> PermutationPlan:
+        """Returns the permutation that moves nothing."""
+        return PermutationPlan(
+            tuple(
+                torch.arange(factor.size).expand(*self._outer_shape(number), factor.size).contiguous() if factor.free else None
+                for number, factor in enumerate(self.factors)
+            )
+        )
+
+    def invert(self, plan: PermutationPlan) -> PermutationPlan:
+        """Returns the permutation that undoes ``plan``."""
+        tables: list[torch.Tensor | None] = [None] * len(self.factors)
+        for number, table in self.free_tables(plan):
+            tables[number] = inverse = torch.empty_like(table)
+            inverse[self.old_coordinates(number, plan)] = torch.arange(table.shape[-1]).expand_as(table)
+        return PermutationPlan(tuple(tables))
+
+    def compose(self, first: PermutationPlan, second: PermutationPlan) -> PermutationPlan:
+        """Returns the permutation that does what ``first`` and then ``second`` do."""
+        tables: list[torch.Tensor | None] = [None] * len(self.factors)
+        before = dict(self.free_tables(first))
+        for number, _ in self.free_tables(second):
+            tables[number] = before[number][self.old_coordinates(number, second)]
+        return PermutationPlan(tuple(tables))
+
+    def log2_size(self) -> float:
+        """Returns the binary logarithm of the number of permutations in the group."""
+        return math.fsum(self.log2_size_of(number) for number, factor in enumerate(self.factors) if factor.free)
+
+    def log2_size_of(self, number: int) -> float:
+        """Returns the binary logarithm of the number of permutations of one factor."""
+        return self.copies(number) * math.lgamma(self.factors[number].size + 1) / math.log(2)
+
+    def copies(self, number: int) -> int:
+        """Returns how many permutations of a factor there are side by side, one for each coordinate that it is inside of."""
+        return math.prod(self._outer_shape(number))
+
+    def check_plan(self, plan: PermutationPlan) -> None:
+        """Refuses plans of another group.
+
+        Raises:
+            ValueError: The plan has other tables than this group's.
+        """
+        fits = isinstance(plan, PermutationPlan) and len(plan.tables) == len(self.factors)
+        for number, (factor, table) in enumerate(zip(self.factors, plan.tables, strict=True) if fits else ()):
+            expected = (*self._outer_shape(number), factor.size) if factor.free else None
+            fits &= (None if table is None else tuple(table.shape)) == expected
+        if not fits:
+            raise ValueError("plan is not from this PermutationSpec: draw it with spec.sample()")
+
+    def free_tables(self, plan: PermutationPlan) -> list[tuple[int, torch.Tensor]]:
+        """Returns the number and the table of every free factor."""
+        self.check_plan(plan)
+        return [(number, table) for number, table in enumerate(plan.tables) if table is not None]
+
+    def old_coordinates(self, number: int, plan: PermutationPlan) -> tuple[torch.Tensor, ...]:
+        """Returns where each entry of a factor's table comes from: an index of the same table before the permutation.
+
+        It has a tensor of old coordinates for each factor that this one is inside of, and the factor's own table at the end.
+        """
+        inside = self.factors[number].inside
+        found = []
+        for place, outer in enumerate(inside):
+            table, carried = plan.tables[outer], [inside.index(each) for each in self.factors[outer].inside]
+            if table is None:
+                table, carried = torch.arange(self.factors[outer].size), []
+            found.append(on_grid(table, [*carried, place], [self.factors[each].size for each in inside] + [1]))
+        own = plan.tables[number]
+        assert own is not None
+        return (*found, own)
+
+    def _outer_shape(self, number: int) -> tuple[int, ...]:
+        """Returns the sizes of the factors that this one is inside of."""
+        return tuple(self.factors[outer].size for outer in self.factors[number].inside)

@@ -1,0 +1,130 @@
+"""What is to be moved: tensors seen as rows and columns of words, with where each row and column comes from.
+
+>>> move = Move(torch.arange(6.0).reshape(2, 3), 2, 3, 1, row_index=torch.tensor([1, 0]), column_index=None)
+>>> job_of(move, move.tensor, swap=False).words.dtype
+torch.int32
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+WAVE_BYTES = 256 * 2**20
+"""Temporary copies of tensors that are not contiguous, and a GPU's scratch, are made in waves of about this size."""
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""The integers that entries of so many bytes are seen as; 16 bytes are two integers of 8."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Move:
+    """One tensor seen as (rows, columns, inner), and where each row and column comes from.
+
+    Attributes:
+        tensor: What is moved, of any dtype, device and strides.
+        rows: Its rows, in C order of its shape.
+        columns: Columns of a row.
+        inner: Entries of a column that move together, such as the k·k of a convolution's kernel.
+        row_index: Shape (rows,), int64 or int32, a permutation on the tensor's device: new row i is old row ``row_index[i]``.
+            ``None``: rows stay.
+        column_index: The same for columns, shape (columns,).
+    """
+
+    tensor: torch.Tensor
+    rows: int
+    columns: int
+    inner: int
+    row_index: torch.Tensor | None
+    column_index: torch.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Job:
+    """A move of contiguous memory, seen as rows × columns × inner integers.
+
+    Attributes:
+        words: The entries as a flat vector of integers of their size.
+        rows, columns, inner, row_index, column_index: As of :class:`Move`, ``inner`` counted in words.
+        owner: The tensor that may be given another storage instead; None if its memory has to stay.
+    """
+
+    words: torch.Tensor
+    rows: int
+    columns: int
+    inner: int
+    row_index: torch.Tensor | None
+    column_index: torch.Tensor | None
+    owner: torch.Tensor | None
+
+    def install(self, words: torch.Tensor) -> None:
+        """Makes these words the owner's storage."""
+        assert self.owner is not None
+        self.owner.data = words.view(self.owner.dtype).view(self.owner.shape)
+
+
+def check_moves(moves: Sequence[Move]) -> None:
+    """Refuses moves that do not fit their tensors.
+
+    Raises:
+        ValueError: It says which move, and what does not fit.
+    """
+    seen: set[tuple[str, int]] = set()
+    for number, move in enumerate(moves):
+        tensor = move.tensor
+        sizes = (move.rows, move.columns, move.inner)
+        if min(sizes) < 0 or math.prod(sizes) != tensor.numel():
+            raise ValueError(
+                f"moves[{number}]: rows · columns · inner = {sizes} does not fit a tensor of {tuple(tensor.shape)}"
+            )
+        for name, index, size in (("row_index", move.row_index, move.rows), ("column_index", move.column_index, move.columns)):
+            if index is None:
+                continue
+            if index.dtype not in (torch.int64, torch.int32) or index.shape != (size,) or index.device != tensor.device:
+                raise ValueError(
+                    f"moves[{number}]: {name} must be int64 or int32 of shape ({size},) on {tensor.device}, "
+                    f"got {index.dtype} of shape {tuple(index.shape)} on {index.device}"
+                )
+        key = ("id", id(tensor)) if tensor.numel() == 0 else (str(tensor.device), tensor.data_ptr())
+        if key in seen:
+            raise ValueError(
+                f"moves[{number}]: this tensor (or its memory) comes twice; a second move of it would undo the first"
+            )
+        seen.add(key)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Returns whether the memory holds the entries in C order as they are."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def indices_of(move: Move) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Returns the row and the column index, None where there are fewer than two things to permute."""
+    return (move.row_index if move.rows > 1 else None, move.column_index if move.columns > 1 else None)
+
+
+def job_of(move: Move, tensor: torch.Tensor, *, swap: bool) -> Job:
+    """Returns the move of a contiguous tensor as a job; ``swap`` allows another storage if the tensor owns all of its own."""
+    words = tensor.detach().view(-1).view(WORDS[tensor.element_size()])
+    inner = move.inner * (words.numel() // tensor.numel())
+    owns = swap and tensor.untyped_storage().nbytes() == tensor.nbytes
+    if owns and tensor.device.type == "cpu":
+        owns = not torch.UntypedStorage.is_shared(tensor.untyped_storage())
+    return Job(words, move.rows, move.columns, inner, *indices_of(move), tensor if owns else None)
+
+
+def waves(items: Sequence, nbytes: Callable, limit: int = WAVE_BYTES) -> Iterator[list]:
+    """Splits items into consecutive runs of at least one item and at most ``limit`` bytes."""
+    wave: list = []
+    total = 0
+    for item in items:
+        if wave and total + nbytes(item) > limit:
+            yield wave
+            wave, total = [], 0
+        wave.append(item)
+        total += nbytes(item)
+    if wave:
+        yield wave

@@ -1,0 +1,230 @@
+"""Moves words with PyTorch's own operations, in blocks that fit the cache.
+
+How it works
+    * Blocks of rows go through a buffer that fits the second-level cache: rows are gathered into it, columns out of it.
+    * Where only columns move, they stay within their block.
+    * Rows move in place along the cycles of their permutation: a chunk of rows takes its sources, which the next chunk
+      overwrites while they are still cached. Tensors up to ``SCRATCH_BYTES`` go through a scratch of their own size instead,
+      which the last-level cache holds.
+
+>>> index = torch.tensor([1, 2, 0, 3])
+>>> [chunk.destinations.tolist() for chunk in _cycle_chunks(index, 2)]
+[[0, 1], [2, 3]]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from opacus_shuffle.permutation.moving.moves import WAVE_BYTES, Job
+
+SCRATCH_BYTES = 16 * 2**20
+"""Tensors up to this size may use a scratch of their own size on a CPU (per thread, kept); larger ones follow cycles."""
+
+NARROW_BYTES = 2**12
+"""Columns of rows up to this size are gathered out of the scratch, without another buffer between."""
+
+CACHE_BYTES = 2**20
+"""Buffer per CPU thread: half of today's second-level caches."""
+
+_thread = threading.local()
+
+
+def execute_reference(jobs: Sequence[Job]) -> None:
+    """Moves jobs by advanced indexing: slow, and the truth that the others are tested against."""
+    for job in jobs:
+        cube = job.words.view(job.rows, job.columns, job.inner)
+        moved = cube if job.row_index is None else cube[job.row_index.long()]
+        moved = moved if job.column_index is None else moved[:, job.column_index.long()]
+        if job.owner is not None:
+            job.install(moved.reshape(-1).clone())
+        else:
+            cube.copy_(moved)
+
+
+def execute(jobs: Sequence[Job]) -> None:
+    """Moves jobs by ``index_select`` and ``gather`` on blocks that fit the cache.
+
+    Jobs come ordered by size, so that one spare storage serves all swaps of a size.
+    """
+    indices = _Indices()
+    spare: torch.Tensor | None = None
+    for job in sorted(jobs, key=lambda job: job.words.nbytes):
+        rows, width, row_index, column_index = job.rows, job.columns * job.inner, job.row_index, job.column_index
+        if rows == 1:  # a vector, or one row of blocks: its columns are rows
+            rows, width, row_index, column_index = job.columns, job.inner, column_index, None
+        columns = None if column_index is None else indices.columns(column_index, job.inner)
+        row_index = None if row_index is None else indices.long(row_index)
+        matrix = job.words.view(rows, width) if width > 1 else job.words
+        block = _block_rows(matrix)
+        if row_index is None:
+            assert columns is not None
+            _columns_in_place(matrix, columns, *_scratch(matrix, block))
+        elif job.owner is not None:
+            if spare is None or spare.dtype != job.words.dtype or spare.shape != job.words.shape:
+                spare = torch.empty_like(job.words)
+            _rows_into(spare.view_as(matrix), matrix, row_index, columns, *_scratch(matrix, block))
+            job.install(spare)
+            spare = job.words
+        elif job.words.nbytes <= SCRATCH_BYTES or matrix.device.type != "cpu":
+            moved, buffer = _scratch(matrix, rows, block)
+            if columns is not None and matrix[0].nbytes <= NARROW_BYTES:  # a row read at random stays in the first-level cache
+                torch.index_select(matrix, 0, row_index, out=moved)
+                torch.gather(moved, 1, columns.expand(rows, -1), out=matrix)
+            else:
+                _rows_into(moved, matrix, row_index, columns, buffer)
+                matrix.copy_(moved)
+        else:
+            _rows_along_cycles(matrix, indices.chunks(row_index, block), columns, *_scratch(matrix, block, block))
+
+
+def _columns_in_place(matrix: torch.Tensor, columns: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Copies each block into the cache and gathers its columns back, so that random reads never miss the cache."""
+    for part in torch.split(matrix, len(buffer)):
+        rows = buffer[: len(part)]
+        rows.copy_(part)
+        torch.gather(rows, 1, columns.expand(len(part), -1), out=part)
+
+
+def _rows_into(
+    out: torch.Tensor, matrix: torch.Tensor, row_index: torch.Tensor, columns: torch.Tensor | None, buffer: torch.Tensor
+) -> None:
+    """Gathers rows, and columns of them where asked, into other memory."""
+    if columns is None:
+        torch.index_select(matrix, 0, row_index, out=out)
+        return
+    for part, sources in zip(torch.split(out, len(buffer)), torch.split(row_index, len(buffer)), strict=True):
+        rows = buffer[: len(part)]
+        torch.index_select(matrix, 0, sources, out=rows)
+        torch.gather(rows, 1, columns.expand(len(part), -1), out=part)
+
+
+def _rows_along_cycles(
+    matrix: torch.Tensor, chunks: list[_Chunk], columns: torch.Tensor | None, buffer: torch.Tensor, second: torch.Tensor
+) -> None:
+    """Moves rows in place: each chunk reads its sources before the next one overwrites them, all but a cycle's first row."""
+    target, wide_buffer, wide_second = _widest(matrix, buffer, second)
+    head = matrix[0]
+    for chunk in chunks:
+        count = len(chunk.destinations)
+        rows, moved = buffer[:count], wide_buffer[:count]
+        torch.index_select(matrix, 0, chunk.sources, out=rows)
+        if chunk.closes is not None:
+            rows[chunk.closes] = head
+        if chunk.opens is not None:
+            head = matrix[chunk.opens].clone()
+        if columns is not None:
+            torch.gather(rows, 1, columns.expand(count, -1), out=second[:count])
+            moved = wide_second[:count]
+        target.index_copy_(0, chunk.destinations, moved)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Chunk:
+    """Rows that are written together.
+
+    Attributes:
+        destinations: Where they go.
+        sources: Where they come from.
+        opens: First row of the cycle that goes on in the next chunk, if one does.
+        closes: Position whose source is the first row of a cycle begun in an earlier chunk, overwritten by now.
+    """
+
+    destinations: torch.Tensor
+    sources: torch.Tensor
+    opens: int | None
+    closes: int | None
+
+
+def _cycle_chunks(row_index: torch.Tensor, size: int) -> list[_Chunk]:
+    """Lists the rows, cycle after cycle, in chunks of ``size``."""
+    source = row_index.tolist()
+    order: list[int] = []
+    seen = bytearray(len(source))
+    opens: dict[int, int] = {}
+    closes: dict[int, int] = {}
+    for first in range(len(source)):
+        if seen[first]:
+            continue
+        start, row = len(order), first
+        while not seen[row]:
+            seen[row] = 1
+            order.append(row)
+            row = source[row]
+        if start // size != (len(order) - 1) // size:
+            opens[start // size] = first
+            closes[(len(order) - 1) // size] = (len(order) - 1) % size
+    destinations = torch.tensor(order, dtype=torch.int64)
+    pairs = zip(torch.split(destinations, size), torch.split(row_index[destinations], size), strict=True)
+    return [_Chunk(to, of, opens.get(number), closes.get(number)) for number, (to, of) in enumerate(pairs)]
+
+
+class _Indices:
+    """Index tensors in the forms that one call needs, each made once: many jobs share them."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple, Any] = {}
+
+    def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def long(self, index: torch.Tensor) -> torch.Tensor:
+        """Returns the index as int64, which gathers along columns demand."""
+        return index if index.dtype == torch.int64 else self._once(("long", id(index)), index.long)
+
+    def columns(self, index: torch.Tensor, inner: int) -> torch.Tensor:
+        """Returns the index of every word of a row."""
+        if inner == 1:
+            return self.long(index)
+        words = torch.arange(inner, device=index.device)
+        return self._once((inner, id(index)), lambda: (index.long()[:, None] * inner + words).view(-1))
+
+    def chunks(self, row_index: torch.Tensor, size: int) -> list[_Chunk]:
+        """Returns the chunks of the index's cycles."""
+        return self._once(("chunks", id(row_index), size), lambda: _cycle_chunks(row_index, size))
+
+
+def _block_rows(matrix: torch.Tensor) -> int:
+    """Returns how many rows a block holds."""
+    row_bytes = matrix.element_size() * (matrix.shape[1] if matrix.dim() == 2 else 1)
+    bytes_ = CACHE_BYTES * torch.get_num_threads() if matrix.device.type == "cpu" else WAVE_BYTES
+    return min(len(matrix), max(1, bytes_ // row_bytes))
+
+
+def _scratch(matrix: torch.Tensor, *rows: int) -> list[torch.Tensor]:
+    """Returns uninitialised matrices of so many rows of this one.
+
+    On a CPU they lie in memory that the thread keeps: the first touch of fresh pages costs more than a copy.
+    """
+    shapes = [(count, *matrix.shape[1:]) for count in rows]
+    sizes = [-(-math.prod(shape) * matrix.element_size() // 64) * 64 for shape in shapes]
+    limit = SCRATCH_BYTES + 2 * CACHE_BYTES * torch.get_num_threads()
+    if matrix.device.type != "cpu" or sum(sizes) > limit:
+        return [matrix.new_empty(shape) for shape in shapes]
+    memory = getattr(_thread, "memory", None)
+    if memory is None or len(memory) < sum(sizes):
+        _thread.memory = memory = torch.empty(sum(sizes), dtype=torch.uint8)
+    pieces = torch.split(memory[: sum(sizes)], sizes)
+    return [
+        piece[: math.prod(shape) * matrix.element_size()].view(matrix.dtype).view(shape)
+        for piece, shape in zip(pieces, shapes, strict=True)
+    ]
+
+
+def _widest(*matrices: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the same rows in words of 8 bytes where all divide into such: loops over words then take fewer steps."""
+    fits = all(
+        matrix.dim() == 2
+        and (matrix.shape[1] * matrix.element_size()) % 8 == 0
+        and (matrix.storage_offset() * matrix.element_size()) % 8 == 0
+        for matrix in matrices
+    )
+    return [matrix.view(torch.int64) if fits else matrix for matrix in matrices]
