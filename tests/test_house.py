@@ -34,24 +34,21 @@ STOREYS = [  # from the ground up: a module imports from its own storey and from
 COMPAT = f"{PACKAGE}.core.opacus_compat"
 LONGEST = 400
 
-KERNELS = f"{PACKAGE}.permutation.moving.triton_gather"  # the one module that is about an extra: it is imported where Triton is
+KERNELS = f"{PACKAGE}.permutation.moving.triton_moves"  # the one module that is about an extra: it is imported where Triton is
 
 # KNOWN EXCEPTIONS while rooms are being rebuilt: rule and room. Entries only ever leave this list; at the end the list goes.
 REBUILDING = {
     ("storeys", "accountants"),
     ("storeys", "protocols"),
     ("circles", "accountants"),
-    ("circles", "permutation"),
     ("circles", "audit"),
     ("circles", "sco"),
     ("length", "analysis"),
     ("length", "commands"),
     ("length", "engine"),
-    ("length", "permutation"),
     ("length", "sco"),
     ("private", "audit"),
     ("private", "engine"),
-    ("private", "permutation"),
 }
 
 
