@@ -39,7 +39,6 @@ KERNELS = f"{PACKAGE}.permutation.moving.triton_moves"  # the one module that is
 # KNOWN EXCEPTIONS while rooms are being rebuilt: rule and room. Entries only ever leave this list; at the end the list goes.
 REBUILDING = {
     ("storeys", "accountants"),
-    ("storeys", "protocols"),
     ("circles", "accountants"),
     ("circles", "audit"),
     ("circles", "sco"),

@@ -1,4 +1,4 @@
-"""What an optimisation or a sum has cost, with its meaning.
+"""``PrivacyStatement``: the ε of a sum or an optimisation, with who took part in what, and what that took to send.
 
 >>> statement = PrivacyStatement(
 ...     epsilon=1.0, delta=1e-6, interaction="sequential", rounds=20, rounds_per_user=1, num_users=10_000, bits_per_user=1200,
@@ -10,9 +10,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-from opacus_shuffle.accountants.bounds.registry import Guarantee
+from opacus_shuffle.core.guarantees import EVERY_DATA_SET, SHUFFLER, Adjacency, Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_down, round_up
 
 ADVERSARIES = {
@@ -25,55 +24,40 @@ TRUSTED = {"pan": "the algorithm, but for that one intrusion"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PrivacyStatement:
-    """(ε, δ) with everything needed to read it.
+class PrivacyStatement(PrivacyBound):
+    """An ε proved for every data set, and the run that it is about.
 
     Attributes:
-        epsilon: ε, rounded up.
-        delta: δ.
         interaction: ``"one round"``, ``"sequential"`` (every user in one round: SCO Definition 2.7), ``"full"`` (users in many:
-            Definition 2.8) or ``"pan"`` (no shuffler: SCO Definition C.2).
+            Definition 2.8) or ``"pan"`` (no shuffler: SCO Definition C.2); it says who is trusted and what the adversary sees.
         rounds: Rounds in all.
         rounds_per_user: In how many of them one user takes part.
         num_users: Users whose data were used.
         bits_per_user: What one user sends over the whole run; None where nothing is sent.
-        calibration: ``"published"`` or ``"tight"``.
+        calibration: ``"tight"`` or ``"published"``.
         honest_fraction: The share of every round's users that must follow the protocol; the others may drop out or send what
             they like.
-        adjacency: ``"replace"``: one user's value becomes another.
-        guarantee: PROVED: for every data set.
         sample_rate: γ: if below 1, every round's users are a fresh, secret, uniform sample of that share of all.
-        lower: A value that the smallest valid ε at δ is not below, rounded down, where it is known.
     """
 
-    epsilon: float
-    delta: float
+    mechanism: str = ""
+    bound: str = "certified"
+    adjacency: Adjacency | str = Adjacency.REPLACE
+    guarantee: Guarantee = Guarantee.PROVED
+    covers: str = EVERY_DATA_SET
     interaction: str
-    rounds: int
     rounds_per_user: int
     num_users: int
     bits_per_user: int | None
     calibration: str
     honest_fraction: float = 1.0
-    adjacency: str = "replace"
-    guarantee: Guarantee = Guarantee.PROVED
-    lower: float | None = None
     sample_rate: float = 1.0
 
-    @property
-    def adversary(self) -> str:
-        """Against whom it holds."""
-        return ADVERSARIES[self.interaction]
-
-    @property
-    def trusted(self) -> str:
-        """Who must not be the adversary."""
-        return TRUSTED.get(self.interaction, "the shuffler")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        values = dataclasses.asdict(self)
-        return {**values, "guarantee": self.guarantee.name, "adversary": self.adversary, "trusted": self.trusted}
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mechanism", "pan_private_sums" if self.interaction == "pan" else "shuffled_sums")
+        object.__setattr__(self, "adversary", ADVERSARIES[self.interaction])
+        object.__setattr__(self, "trusted", TRUSTED.get(self.interaction, SHUFFLER))
+        super().__post_init__()
 
     def __str__(self) -> str:
         lines = [

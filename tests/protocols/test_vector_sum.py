@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from opacus_shuffle.accountants.bounds.registry import Guarantee
 from opacus_shuffle.analysis import binomial_sums, gaussian
+from opacus_shuffle.core.guarantees import Guarantee, PrivacyBound
 from opacus_shuffle.protocols.calibration import round_mu
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
@@ -37,7 +37,9 @@ def test_the_statement_says_what_a_user_sends_and_gets():
     assert (statement.epsilon, statement.delta, statement.rounds, statement.rounds_per_user) == (1.0, 1e-5, 20, 3)
     assert statement.bits_per_user == 3 * 4 * (protocol.granularity + protocol.noise_bits)
     assert (statement.num_users, statement.honest_fraction, statement.calibration) == (400, 0.5, "tight")
-    assert (statement.adjacency, statement.guarantee) == ("replace", Guarantee.PROVED)
+    assert isinstance(statement, PrivacyBound)
+    assert (statement.adjacency, statement.guarantee, statement.bound) == ("replace", Guarantee.PROVED, "certified")
+    assert statement.to_dict()["trusted"] == "the shuffler"
     text = str(statement)
     for part in ("epsilon = 1", "1e-05", "replaced", "400 users", "shuffler", "at least 0.5", "20", "tight"):
         assert part in text
