@@ -15,22 +15,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from opacus_shuffle.analysis import binomial_sums, sampled_sums
 from opacus_shuffle.analysis.binomial_sums import LOST_SHARE, SumRound, gaussian_equivalent
 from opacus_shuffle.analysis.sampled_sums import SampledRound
-from opacus_shuffle.core.randomness import check_generator, secret_generator
 from opacus_shuffle.core.validation import instance_of, integer, one_of
 from opacus_shuffle.protocols.calibration import GridPlan, Promise, published_round_budget
 from opacus_shuffle.protocols.messages import Messages, shuffled
+from opacus_shuffle.protocols.random_rounding import draws_of, numpy_draws, round_at_random
 from opacus_shuffle.protocols.statement import PrivacyStatement
 
 _CHUNK = 2**17
 """Numbers that are rounded at a time: what a processor's cache holds."""
-
-_SIXTEEN_BITS = 2**16
 
 TOLERANCE = 1e-5
 """How far beyond its bound a value may lie, relatively, for the rounding of single precision; it is taken back to the bound."""
@@ -199,8 +196,8 @@ class GridSum(ABC):
 
     def _randomize(self, point: torch.Tensor, generator: torch.Generator | None) -> Messages:
         """One user's messages for a checked point of shape (d,)."""
-        draws = _draws(generator)
-        ones = self._round(point.unsqueeze(0), draws)[0].numpy() + _numpy(draws).binomial(
+        draws = draws_of(generator)
+        ones = self._round(point.unsqueeze(0), draws)[0].numpy() + numpy_draws(draws).binomial(
             self.noise_bits, self.bit_probability, self.dimension
         )
         return Messages.of(ones, bits_per_report=self.granularity + self.noise_bits, granularity=self.granularity)
@@ -221,7 +218,7 @@ class GridSum(ABC):
         for each in given:
             self._check(each)
         self._check_reports(sum(each.num_reports for each in given))
-        return shuffled(given, _numpy(_draws(generator)))
+        return shuffled(given, numpy_draws(draws_of(generator)))
 
     def _analyze(self, messages: Messages) -> torch.Tensor:
         """The estimate of the sum over those whose messages these are."""
@@ -263,7 +260,7 @@ class GridSum(ABC):
                 A tensor expanded from one row (stride 0) costs no more than that row.
             generator: On the CPU; by default secret.
         """
-        return self._encode(points, _draws(generator))[0]
+        return self._encode(points, draws_of(generator))[0]
 
     def _encode(self, points: Any, draws: torch.Generator) -> tuple[torch.Tensor, int]:
         """The sum and the number of rows."""
@@ -295,7 +292,7 @@ class GridSum(ABC):
         if block.stride(0) == 0 and rows > 1:  # one row over and over: n coins for the same fraction are one binomial
             place = self._place(self._checked(block[:1]))[0]
             whole = place.floor()
-            coins = _numpy(draws).binomial(rows, (place - whole).numpy())
+            coins = numpy_draws(draws).binomial(rows, (place - whole).numpy())
             return rows * whole.long() + torch.from_numpy(coins), rows
         step = max(1, _CHUNK // self.dimension)
         for start in range(0, rows, step):
@@ -316,13 +313,13 @@ class GridSum(ABC):
         zeros = len(block) - torch.bincount(column, minlength=self.dimension)
         place_of_zero = -self._low * self.granularity / self._span
         fraction = place_of_zero - math.floor(place_of_zero)
-        coins = torch.from_numpy(_numpy(draws).binomial(zeros.numpy(), fraction))
+        coins = torch.from_numpy(numpy_draws(draws).binomial(zeros.numpy(), fraction))
         return total + zeros * math.floor(place_of_zero) + coins
 
     def draw_noise(self, num_reports: int, generator: torch.Generator | None = None) -> torch.Tensor:
         """The noise bits of so many users, added up: int64, shape (d,)."""
         reports = self._check_reports(num_reports)
-        noise = _numpy(_draws(generator)).binomial(reports * self.noise_bits, self.bit_probability, self.dimension)
+        noise = numpy_draws(draws_of(generator)).binomial(reports * self.noise_bits, self.bit_probability, self.dimension)
         return torch.from_numpy(noise)
 
     def decode(self, counts: torch.Tensor, num_reports: int) -> torch.Tensor:
@@ -340,7 +337,7 @@ class GridSum(ABC):
 
     def _simulate(self, points: Any, generator: torch.Generator | None) -> torch.Tensor:
         """A draw of the analyzer's answer."""
-        draws = _draws(generator)
+        draws = draws_of(generator)
         counts, reports = self._encode(points, draws)
         if not reports:
             raise ValueError("X must hold one row per user, got none")
@@ -352,19 +349,8 @@ class GridSum(ABC):
         return ((points - self._low) * (self.granularity / self._span)).clamp_(0, self.granularity)
 
     def _round(self, points: torch.Tensor, draws: torch.Generator) -> torch.Tensor:
-        """Points on the grid, rounded at random so that the mean is kept: int64.
-
-        Rounding is ⌊place + U⌋ with U uniform. The first 16 bits of U decide all but one in 65,536, and cost a quarter of what
-        64 do; the rest of U is drawn where it matters.
-        """
-        place = self._place(points).mul_(_SIXTEEN_BITS)
-        coarse = place.floor()
-        rest = place.sub_(coarse)
-        coarse.add_(torch.from_numpy(_sixteen_bits(_numpy(draws), coarse.numel())).view(coarse.shape))
-        sums = coarse.long()
-        tied = ((sums & (_SIXTEEN_BITS - 1)) == _SIXTEEN_BITS - 1).nonzero(as_tuple=True)
-        sums[tied] += torch.rand(len(tied[0]), generator=draws, dtype=torch.float64) >= 1 - rest[tied]
-        return sums >> 16
+        """Points on the grid, rounded at random: int64."""
+        return round_at_random(self._place(points), draws)
 
     @abstractmethod
     def _checked(self, points: torch.Tensor) -> torch.Tensor:
@@ -386,21 +372,3 @@ def real_numbers(name: str, value: Any) -> torch.Tensor:
     if numbers.is_complex() or numbers.dtype == torch.bool:
         raise ValueError(f"{name} must hold real numbers, got {numbers.dtype}")
     return numbers
-
-
-def _draws(generator: torch.Generator | None) -> torch.Generator:
-    """The generator given, or a secret one."""
-    check_generator("generator", generator)
-    return secret_generator("cpu") if generator is None else generator
-
-
-def _numpy(draws: torch.Generator) -> np.random.Generator:
-    """NumPy's binomials and permutations, seeded by PyTorch's generator (256 bits at every call)."""
-    words = torch.randint(0, 2**32, (8,), generator=draws, dtype=torch.int64)
-    return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence(words.tolist())))
-
-
-def _sixteen_bits(draws: np.random.Generator, count: int) -> npt.NDArray[np.uint16]:
-    """So many whole numbers below 65,536."""
-    words = draws.integers(0, 2**64 - 1, -(-count // 4), dtype=np.uint64, endpoint=True)
-    return words.view(np.uint16)[:count]

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
-from opacus_shuffle.protocols import grid_sum
+from opacus_shuffle.protocols import random_rounding
 from opacus_shuffle.protocols.calibration import GridPlan
 from opacus_shuffle.protocols.messages import Messages
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
@@ -278,7 +278,7 @@ def test_rounding_by_sixteen_bits_and_a_tie_break_keeps_the_mean_exactly(fractio
     ups = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(protocol, "_place", lambda points: points.clone())
-        patch.setattr(grid_sum, "_sixteen_bits", lambda draws, count: np.arange(count, dtype=np.uint16))
+        patch.setattr(random_rounding, "_sixteen_bits", lambda draws, count: np.arange(count, dtype=np.uint16))
         for value in {0.0, max(1 - rest - 2.0**-40, 0.0), min(1 - rest, 1 - 2.0**-53), 1 - 2.0**-53}:
             patch.setattr(torch, "rand", later_bits(value))
             result = protocol._round(place, torch.Generator().manual_seed(0))
@@ -291,7 +291,7 @@ def test_rounding_by_sixteen_bits_and_a_tie_break_keeps_the_mean_exactly(fractio
 
 
 def test_the_sixteen_bits_are_uniform():
-    draws = grid_sum._sixteen_bits(np.random.Generator(np.random.PCG64DXSM(5)), 1_000_003)
+    draws = random_rounding._sixteen_bits(np.random.Generator(np.random.PCG64DXSM(5)), 1_000_003)
     assert draws.dtype == np.uint16
     assert draws.shape == (1_000_003,)
     counts = np.bincount(draws >> 6, minlength=1024)
