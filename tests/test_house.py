@@ -48,6 +48,7 @@ REBUILDING = {
     ("length", "sco"),
     ("private", "audit"),
     ("private", "engine"),
+    ("tests", "permutation"),
 }
 
 
@@ -126,6 +127,18 @@ def test_two_modules_stand_at_the_top_level():
 def test_no_file_is_long():
     long = {name_of(path) for path in (ROOT / PACKAGE).rglob("*.py") if len(path.read_text().splitlines()) > LONGEST}
     assert not without_known_exceptions("length", long)
+
+
+def test_tests_have_the_rooms_of_the_package_and_do_not_import_each_other():
+    folders = {path.name for path in (ROOT / "tests").iterdir() if any(path.glob("*.py"))}
+    assert folders <= {*STOREYS, "helpers", "reproduction"}
+    found = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            found |= {name_of(path) for name in names if name.split(".")[-1].startswith(("test_", "conftest"))}
+    assert not without_known_exceptions("tests", found)
 
 
 def own_names(tree: ast.Module) -> set[str]:
