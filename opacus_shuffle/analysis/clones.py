@@ -15,16 +15,7 @@ Pitfalls. A Gaussian report is (ε0, δ0)-LDP for *any* two records, which are 2
 closed form is Theorem 3.1 as printed; the authors' released program has 1 + e^(−ε0)/(1 + s) where the theorem has 1 + e^(−ε0),
 s the theorem's big bracket, and answers 0.5378 above.
 
-Table 1 of the shuffle Gaussian paper (ICLR 2023), row "Clones" (σ = 9.48, n = 60000, δ = 1/n: 0.18623 … 1.43138 for 1 … 7
-rounds), is ``paper_epsilon``. The text does not say how; these steps give it. ε0 = 2·sqrt(2·ln(1.25/δ0))/σ, the classical
-Gaussian mechanism at sensitivity *2* (the text says 1; its "(1, 1/n)-LDP" is this formula at δ0 = 1/n, hence σ = 9.476); the
-closed form at δ = δ0; Theorem 3.8 for the total; δ0 = 1e-10, halved until rounds × total ≤ 1/n; and rounds × ε, the linear
-branch of Kairouz et al., the least one up to 31 rounds. σ = 9.476 gives all seven figures to every digit, the printed 9.48 to
-0.06 %. So the row is for *replacement*, while "Ours" beside it is for zero-out adjacency.
-
->>> round(paper_epsilon(noise_multiplier=9.476, num_users=60_000, delta=1 / 60_000, rounds=7), 5)
-1.43138
->>> round(gaussian_epsilon(noise_multiplier=9.48, num_users=60_000, delta=1 / 60_000), 3)  # one round; 0.18623 in the paper
+>>> round(gaussian_epsilon(noise_multiplier=9.48, num_users=60_000, delta=1 / 60_000), 3)
 0.022
 """
 
@@ -116,30 +107,18 @@ def _numeric(
     return None
 
 
-def _closed_form(*, local_epsilon: float, num_users: int, delta: float) -> float:
-    """ε of Theorem 3.1, without its condition."""
-    growth = math.exp(local_epsilon) / num_users
-    return math.log1p(math.tanh(local_epsilon / 2) * 8 * (math.sqrt(growth * (math.log(4) - math.log(delta))) + growth)) * (
-        1 + MARGIN
-    )
-
-
-def _largest_local_epsilon(*, num_users: int, delta: float) -> float:
-    """The condition of Theorem 3.1: its largest ε0."""
-    return math.log(num_users / (16 * (math.log(2) - math.log(delta))))
-
-
-def _closed_form_checked(*, local_epsilon: float, num_users: int, delta: float, lost: float) -> float | None:
+def _closed_form(*, local_epsilon: float, num_users: int, delta: float, lost: float) -> float | None:
     """The least ε of Theorem 3.1 when (1 + e^ε)·``lost`` of δ is spent elsewhere; None if all of it would be."""
-    share = delta
+    share, growth = delta, math.exp(local_epsilon) / num_users
     for _ in range(200):  # falls to the largest share that leaves room for its own loss; most often in a few steps
-        limit = _largest_local_epsilon(num_users=num_users, delta=share)
+        limit = math.log(num_users / (16 * (math.log(2) - math.log(share))))
         if local_epsilon > limit:
             raise ValueError(
                 f"local_epsilon must be at most ln(num_users / (16 ln(2/delta))) = {limit:.6g} for the closed form of "
                 f"Theorem 3.1, got {local_epsilon!r}; pass method='numeric', which has no such limit"
             )
-        epsilon = _closed_form(local_epsilon=local_epsilon, num_users=num_users, delta=share)
+        bracket = math.sqrt(growth * (math.log(4) - math.log(share))) + growth
+        epsilon = math.log1p(math.tanh(local_epsilon / 2) * 8 * bracket) * (1 + MARGIN)
         spent = (1 + math.exp(epsilon)) * lost
         if share + spent <= delta:
             return min(epsilon, local_epsilon)
@@ -155,13 +134,6 @@ def _lost(*, local_epsilon: float, local_delta: float, num_users: int, conversio
         return (1 + math.exp(-local_epsilon) / 2) * num_users * local_delta
     own = local_delta * float(expit(-local_epsilon))
     return own + (num_users - 1) * math.exp(-local_epsilon) * (local_delta + own)
-
-
-def _local_delta(name: str, value: float) -> float:
-    """A δ that may be 0."""
-    if not 0 <= finite_number(name, value) < 1:
-        raise ValueError(f"{name} must lie in [0, 1), got {value!r}; pass 0 for none")
-    return float(value)
 
 
 def _falls_to_zero(function: Callable[[float], float], end: float) -> float:
@@ -235,7 +207,8 @@ def compute_epsilon_approximate(
         Feldman, McMillan, Talwar, "Hiding among the clones", Theorem 3.8, arXiv 2012.12803; ``"proved"`` is ours.
     """
     local_epsilon = positive("local_epsilon", local_epsilon)
-    local_delta = _local_delta("local_delta", local_delta)
+    if not 0 <= finite_number("local_delta", local_delta) < 1:
+        raise ValueError(f"local_delta must lie in [0, 1), got {local_delta!r}; pass 0 for none")
     num_users = integer("num_users", num_users)
     delta = open_unit_interval("delta", delta)
     one_of("method", method, ("numeric", "closed_form"))
@@ -245,7 +218,7 @@ def compute_epsilon_approximate(
         return local_epsilon  # nobody to hide among, whatever the method
     chance = math.exp(-local_epsilon)
     if method == "closed_form":
-        epsilon = _closed_form_checked(local_epsilon=local_epsilon, num_users=num_users, delta=delta, lost=lost)
+        epsilon = _closed_form(local_epsilon=local_epsilon, num_users=num_users, delta=delta, lost=lost)
     else:
         epsilon = _numeric(local_epsilon=local_epsilon, probability=chance, num_users=num_users, delta=delta, lost=lost)
     if epsilon is not None:
@@ -331,97 +304,3 @@ def gaussian_epsilon(
     bounds = (start if middle == 0 else grid[middle - 1], grid[min(middle + 1, len(grid) - 1)])
     refined = minimize_scalar(lambda e: best(float(e), COARSE_BINS), bounds=bounds, method="bounded", options={"maxiter": 20})
     return min(best(float(refined.x), BINS), best(float(grid[middle]), BINS))
-
-
-def strong_composition_epsilon(*, epsilon: float, delta: float, rounds: int, delta_slack: float = 0.0) -> tuple[float, float]:
-    """(ε, δ) of several adaptive rounds, each (ε, δ)-DP.
-
-    Args:
-        epsilon: ε ≥ 0 of one round.
-        delta: δ in [0, 1) of one round.
-        rounds: k ≥ 1.
-        delta_slack: δ̃ in [0, 1), spent on the composition itself. With 0, or for few rounds, ε is just k times as large.
-
-    Returns:
-        The least of kε, m + ε·sqrt(2k·ln(1/δ̃)) and m + ε·sqrt(2k·ln(e + ε·sqrt(k)/δ̃)), m = kε·(e^ε − 1)/(e^ε + 1), and the δ
-        it holds for: 1 − (1 − δ)^k, times (1 − δ̃) in the product where kε is not the least. Both rounded up; δ at most 1.
-
-    Raises:
-        ValueError: If an argument is out of range or ε overflows.
-
-    Formal Guarantees:
-        Proved for adaptively chosen rounds. For Gaussian rounds the PLD or RDP accountants of this library give far less.
-
-    Source:
-        Kairouz, Oh, Viswanath, "The composition theorem for differential privacy" (ICML 2015), Theorem 3.4, arXiv 1311.0776;
-        its second branch improves the advanced composition of Dwork, Rothblum, Vadhan (FOCS 2010).
-    """
-    if finite_number("epsilon", epsilon) < 0:
-        raise ValueError(f"epsilon must be at least 0, got {epsilon!r}")
-    delta, delta_slack = _local_delta("delta", delta), _local_delta("delta_slack", delta_slack)
-    rounds = integer("rounds", rounds)
-    linear, log_rest = rounds * float(epsilon), rounds * math.log1p(-delta)
-    if not math.isfinite(linear):
-        raise ValueError(f"epsilon times rounds must be finite, got {epsilon!r} and {rounds}; pass a smaller epsilon")
-    composed = linear
-    if delta_slack > 0:
-        ratio = epsilon * math.sqrt(rounds) / delta_slack
-        log_term = min(-math.log(delta_slack), math.log(math.e + ratio))
-        composed = min(linear, linear * math.tanh(epsilon / 2) + epsilon * math.sqrt(2 * rounds * log_term))
-    if composed < linear:
-        log_rest += math.log1p(-delta_slack)
-    return math.nextafter(composed * (1 + 1e-14), math.inf) if composed else 0.0, min(-math.expm1(log_rest) * (1 + 1e-14), 1.0)
-
-
-def paper_epsilon(
-    *, noise_multiplier: float, num_users: int, delta: float, rounds: int = 1, scan_start: float = 1e-10
-) -> float:
-    """The "Clones" row of Table 1 of the shuffle Gaussian paper, as its authors must have computed it: replacement adjacency.
-
-    Args:
-        noise_multiplier: σ of one report over the clipping norm; 9.476 for their table.
-        num_users: n ≥ 1, the reports shuffled together in one round.
-        delta: δ in (0, 1) of all rounds together.
-        rounds: The number of rounds.
-        scan_start: The largest δ0 tried; then half of it, and so on. 1e-10 is theirs; a good one is about δ/(3·n·rounds).
-
-    Returns:
-        ε after ``rounds`` rounds: rounds × the closed form's, or strong composition's with half of δ for its slack.
-
-    Raises:
-        ValueError: If an argument is out of range, or ε0 is too large for the closed form at every δ0.
-
-    Formal Guarantees:
-        Proved for every data set. The classical Gaussian formula is proved for ε0 ≤ 1 only (theirs is 1.4 to 1.5), so the
-        exact curve's ε0 is taken should it be the larger one, which it is not in their table.
-
-    Source:
-        Liew and Takahashi, "Shuffle Gaussian mechanism for differential privacy" (ICLR 2023 text), section 5.1, Table 1;
-        Feldman, McMillan, Talwar, Theorems 3.1 and 3.8, arXiv 2012.12803; Kairouz et al., Theorem 3.4, arXiv 1311.0776.
-    """
-    sigma = noise_level("noise_multiplier", noise_multiplier)
-    num_users, rounds = integer("num_users", num_users), integer("rounds", rounds)
-    delta, scan_start = open_unit_interval("delta", delta), open_unit_interval("scan_start", scan_start)
-
-    def composed(budget: float, slack: float) -> float:
-        share = scan_start
-        while share > SMALLEST_DELTA:
-            classical = 2 * math.sqrt(2 * math.log(1.25 / share)) / sigma
-            local = max(classical, gaussian.compute_epsilon(mu=2 / sigma, delta=share))
-            if local > _largest_local_epsilon(num_users=num_users, delta=share):
-                break  # and at every smaller δ0
-            epsilon = _closed_form(local_epsilon=local, num_users=num_users, delta=share)
-            lost = _lost(local_epsilon=local, local_delta=share, num_users=num_users, conversion="theorem_3_8")
-            total = share + (1 + math.exp(epsilon)) * lost
-            if rounds * total <= budget:
-                return strong_composition_epsilon(epsilon=epsilon, delta=total, rounds=rounds, delta_slack=slack)[0]
-            share /= 2
-        return math.inf
-
-    best = min(composed(delta, 0.0), composed(delta / 2, delta / 2))
-    if best == math.inf:
-        raise ValueError(
-            f"noise_multiplier={noise_multiplier!r} is too small for the closed form with num_users={num_users}, "
-            f"delta={delta!r} and rounds={rounds}; raise it, or use gaussian_epsilon, which falls back to the unshuffled bound"
-        )
-    return best

@@ -2,7 +2,7 @@ r"""WS Theorem 6: what shuffled weights are published to be worth, an **estimate
 
 The shuffled Gaussian releases P(f) + z, P uniform on the permutations of d coordinates, z ~ N(0, σ²I), where ‖f(x)‖ ≤ c′ and
 ‖f(x) − f(x′)‖ ≤ c. WS bounds the δ of a pair of data sets *from below*, replaces a sum of log-normals in that bound by one
-log-normal (Fenton and Wilkinson's approximation, WS Lemma 1, in :mod:`opacus_shuffle.analysis.lognormal_sums`), and takes the
+log-normal (Fenton and Wilkinson's approximation, WS Lemma 1), and takes the
 largest value over pairs by a heuristic. What comes out, by WS Eq. 83 (Eq. 26 misprints its exponents; L = log(d − 1)),
 
     δ = Φ(s₁/2 + (ζ₁ − ε)/s₁) − e^ε·Φ(s₂/2 + (ζ₂ − ε)/s₂),

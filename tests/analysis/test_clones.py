@@ -14,7 +14,6 @@ from scipy.stats import binom
 from opacus_shuffle.analysis import clones, gaussian
 
 PUBLIC = {"local_epsilon": 4.0, "num_users": 100_000, "delta": 1e-6}
-PAPER_ROW = [0.18623, 0.38461, 0.59516, 0.79355, 1.02241, 1.22689, 1.43138]
 PAPER = {"num_users": 60_000, "delta": 1 / 60_000}
 
 
@@ -249,59 +248,15 @@ def test_gaussian_epsilon_survives_extreme_noise(sigma, adjacency):
         assert math.isfinite(clones.gaussian_epsilon(noise_multiplier=sigma, num_users=10**6, delta=delta, adjacency=adjacency))
 
 
-@pytest.mark.parametrize(("rounds", "published"), list(enumerate(PAPER_ROW, start=1)))
-def test_the_papers_clones_row_comes_out_to_every_printed_digit(rounds, published):
-    assert round(clones.paper_epsilon(noise_multiplier=9.476, rounds=rounds, **PAPER), 5) == published
-    assert clones.paper_epsilon(noise_multiplier=9.48, rounds=rounds, **PAPER) == pytest.approx(published, rel=7e-4)
-
-
-def test_the_papers_noise_is_the_classical_formula_at_sensitivity_two():
-    assert round(2 * math.sqrt(2 * math.log(1.25 * 60_000)), 3) == 9.476
-
-
-def test_the_papers_classical_formula_is_sound_at_its_own_settings():
-    for share in (1e-10, 1.25e-11):
-        classical = 2 * math.sqrt(2 * math.log(1.25 / share)) / 9.476
-        assert gaussian.log_delta(mu=2 / 9.476, epsilon=classical) < math.log(share)
-
-
-def test_many_rounds_compose_below_the_linear_branch():
-    assert clones.paper_epsilon(noise_multiplier=9.48, rounds=1000, **PAPER) < 1000 * PAPER_ROW[0]
-    linear, delta = clones.strong_composition_epsilon(epsilon=0.2, delta=1e-7, rounds=7, delta_slack=1e-6)
-    assert linear == pytest.approx(1.4)
-    assert 7e-7 * (1 - 1e-6) < delta <= 7e-7  # the slack is not spent
-
-
-@settings(deadline=None)
-@given(st.floats(0, 5), st.floats(0, 0.01), st.integers(1, 10**4), st.floats(1e-12, 0.1))
-def test_strong_composition_is_the_least_branch_of_the_theorem(epsilon, delta, rounds, slack):
-    composed, total = clones.strong_composition_epsilon(epsilon=epsilon, delta=delta, rounds=rounds, delta_slack=slack)
-    with mpmath.workdps(40):
-        e, k = mpmath.mpf(epsilon), mpmath.mpf(rounds)
-        mean = k * e * mpmath.expm1(e) / (mpmath.exp(e) + 1)
-        drv = mean + e * mpmath.sqrt(2 * k * mpmath.log(1 / mpmath.mpf(slack)))
-        kov = mean + e * mpmath.sqrt(2 * k * mpmath.log(mpmath.e + mpmath.sqrt(k * e**2) / mpmath.mpf(slack)))
-        least = min(k * e, drv, kov)
-        assert least * (1 - mpmath.mpf(10) ** -30) <= composed <= least * (1 + 1e-12) + 1e-300
-        kept = (1 - mpmath.mpf(delta)) ** rounds
-        if composed < float(k * e) * (1 - 1e-12):
-            kept *= 1 - mpmath.mpf(slack)
-        assert 1 - kept <= total + 1e-30
-        assert total <= (1 - kept) * (1 + mpmath.mpf(10) ** -10) + slack * (composed >= float(k * e) * (1 - 1e-12))
-
-
 def test_closed_form_beyond_its_range_is_refused_with_the_remedy():
     with pytest.raises(ValueError, match=r"local_epsilon .* method='numeric'"):
         clones.compute_epsilon(local_epsilon=8.0, num_users=1000, delta=1e-6, method="closed_form")
-    with pytest.raises(ValueError, match="gaussian_epsilon"):
-        clones.paper_epsilon(noise_multiplier=0.5, **PAPER)
 
 
 def test_a_delta_below_the_smallest_normal_double_is_no_arithmetic_error():
     with pytest.raises(ValueError, match="method='numeric'"):
         clones.compute_epsilon(local_epsilon=8.0, num_users=1000, delta=5e-324, method="closed_form")
     assert clones.compute_epsilon(local_epsilon=0.5, num_users=10**6, delta=5e-324, method="closed_form") <= 0.5
-    assert clones.strong_composition_epsilon(epsilon=1.0, delta=0.0, rounds=9, delta_slack=5e-324)[0] >= 9.0
 
 
 def test_a_local_delta_that_eats_all_of_delta_is_refused_or_falls_back_to_the_local_bound():
@@ -333,12 +288,6 @@ def test_bad_arguments_are_refused_by_name(argument, value):
         ("gaussian_epsilon", {"noise_multiplier": 0, "num_users": 10, "delta": 1e-5}),
         ("gaussian_epsilon", {"noise_multiplier": 1, "num_users": 10, "delta": 1e-5, "adjacency": "add"}),
         ("gaussian_epsilon", {"noise_multiplier": 1, "num_users": 10, "delta": 1e-5, "conversion": "best"}),
-        ("paper_epsilon", {"noise_multiplier": 9, "num_users": 10, "delta": 1e-5, "rounds": 0}),
-        ("paper_epsilon", {"noise_multiplier": 9, "num_users": 10, "delta": 1e-5, "scan_start": 0}),
-        ("strong_composition_epsilon", {"epsilon": -1, "delta": 0, "rounds": 1}),
-        ("strong_composition_epsilon", {"epsilon": 1, "delta": 1, "rounds": 1}),
-        ("strong_composition_epsilon", {"epsilon": 1, "delta": 0, "rounds": 1, "delta_slack": math.nan}),
-        ("strong_composition_epsilon", {"epsilon": 1e308, "delta": 0, "rounds": 10}),
     ],
 )
 def test_the_other_functions_refuse_bad_arguments(function, arguments):

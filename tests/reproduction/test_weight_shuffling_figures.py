@@ -9,9 +9,9 @@ import math
 import numpy as np
 import pytest
 import weight_shuffling_figures as figures
+from lognormal_sums import NormalDistribution
 
 from opacus_shuffle.analysis.fenton_wilkinson import compute_delta
-from opacus_shuffle.analysis.lognormal_sums import NormalDistribution
 
 
 def test_the_vits_run_is_five_hundred_steps_of_the_known_budget():

@@ -1,6 +1,6 @@
 """The weight-shuffling paper's Figures 2, 3 and 4 as numbers and pictures, and which batch clip its text fits.
 
-Run ``python benchmarks/weight_shuffling_figures.py [--figure 2|3|4|all] [--output DIR]``, half a minute; ``--output`` writes
+Run ``python reproduction/weight_shuffling_figures.py [--figure 2|3|4|all] [--output DIR]``, half a minute; ``--output`` writes
 every figure as JSON, CSV and (where matplotlib is there) PNG. Every σ of shuffled training here is WS Theorem 6's, an
 estimate that is false for known pairs of data sets (:mod:`opacus_shuffle.analysis.fenton_wilkinson`): the figures show what
 the paper computes, not privacy.
@@ -25,10 +25,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lognormal_sums
 import numpy as np
 from scipy.optimize import brentq
 
-from opacus_shuffle.analysis import fenton_wilkinson, lognormal_sums
+from opacus_shuffle.analysis import fenton_wilkinson
 from opacus_shuffle.analysis.advanced_composition import step_budget
 
 BATCH = 1000

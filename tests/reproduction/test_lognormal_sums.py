@@ -11,16 +11,13 @@ import itertools
 import math
 import tracemalloc
 
+import lognormal_sums
 import mpmath
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.integrate import quad
-from scipy.stats import gaussian_kde
-
-from opacus_shuffle.analysis import lognormal_sums
-from opacus_shuffle.analysis.lognormal_sums import (
+from lognormal_sums import (
     NormalDistribution,
     SampledDistribution,
     fenton_wilkinson,
@@ -31,6 +28,8 @@ from opacus_shuffle.analysis.lognormal_sums import (
     monte_carlo,
     schwartz_yeh,
 )
+from scipy.integrate import quad
+from scipy.stats import gaussian_kde
 
 KOLMOGOROV = 1.95
 
