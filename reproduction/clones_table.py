@@ -111,7 +111,7 @@ def table_epsilon(
     if best == math.inf:
         raise ValueError(
             f"noise_multiplier={noise_multiplier!r} is too small for the closed form with num_users={num_users}, "
-            f"delta={delta!r} and rounds={rounds}; raise it, or use clones.gaussian_epsilon, which falls back to the unshuffled "
-            "bound"
+            f"delta={delta!r} and rounds={rounds}; raise it, or use clones.gaussian_epsilon, which falls back to the "
+            "unshuffled bound"
         )
     return best
