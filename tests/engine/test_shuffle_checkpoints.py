@@ -194,7 +194,7 @@ def test_a_secret_of_another_kind_is_refused_and_nothing_loaded(own_generator):
     run = prepare(shuffle=True, own_generator=own_generator).train(1)
     again = prepare(shuffle=True, own_generator=not own_generator)
     before = contents(again)
-    with pytest.raises(ValueError, match="shuffle_generator"):
+    with pytest.raises(ValueError, match="generator of your own"):
         resume(again, checkpoint(run))
     assert distance(before, contents(again)) == 0
     assert again.engine.accountant.history == []

@@ -233,8 +233,8 @@ def test_made_by_hand_it_trains_as_the_engines(mode, shuffle_mode):
                 network,
                 optimizer=sgd,
                 sample_input=records("mlp")[:2][0],
-                shuffle_mode=shuffle_mode,
-                shuffle_generator=torch.Generator().manual_seed(20_260_101),
+                mode=shuffle_mode,
+                generator=torch.Generator().manual_seed(20_260_101),
                 grad_sample_mode=mode,
                 **keywords,
             )
@@ -270,11 +270,11 @@ def test_made_by_hand_it_takes_specifications_levels_and_opacus_own_keywords():
     network = build("encoder")
     sample, sgd = records("encoder")[:2][0], torch.optim.SGD(network.parameters(), lr=0.1)
     spec = find_permutations(network, sample, groups="paper")
-    model = ShuffleGradSampleModule(network, optimizer=sgd, permutations=spec, sample_input=sample, loss_reduction="sum")
+    model = ShuffleGradSampleModule(network, optimizer=sgd, groups=spec, sample_input=sample, loss_reduction="sum")
     assert model.permutations is spec
     assert model.loss_reduction == "sum"
     model.to_standard_module()
-    model = ShuffleGradSampleModule(network, optimizer=sgd, permutations="heads", sample_input=sample)
+    model = ShuffleGradSampleModule(network, optimizer=sgd, groups="heads", sample_input=sample)
     assert model.permutations.level == "heads"
     assert len(sgd._optimizer_step_post_hooks) == 1
 
@@ -283,10 +283,10 @@ def test_made_by_hand_it_takes_specifications_levels_and_opacus_own_keywords():
     ("changes", "match"),
     [
         ({"grad_sample_mode": "hook"}, "hook"),
-        ({"shuffle_mode": "never"}, "shuffle_mode"),
-        ({"shuffle_generator": 3}, "shuffle_generator"),
-        ({"permutations": "all"}, "groups"),
-        ({"permutations": None}, "groups|permutations"),
+        ({"mode": "never"}, "mode must be one of"),
+        ({"generator": 3}, "generator must be"),
+        ({"groups": "all"}, "groups"),
+        ({"groups": None}, "groups"),
         ({"sample_input": torch.zeros(2, 9)}, "sample_input"),
         ({"optimizer": 3}, "optimizer"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS"),

@@ -1,4 +1,4 @@
-"""``ShuffleGradSampleModule``: Opacus's wrapper of a network whose weights are shuffled.
+"""Opacus's wrapper of a network, made one whose weights are shuffled: ``ShuffleGradSampleModule``.
 
 >>> import torch
 >>> from opacus.optimizers import DPOptimizer
@@ -35,10 +35,10 @@ class ShuffleGradSampleModule:
     Args:
         module: The network.
         optimizer: The plain optimizer that trains it.
-        permutations: A :class:`PermutationSpec`, or the level at which to look for one.
-        sample_input: For the search; see :func:`find_permutations`.
-        shuffle_mode: See :class:`WeightShuffler`.
-        shuffle_generator: See there.
+        groups: A :class:`PermutationSpec`, or the level at which :func:`find_permutations` is to look for one.
+        sample_input: What the network is traced on.
+        mode: When to permute, as of :class:`WeightShuffler`: ``"every_step"`` or ``"on_release"``.
+        generator: To repeat a run; never on real data.
         grad_sample_mode: One of Opacus's.
         **keywords: Opacus's own, such as ``batch_first`` and ``loss_reduction``.
 
@@ -56,24 +56,24 @@ class ShuffleGradSampleModule:
         module: nn.Module,
         *,
         optimizer: torch.optim.Optimizer,
-        permutations: str | PermutationSpec = "residual",
+        groups: str | PermutationSpec = "residual",
         sample_input: Any = None,
-        shuffle_mode: str = "every_step",
-        shuffle_generator: torch.Generator | None = None,
+        mode: str = "every_step",
+        generator: torch.Generator | None = None,
         grad_sample_mode: str = "hooks",
         **keywords: Any,
     ) -> Any:
-        """Opacus's wrapper of that mode, made a shuffling one."""
+        """Returns Opacus's wrapper of that mode, made a shuffling one."""
         from opacus.grad_sample import wrap_model
 
-        if isinstance(permutations, PermutationSpec):
-            permutations.check(module, sample_input)
-            spec = permutations
+        if isinstance(groups, PermutationSpec):
+            groups.check(module, sample_input)
+            spec = groups
         else:
-            spec = find_permutations(module, sample_input, groups=permutations)
+            spec = find_permutations(module, sample_input, groups=groups)
         wrapped = wrap_model(module, grad_sample_mode=grad_sample_mode, **keywords)
         try:
-            make_shuffled(wrapped, WeightShuffler(module, spec, optimizer, mode=shuffle_mode, generator=shuffle_generator))
+            make_shuffled(wrapped, WeightShuffler(module, spec, optimizer, mode=mode, generator=generator))
         except BaseException:
             wrapped.cleanup()
             raise
@@ -81,15 +81,15 @@ class ShuffleGradSampleModule:
 
     @property
     def permutations(self) -> PermutationSpec:
-        """What is shuffled."""
+        """What may be permuted."""
         return self.shuffler.spec
 
     def release(self) -> None:
-        """See :meth:`WeightShuffler.release`."""
+        """Permutes the run itself if it was not since its last update, for ways out other than ``state_dict``."""
         self.shuffler.release()
 
     def to_standard_module(self) -> nn.Module:
-        """The network itself, its weights permuted."""
+        """Returns the network itself, its weights permuted."""
         self.release()
         found: nn.Module = _plain_class(type(self)).to_standard_module(self)
         return found
@@ -108,7 +108,7 @@ class ShuffleGradSampleModule:
 
 @functools.cache
 def shuffled_class(base: Any) -> Any:
-    """The class of Opacus's wrappers of one mode, with shuffling."""
+    """Returns the class of Opacus's wrappers of one mode, with shuffling."""
     # Opacus's class comes first, or an instance of it could not become one of ours; so our methods are put before it by hand.
     own: dict[str, Any] = {
         name: ShuffleGradSampleModule.__dict__[name]
@@ -133,12 +133,12 @@ def make_plain(wrapped: Any) -> None:
 
 
 def _plain_class(kind: type) -> Any:
-    """Opacus's class."""
+    """Returns Opacus's class."""
     return kind.__bases__[0]
 
 
 def _rebuild(kind: type, state: dict[str, Any]) -> Any:
-    """An instance without running its constructor."""
+    """Returns an instance without running its constructor."""
     instance: Any = object.__new__(kind)
     instance.__dict__.update(state)
     return instance

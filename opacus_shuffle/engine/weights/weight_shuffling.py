@@ -31,13 +31,8 @@ from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.validation import one_of
 from opacus_shuffle.engine.prepare_model import check_position_ids
 from opacus_shuffle.engine.weights.module import make_shuffled
-from opacus_shuffle.engine.weights.shuffler import (
-    MODES,
-    WeightShuffler,
-    detach_shuffler,
-    innermost,
-    refuse_optimizer,
-)
+from opacus_shuffle.engine.weights.optimizer_checks import innermost, refuse_optimizer
+from opacus_shuffle.engine.weights.shuffler import MODES, WeightShuffler, detach_shuffler
 from opacus_shuffle.permutation import PermutationSpec, find_permutations
 from opacus_shuffle.permutation.finding.nesting import LEVELS
 from opacus_shuffle.permutation.network import require_ready, unwrap

@@ -1,0 +1,131 @@
+"""What leaves by ``state_dict``: permuted copies of weights and optimizer state, made by hooks, while the run goes on.
+
+>>> layer = torch.nn.Linear(2, 2)
+>>> hook = PartHook(lambda module, state, prefix, metadata: state.clear(), layer)
+>>> handle = layer.register_state_dict_post_hook(hook)
+>>> layer.state_dict()
+OrderedDict()
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
+
+
+class PartHook:
+    """A hook of one module of the network, inert in copies of it: these are not trained by our optimizer.
+
+    Args:
+        act: Called with the module and what its hook gets; None: nothing is.
+        part: The module.
+        before_pickling: Called when the whole module is pickled, which no hook of a state dict sees in time.
+    """
+
+    def __init__(
+        self,
+        act: Callable[..., None] | None = None,
+        part: nn.Module | None = None,
+        before_pickling: Callable[[], None] | None = None,
+    ) -> None:
+        self._act, self._part, self._before_pickling = act, part, before_pickling
+
+    def __call__(self, module: nn.Module, *arguments: Any) -> None:
+        """Acts, if it is for the module itself."""
+        if self._act is not None and module is self._part:
+            self._act(module, *arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartHook:
+        """Copied as a hook that does nothing."""
+        return PartHook()
+
+    def __reduce__(self) -> Any:
+        """Pickled as a hook that does nothing."""
+        if self._before_pickling is not None:
+            self._before_pickling()
+        return PartHook, ()
+
+
+def permute_state(
+    spec: PermutationSpec,
+    plan: PermutationPlan | None,
+    part: nn.Module,
+    place: str,
+    state: dict[str, Any],
+    prefix: str,
+    *,
+    executor: str = "auto",
+) -> None:
+    """Puts permuted copies in the place of all that is the run's own; what was one tensor stays one.
+
+    Args:
+        spec: Of the network.
+        plan: By what to permute; None: the copies are plain ones.
+        part: The module whose state it is.
+        place: Its name in the network.
+        state: What ``state_dict`` is about to return; changed.
+        prefix: What stands before the part's own names in it.
+        executor: What moves the copies.
+    """
+    canonical = {alias: name for name, aliases in spec.aliases.items() for alias in aliases}
+    names: dict[int, str] = {}
+    places: dict[int, list[str]] = {}
+    own: dict[tuple[Any, ...], torch.Tensor] = {}
+    for key, tensor in (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)):
+        places.setdefault(id(tensor), []).append(prefix + key)
+        own[tensor.data_ptr(), tensor.shape, tensor.stride()] = tensor
+        name = f"{place}.{key}" if place else key
+        if (name := canonical.get(name, name)) in spec.blocks:
+            names[id(tensor)] = name
+    copies: dict[int, torch.Tensor] = {}
+    moving: dict[str, list[torch.Tensor]] = {}
+    for key, value in state.items():
+        if not (key.startswith(prefix) and isinstance(value, torch.Tensor)):
+            continue
+        found = own.get((value.data_ptr(), value.shape, value.stride()))
+        if found is None:  # a copy already, or not the run's
+            continue
+        if id(found) not in copies:
+            copied = value.detach().clone()
+            is_parameter = isinstance(value, nn.Parameter)
+            copies[id(found)] = nn.Parameter(copied, value.requires_grad) if is_parameter else copied
+            if id(found) in names:
+                moving[names[id(found)]] = [copied]
+        state[key] = copies[id(found)]
+    if plan is not None and moving:
+        spec.move(moving, plan, executor=executor)
+    for keys in places.values():
+        present = [key for key in keys if key in state]
+        for other in present[1:]:
+            state[other] = state[present[0]]
+
+
+def permuted_optimizer_state(
+    spec: PermutationSpec,
+    plan: PermutationPlan | None,
+    network: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    *,
+    executor: str = "auto",
+) -> dict[str, Any]:
+    """Returns a copy of what the optimizer's ``state_dict`` is about to return, permuted as the weights are."""
+    state = copy.deepcopy(state)
+    if plan is not None:
+        names = {id(tensor): name for name, tensor in spec.tensors(network).items()}
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        moving = {
+            names[id(parameter)]: [
+                value for value in state["state"][number].values() if isinstance(value, torch.Tensor) and value.dim()
+            ]
+            for number, parameter in enumerate(parameters)
+            if id(parameter) in names and number in state["state"]
+        }
+        spec.move(moving, plan, executor=executor)
+    return state
