@@ -40,13 +40,11 @@ KERNELS = f"{PACKAGE}.permutation.moving.triton_moves"  # the one module that is
 REBUILDING = {
     ("storeys", "accountants"),
     ("circles", "accountants"),
-    ("circles", "audit"),
     ("circles", "sco"),
     ("length", "analysis"),
     ("length", "commands"),
     ("length", "engine"),
     ("length", "sco"),
-    ("private", "audit"),
     ("private", "engine"),
     ("tests", "permutation"),
 }

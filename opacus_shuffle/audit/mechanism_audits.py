@@ -1,5 +1,6 @@
 r"""Audits of the mechanisms themselves, as they stand in the papers: each is run millions of times with and without a record.
 
+The shuffle Gaussian is Liew and Takahashi's (SG).
 One pair of data sets, one adversary, one test; what the test shows holds whatever can be proved or not. Nothing is trained, so
 these audits say what a formula is worth, not whether a training run is programmed correctly.
 
@@ -10,27 +11,24 @@ these audits say what a formula is worth, not whether a training run is programm
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from opacus_shuffle.accountants.bounds.registry import ADJACENCIES, Guarantee
-from opacus_shuffle.accountants.compute import privacy_bound
+from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound
+from opacus_shuffle.accountants.mechanisms import ShuffleGauss
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.audit.lower_bounds import audit_scores, epsilon_lower_bound
 from opacus_shuffle.audit.result import AuditResult, Claim, Finding
 from opacus_shuffle.audit.sampling import chunks, numpy_generator
+from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Adjacency, Guarantee, NotCovered, PrivacyBound
 from opacus_shuffle.core.rounding import round_up
-from opacus_shuffle.core.validation import (
-    finite_number,
-    integer,
-    noise_level,
-    one_of,
-    open_unit_interval,
-)
+from opacus_shuffle.core.validation import finite_number, integer, noise_level, open_unit_interval
 
 Vector = npt.NDArray[np.float64]
 
@@ -76,8 +74,7 @@ def audit_gaussian(
     null = rng.standard_normal(trials)
     alternative = rng.standard_normal(trials) + 1 / sigma
     sees = "sees the noised sum"
-    exact = gaussian.compute_epsilon(mu=1 / sigma, delta=delta)
-    claims = (Claim("certified", exact, Guarantee.PROVED, "every data set"),)
+    claims = (gaussian_step(sigma, delta),)
     return AuditResult(
         f"Gaussian mechanism, noise multiplier {sigma:.6g}, one step",
         delta,
@@ -103,7 +100,7 @@ def audit_shuffle_gauss(
     confidence: float = 0.95,
     generator: torch.Generator | None = None,
 ) -> AuditResult:
-    r"""SG's shuffle Gaussian in one dimension, against an adversary who knows all other users' values.
+    r"""The shuffle Gaussian in one dimension, against an adversary who knows all other users' values.
 
     All others hold v = ``others``; user 1 holds a₁ = ``record`` or a₀, 0 or −``record``. The test goes by the exact likelihood
     ratio of the shuffled reports y, log Σᵢ p_{a₁}(yᵢ)/p_v(yᵢ) − log Σᵢ p_{a₀}(yᵢ)/p_v(yᵢ), summed over the rounds: no test for
@@ -132,8 +129,8 @@ def audit_shuffle_gauss(
         With probability ``confidence`` the ε of this pair of data sets at δ is at least the finding. ``published`` and ``pair``
         are about the pair with ``others=0`` only.
     """
-    sigma = noise_level("noise_multiplier", noise_multiplier)
-    users, steps = integer("num_users", num_users), integer("steps", steps)
+    mechanism, steps = ShuffleGauss(noise_multiplier=noise_multiplier, num_users=num_users), integer("steps", steps)
+    sigma, users = mechanism.noise_multiplier, mechanism.num_users
     if users > _MOST_USERS:
         raise ValueError(
             f"num_users must not exceed {_MOST_USERS:,}, got {users}: every run draws all reports; audit fewer users"
@@ -141,8 +138,8 @@ def audit_shuffle_gauss(
     others, present = _value("others", others), _value("record", record)
     if present == 0:
         raise ValueError(f"record must not be 0, got {record!r}: there would be nothing to find; 1 or -1 shows most")
-    one_of("adjacency", adjacency, ADJACENCIES)
-    absent = 0.0 if adjacency == "zero_out" else -present
+    neighbours = Adjacency(adjacency)
+    absent = 0.0 if neighbours is Adjacency.ZERO_OUT else -present
     if trials is None:
         trials = min(1_000_000, max(FEWEST, _REPORTS // (2 * users * steps)))
     delta, trials, confidence = common(delta, trials, confidence)
@@ -150,26 +147,10 @@ def audit_shuffle_gauss(
     scores = likelihood_ratios(
         present=(present - others) / sigma, absent=(absent - others) / sigma, users=users, steps=steps, trials=trials, rng=rng
     )
-    bounds = (
-        ("published", "pair", "certified", "certified_sharp") if adjacency == "zero_out" else ("certified", "certified_sharp")
-    )
-    claims = tuple(
-        Claim.of(
-            privacy_bound(
-                "shuffle_gauss",
-                noise_multiplier=sigma,
-                num_users=users,
-                steps=steps,
-                delta=delta,
-                bound=bound,
-                adjacency=adjacency,
-            )
-        )
-        for bound in bounds
-    )
+    claims = claimed([(mechanism, steps)], ("published", "pair", "certified"), delta=delta, adjacency=neighbours)
     sees = "sees every shuffled report of every round, and knows all other users' values"
     return AuditResult(
-        f"shuffle Gaussian, noise multiplier {sigma:.6g}, {plural(users, 'user')}, {plural(steps, 'round')}, {adjacency}",
+        f"shuffle Gaussian, noise multiplier {sigma:.6g}, {plural(users, 'user')}, {plural(steps, 'round')}, {neighbours}",
         delta,
         claims,
         (Finding("likelihood ratio", audit_scores(*scores, delta=delta, confidence=confidence), sees),),
@@ -177,6 +158,34 @@ def audit_shuffle_gauss(
             f"Audited: all other users hold {others:g}, and one user holds {present:g} or {absent:g}.",
             *reach(claims, trials, delta, confidence),
         ),
+    )
+
+
+def claimed(rounds: Rounds, bounds: Iterable[str], *, delta: float, adjacency: str = "zero_out") -> tuple[Claim, ...]:
+    """Returns what these bounds say of the rounds, but for those that have no value for the adjacency."""
+    found = []
+    for bound in bounds:
+        with contextlib.suppress(NotCovered):
+            found.append(Claim(compute_bound(rounds, delta=delta, bound=bound, adjacency=adjacency)))
+    return tuple(found)
+
+
+def gaussian_step(sigma: float, delta: float) -> Claim:
+    """Returns the exact ε of one step of DP-SGD in which the record is for certain (Balle & Wang 2018)."""
+    epsilon = gaussian.compute_epsilon(mu=1 / sigma, delta=delta)
+    return Claim(
+        PrivacyBound(
+            "gaussian",
+            "certified",
+            epsilon,
+            delta,
+            Adjacency.ZERO_OUT,
+            Guarantee.PROVED,
+            EVERY_DATA_SET,
+            rounds=1,
+            trusted="the server",
+            adversary="sees the noised sum of gradients",
+        )
     )
 
 

@@ -1,4 +1,6 @@
-r"""Audits of the shuffled Gaussian (WS Definition 6) for pairs of gradients that meet every condition of WS Theorem 6.
+r"""Audits of the permuted Gaussian for pairs of gradients that meet every condition of WS Theorem 6.
+
+WS is Yang, Ji and Xiang's weight shuffling, which calls it the shuffled Gaussian mechanism (Definition 6).
 
 All pairs have f = 0, all other gradients adding up to nothing; the record's gradient has norm c, and is
 
@@ -26,12 +28,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from opacus_shuffle.accountants.compute import privacy_bound
+from opacus_shuffle.accountants.mechanisms import ShuffledWeights
 from opacus_shuffle.audit.lower_bounds import audit_scores
-from opacus_shuffle.audit.mechanism_audits import common, plural, reach
-from opacus_shuffle.audit.result import AuditResult, Claim, Finding
+from opacus_shuffle.audit.mechanism_audits import claimed, common, plural, reach
+from opacus_shuffle.audit.result import AuditResult, Finding
 from opacus_shuffle.audit.sampling import chunks, largest_normal, numpy_generator
-from opacus_shuffle.core.validation import integer, noise_level, one_of, positive, sampling_rate
+from opacus_shuffle.core.validation import integer, one_of, sampling_rate
 
 Vector = npt.NDArray[np.float64]
 
@@ -62,10 +64,10 @@ def audit_permuted_gaussian(
     r"""Runs the mechanism with and without the record, and shows what one test tells.
 
     Per step the adversary sees d noised coordinates in uniformly random order. ``"one_coordinate"``: the test goes by the
-    largest coordinate of all steps, whose distribution is closed, so a run takes a few random numbers whatever d is: with K ~ Bin(T, q)
-    steps that the record takes part in, the largest of T·d − K coordinates of noise, and the largest of K around c.
-    Else it goes by the likelihood ratio of the T sums of coordinates. Any test is post-processing: a better one
-    can only show a larger ε.
+    largest coordinate of all steps, whose distribution is closed, so a run takes a few random numbers whatever d is: with
+    K ~ Bin(T, q) steps that the record takes part in, the largest of T·d − K coordinates of noise, and the largest of K around
+    c. Else it goes by the likelihood ratio of the T sums of coordinates. Any test is post-processing: a better one can only
+    show a larger ε.
 
     Args:
         noise_multiplier: σ/c, of the **sum** (as DP-SGD's).
@@ -91,9 +93,14 @@ def audit_permuted_gaussian(
         With probability ``confidence`` the pair's ε at δ, and so that of any bound for all data sets that satisfy these
         conditions, is at least the finding, for an adversary who sees the permuted gradients and nothing else.
     """
-    sigma = noise_level("noise_multiplier", noise_multiplier)
-    dimension, steps = integer("dimension", dimension), integer("steps", steps)
-    rate, batch_clip = sampling_rate("sample_rate", sample_rate), positive("batch_clip", batch_clip)
+    rate, dimension, steps = sampling_rate("sample_rate", sample_rate), integer("dimension", dimension), integer("steps", steps)
+    mechanism = ShuffledWeights(
+        noise_multiplier=noise_multiplier,
+        num_users=math.ceil(1 / rate),  # nothing depends on it but the rate
+        sample_rate=rate,
+        dimension=dimension,
+        batch_clip=batch_clip,
+    )
     one_of("pair", pair, PAIRS)
     single = pair == "one_coordinate"
     if not single and dimension < 2:
@@ -102,32 +109,19 @@ def audit_permuted_gaussian(
         trials = _RUNS if single else min(_RUNS, max(1000, _DRAWS // (2 * steps)))
     delta, trials, confidence = common(delta, trials, confidence)
     rng = numpy_generator("generator", generator)
-    shift = min(1.0, batch_clip) / sigma
+    shift = mechanism.record_norm / mechanism.noise_multiplier
     if single:
         scores = largest_coordinates(shift=shift, dimension=dimension, steps=steps, sample_rate=rate, trials=trials, rng=rng)
     else:
         mean = shift * (math.sqrt((dimension - 1) / dimension) if pair == "all_but_one" else math.cos(math.radians(46)))
         scores = summed_coordinates(mean=mean, steps=steps, sample_rate=rate, trials=trials, rng=rng)
-    claims = tuple(
-        Claim.of(
-            privacy_bound(
-                "shuffled_fw",
-                noise_multiplier=sigma,
-                num_users=math.ceil(1 / rate),  # nothing depends on it but the rate
-                steps=steps,
-                sample_rate=rate,
-                delta=delta,
-                dimension=dimension,
-                batch_clip=batch_clip,
-                bound=bound,
-            )
-        )
-        for bound in ("published", *(("pair",) if single else ()), "certified")
-    )
+    bounds = ("published", *(("pair",) if single else ()), "certified")
+    claims = claimed([(mechanism, steps)], bounds, delta=delta)
     sees = "sees the noised gradient of every step, its coordinates in random order, and knows all other records"
     lower = audit_scores(*scores, delta=delta, confidence=confidence)
     return AuditResult(
-        f"shuffled Gaussian, noise multiplier {sigma:.6g}, dimension {dimension:,}, {plural(steps, 'step')}"
+        f"permuted Gaussian, noise multiplier {mechanism.noise_multiplier:.6g}, dimension {dimension:,}, "
+        + plural(steps, "step")
         + (f", sample rate {rate:.4g}" if rate < 1 else ""),
         delta,
         claims,

@@ -2,8 +2,9 @@
 
 >>> from opacus_shuffle.audit.lower_bounds import epsilon_lower_bound
 >>> found = Finding("one test", epsilon_lower_bound(0, 500, 1000, delta=1e-5), "sees the released weights")
->>> claims = (Claim("published", 0.5, Guarantee.ESTIMATE, "a formula"), Claim("certified", 9.0, Guarantee.PROVED, "every data set"))
->>> result = AuditResult("an example", delta=1e-5, claims=claims, findings=(found,))
+>>> formula = PrivacyBound("a run", "published", 0.5, 1e-5, "zero_out", Guarantee.ESTIMATE, "a formula", rounds=1)
+>>> proof = PrivacyBound("a run", "certified", 9.0, 1e-5, "zero_out", Guarantee.PROVED, "every data set", rounds=1)
+>>> result = AuditResult("an example", delta=1e-5, claims=(Claim(formula), Claim(proof)), findings=(found,))
 >>> [claim.name for claim in result.contradicted], round(float(result.largest.lower), 3)
 (['published'], 4.846)
 """
@@ -12,24 +13,22 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import textwrap
 from typing import TYPE_CHECKING, Any
 
-from opacus_shuffle.accountants.bounds.registry import Guarantee, PrivacyBound
 from opacus_shuffle.audit.lower_bounds import LowerBound
+from opacus_shuffle.audit.result_figure import Row, draw
+from opacus_shuffle.core.guarantees import Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_down, round_up
+from opacus_shuffle.core.tables import html_table, paragraph, text_table
 from opacus_shuffle.core.validation import finite_number, instance_of, open_unit_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH = 100
-
 METHODS = {
     "clopper_pearson": "counts of mistakes",
     "gdp": "counts of mistakes, if the trade-off curve is Gaussian",
 }
-
 
 ABOUT = {
     Guarantee.PROVED: "every data set",
@@ -40,33 +39,34 @@ ABOUT = {
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """An ε that is said to be an upper bound, at the audit's δ.
+    """A privacy bound that findings are held against.
 
     Attributes:
-        name: For example ``"published"``.
-        epsilon: ε ≥ 0.
-        guarantee: What it is worth.
-        covers: The data sets it is about, in words.
+        bound: What is claimed; its ε must be finite.
         against: Names of the findings whose adversaries it speaks of; empty for every adversary.
     """
 
-    name: str
-    epsilon: float
-    guarantee: Guarantee
-    covers: str
+    bound: PrivacyBound
     against: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _text("name", self.name)
-        if finite_number("epsilon", self.epsilon) < 0:
-            raise ValueError(f"epsilon must not be negative, got {self.epsilon!r}: leave out a claim that has no value")
-        instance_of("guarantee", self.guarantee, (Guarantee,))
-        _text("covers", self.covers)
+        instance_of("bound", self.bound, (PrivacyBound,))
+        finite_number("bound.epsilon", self.bound.epsilon)
 
-    @classmethod
-    def of(cls, bound: PrivacyBound) -> Claim:
-        """What :func:`opacus_shuffle.privacy_bound` answers, as a claim."""
-        return cls(bound.bound, bound.epsilon, bound.guarantee, bound.covers)
+    @property
+    def name(self) -> str:
+        """The bound's, for example ``"published"``."""
+        return self.bound.bound
+
+    @property
+    def epsilon(self) -> float:
+        """The bound's ε."""
+        return self.bound.epsilon
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """What it is worth."""
+        return self.bound.guarantee
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +126,13 @@ class AuditResult:
             object.__setattr__(self, name, tuple(values))
         if not self.findings:
             raise ValueError("findings must hold at least one Finding, got none: there is nothing to report")
-        for finding in self.findings:
-            if finding.lower.delta != self.delta:
-                raise ValueError(
-                    f"findings must be at the audit's delta={self.delta!r}, got {finding.name!r} at {finding.lower.delta!r}"
-                )
+        deltas = {
+            **{claim.name: claim.bound.delta for claim in self.claims},
+            **{finding.name: finding.lower.delta for finding in self.findings},
+        }
+        for name, delta in deltas.items():
+            if delta != self.delta:
+                raise ValueError(f"claims and findings must be at the audit's delta={self.delta!r}, got {name!r} at {delta!r}")
 
     @property
     def largest(self) -> Finding:
@@ -155,7 +157,7 @@ class AuditResult:
             "title": self.title,
             "delta": self.delta,
             "confidence": round(self.confidence, 12),
-            "claims": [{**dataclasses.asdict(claim), "guarantee": claim.guarantee.name} for claim in self.claims],
+            "claims": [{**claim.bound.to_dict(), "against": list(claim.against)} for claim in self.claims],
             "findings": [
                 {
                     "name": finding.name,
@@ -170,22 +172,15 @@ class AuditResult:
         }
 
     def __str__(self) -> str:
-        rows = [("", "epsilon", "about", "status"), *self._cells()]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        table = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}".rstrip() for a, b, c, d in rows]
-        table.insert(1, "  ".join("-" * width for width in widths))
-        lines = [f"{self.title}, delta = {self.delta:.3g}", "", *table, ""]
-        for sentence in self._sentences():
-            lines += textwrap.wrap(sentence, WIDTH, break_long_words=False, break_on_hyphens=False)
-        return "\n".join(lines)
+        table = text_table(("", "epsilon", "about", "status"), self._cells(), right=("epsilon",))
+        text = [line for sentence in self._sentences() for line in paragraph(sentence)]
+        return "\n".join([f"{self.title}, delta = {self.delta:.3g}", "", *table, "", *text])
 
     def _repr_html_(self) -> str:
         """The same for notebooks."""
-        head = "".join(f"<th>{name}</th>" for name in ("", "ε", "about", "status"))
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>" for cells in self._cells())
-        text = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in self._sentences())
         title = html.escape(f"{self.title}, δ = {self.delta:.3g}")
-        return f"<p>{title}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><ul>{text}</ul>"
+        text = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in self._sentences())
+        return f"<p>{title}</p>{html_table(('', 'ε', 'about', 'status'), self._cells())}<ul>{text}</ul>"
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Every claim and every finding on one logarithmic axis of ε.
@@ -199,9 +194,11 @@ class AuditResult:
         Raises:
             ImportError: If matplotlib is missing.
         """
-        from opacus_shuffle.audit.result_figure import draw
-
-        return draw(self, ax)
+        rows = [
+            *(Row(claim.name, claim.epsilon, round_up(claim.epsilon), claim.guarantee) for claim in self.claims),
+            *(Row(finding.name, float(finding.lower), round_down(finding.lower)) for finding in self.findings),
+        ]
+        return draw(self.title, rows, delta=self.delta, ax=ax)
 
     def _cells(self) -> list[tuple[str, str, str, str]]:
         """The table's rows as text: claims rounded up, findings down."""
@@ -248,7 +245,8 @@ class AuditResult:
 
     def _verdict(self, claim: Claim) -> str:
         """One claim against the largest finding."""
-        says = f"Bound {claim.name!r} says at most {round_up(claim.epsilon)} ({claim.covers}: {claim.guarantee.value})."
+        name = f"{claim.name!r} ({claim.bound.proof})" if claim.bound.proof else f"{claim.name!r}"
+        says = f"Bound {name} says at most {round_up(claim.epsilon)} ({claim.bound.covers}: {claim.guarantee.value})."
         beyond = [each.name for each in self.findings if claim.epsilon < each.lower and not _faces(claim, each)]
         more = f" Found above it, by adversaries who see more than it speaks of: {', '.join(beyond)}." if beyond else ""
         if claim not in self.contradicted:

@@ -1,5 +1,6 @@
 r"""A white-box audit of a training run: how much of one record its released weights give away, step by step.
 
+WS is Yang, Ji and Xiang's weight shuffling.
 A :class:`~opacus_shuffle.audit.canary.GradientCanary` is in a step's sum or not, as a coin says, and adversaries who see more
 or less of the step guess which it was.
 
@@ -27,20 +28,20 @@ from typing import Any
 
 import opacus
 import torch
-from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
+from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants import ShuffledWeightsAccountant
-from opacus_shuffle.accountants.bounds.registry import Guarantee
-from opacus_shuffle.analysis import fenton_wilkinson, gaussian
+from opacus_shuffle.analysis import fenton_wilkinson
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, sampled_gaussian_epsilon
 from opacus_shuffle.audit.canary import GradientCanary, entry
 from opacus_shuffle.audit.lower_bounds import METHODS, LowerBound, Method, audit_scores
-from opacus_shuffle.audit.mechanism_audits import reach
+from opacus_shuffle.audit.mechanism_audits import gaussian_step, reach
 from opacus_shuffle.audit.released_weights import ReleasedWeights
 from opacus_shuffle.audit.result import AuditResult, Claim, Finding
-from opacus_shuffle.core.opacus_compat import POISSON_SAMPLERS
+from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound
+from opacus_shuffle.core.opacus_compat import POISSON_SAMPLERS, clips_adaptively
 from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.rounding import round_down
 from opacus_shuffle.core.validation import instance_of, integer, noise_level, one_of, open_unit_interval
@@ -267,7 +268,7 @@ def _forever(data_loader: DataLoader) -> Iterator[Any]:
 
 def _refuse_other_noise(optimizer: DPOptimizer) -> None:
     """Says no where the noise of a step is not σ times the norm, the same in every step."""
-    if isinstance(optimizer, AdaClipDPOptimizer) or hasattr(optimizer, "_adjusted_noise_multiplier"):
+    if clips_adaptively(optimizer):
         raise ValueError("optimizer clips adaptively, with another noise in every step: audit clipping='flat' or 'per_layer'")
     if isinstance(optimizer, NoisePerRecord):
         raise ValueError(
@@ -304,8 +305,7 @@ def _claims(
     delta: float,
 ) -> tuple[Claim, ...]:
     """What is said about one step with the record in it for certain."""
-    exact = gaussian.compute_epsilon(mu=1 / sigma, delta=delta)
-    certified = Claim("certified", exact, Guarantee.PROVED, "every data set")
+    certified = gaussian_step(sigma, delta)
     accountant = None if engine is None else engine.accountant
     if shuffler is not None and name not in shuffler.spec.blocks:
         return (certified,)  # this tensor stays where it is
@@ -321,11 +321,20 @@ def _claims(
         clip, batch_clip = float(optimizer.max_grad_norm), math.inf if norm is None else float(norm)
     else:
         return (certified,)
-    paper = fenton_wilkinson.compute_epsilon(
+    epsilon = fenton_wilkinson.compute_epsilon(
         noise_std=sigma * clip, delta=delta, dimension=dimension, clip=clip, batch_clip=batch_clip
     )
-    covers = "no data set for certain: WS Theorem 6, about the permuted gradient by itself"
-    return Claim("published", paper, Guarantee.ESTIMATE, covers, ("shuffled gradient",)), certified
+    published = PrivacyBound(
+        "shuffled_fw",
+        "published",
+        epsilon,
+        delta,
+        Adjacency.ZERO_OUT,
+        Guarantee.ESTIMATE,
+        "no data set for certain: WS Theorem 6, about the permuted gradient by itself",
+        rounds=1,
+    )
+    return Claim(published, against=("shuffled gradient",)), certified
 
 
 def _whole_run(

@@ -23,7 +23,7 @@ import torch
 from opacus.grad_sample import GradSampleModuleExpandedWeights
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from opacus.layers import DPMultiheadAttention
-from opacus.optimizers import DPOptimizer
+from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch import nn
@@ -115,6 +115,11 @@ def drop_partial_batch(optimizer: DPOptimizer) -> None:
     for parameter in optimizer.params:
         parameter.grad_sample = None
         parameter.summed_grad = None
+
+
+def clips_adaptively(optimizer: DPOptimizer) -> bool:
+    """Whether the clipping norm, and with it the noise, changes from step to step."""
+    return isinstance(optimizer, AdaClipDPOptimizer) or hasattr(optimizer, "_adjusted_noise_multiplier")
 
 
 def forget_parameters(module: nn.Module) -> None:

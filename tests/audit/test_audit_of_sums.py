@@ -21,7 +21,7 @@ def seeded(seed):
 
 
 def test_the_score_is_the_likelihood_ratio_of_the_permuted_vector_s_sum():
-    # By brute force: draw whole vectors, permute them, add them up; the distribution of the sum must be the one that is drawn directly.
+    # By brute force: draw whole vectors, permute them, add them up; the sum's distribution must be the one that is drawn.
     d, sigma, runs = 7, 0.8, 40_000
     rng = np.random.default_rng(1)
     gradient = np.r_[0.0, np.full(d - 1, 1 / math.sqrt(d - 1))]

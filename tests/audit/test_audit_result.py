@@ -9,19 +9,26 @@ import sys
 
 import pytest
 
-from opacus_shuffle import Guarantee, privacy_bound
+from opacus_shuffle import Guarantee, PrivacyBound, privacy_bound
 from opacus_shuffle.audit import AuditResult, Claim, Finding, epsilon_lower_bound
 from opacus_shuffle.core.rounding import round_down
 
 DELTA = 1e-5
 WEAK = Finding("as released", epsilon_lower_bound(490, 500, 1000, DELTA), "sees the permuted weights")
 STRONG = Finding("re-aligned", epsilon_lower_bound(0, 500, 1000, DELTA), "undoes the <permutation>", recovered=0.9987)
-PAPER = Claim("published", 0.50001, Guarantee.ESTIMATE, "a formula")
-TIGHT = Claim("pair", 1.9, Guarantee.PAIR, "one pair")
-CERTIFIED = Claim("certified", 107.94, Guarantee.PROVED, "every data set")
 
 
-def result(*, claims=(PAPER, TIGHT, CERTIFIED), findings=(WEAK, STRONG), **changed):
+def claim(name, epsilon, guarantee, covers, delta=DELTA, **options):
+    bound = PrivacyBound("a mechanism", name, epsilon, delta, "zero_out", guarantee, covers, rounds=1, **options)
+    return Claim(bound)
+
+
+PUBLISHED = claim("published", 0.50001, Guarantee.ESTIMATE, "a formula")
+PAIR = claim("pair", 1.9, Guarantee.PAIR, "one pair")
+CERTIFIED = claim("certified", 107.94, Guarantee.PROVED, "every data set", proof="mended clones")
+
+
+def result(*, claims=(PUBLISHED, PAIR, CERTIFIED), findings=(WEAK, STRONG), **changed):
     return AuditResult(**{"title": "a <run>", "delta": DELTA, "claims": claims, "findings": findings, **changed})
 
 
@@ -32,13 +39,13 @@ def text_of(answer):
 
 def test_the_largest_finding_contradicts_what_lies_below_it():
     assert result().largest is STRONG
-    assert result().contradicted == (PAPER, TIGHT)
+    assert result().contradicted == (PUBLISHED, PAIR)
     assert result(findings=(WEAK,)).contradicted == ()
     assert result(claims=()).contradicted == ()
 
 
 def test_a_claim_that_equals_the_finding_is_not_contradicted():
-    exactly = Claim("same", float(STRONG.lower), Guarantee.PAIR, "x")
+    exactly = claim("same", float(STRONG.lower), Guarantee.PAIR, "x")
     assert result(claims=(exactly,)).contradicted == ()
 
 
@@ -53,7 +60,7 @@ def test_several_findings_are_true_together_less_surely_than_each():
 
 def test_claims_are_printed_rounded_up_and_findings_down():
     text = text_of(result())
-    assert "claimed: paper <= 0.5001" in text
+    assert "claimed: published <= 0.5001" in text
     assert "claimed: certified <= 108.0" in text
     printed = next(line for line in str(result()).splitlines() if line.startswith("found: re-aligned"))
     value = float(printed.split(">=")[1].split()[0])
@@ -67,7 +74,10 @@ def test_the_text_says_what_was_counted_and_what_follows():
     assert "99.87 % of the permuted rows put back" in text
     assert "Bound 'published' says at most 0.5001 (a formula: an approximation, no guarantee). The audit is above it" in text
     assert "that value is no upper bound here" in text
-    assert "Bound 'certified' says at most 108.0 (every data set: a differential-privacy guarantee for every data set)." in text
+    assert (
+        "Bound 'certified' (mended clones) says at most 108.0 (every data set: a differential-privacy guarantee for every "
+        "data set)." in text
+    )
     assert "It is not contradicted." in text
     assert "what it does not contradict it does not prove" in text
     assert text.endswith("A last word.")
@@ -75,7 +85,7 @@ def test_the_text_says_what_was_counted_and_what_follows():
 
 
 def test_a_proved_bound_below_the_audit_puts_the_run_in_doubt_and_not_the_proof():
-    text = text_of(result(claims=(Claim("certified", 1.0, Guarantee.PROVED, "every data set"),)))
+    text = text_of(result(claims=(claim("certified", 1.0, Guarantee.PROVED, "every data set"),)))
     assert "either what was audited is not what the bound was computed for, or this is one of the rare audits that err" in text
     assert "does not prove" not in text
 
@@ -97,11 +107,12 @@ def test_a_finding_that_assumes_a_curve_says_so():
 
 def test_a_privacy_bound_is_a_claim():
     bound = privacy_bound("shuffle_gauss", noise_multiplier=9.48, num_users=60_000, steps=7, delta=DELTA, bound="certified")
-    assert Claim.of(bound) == Claim("certified", bound.epsilon, Guarantee.PROVED, bound.covers)
+    claimed = Claim(bound)
+    assert (claimed.name, claimed.epsilon, claimed.guarantee) == ("certified", bound.epsilon, Guarantee.PROVED)
 
 
 def test_a_claim_is_held_against_the_adversaries_it_speaks_of_alone():
-    narrow = Claim("published", 0.5, Guarantee.ESTIMATE, "a formula", against=(WEAK.name,))
+    narrow = Claim(claim("published", 0.5, Guarantee.ESTIMATE, "a formula").bound, against=(WEAK.name,))
     answer = result(claims=(narrow,), findings=(WEAK, STRONG))
     assert WEAK.lower <= narrow.epsilon < STRONG.lower
     assert answer.contradicted == ()
@@ -113,13 +124,7 @@ def test_plain_values_survive_json():
     answer = result(notes=("A last word.",))
     values = json.loads(json.dumps(answer.to_dict(), allow_nan=False))
     assert values["contradicted"] == ["published", "pair"]
-    assert values["claims"][2] == {
-        "name": "certified",
-        "epsilon": 107.94,
-        "guarantee": "PROVED",
-        "covers": "every data set",
-        "against": [],
-    }
+    assert values["claims"][2] == {**CERTIFIED.bound.to_dict(), "against": []}
     assert values["findings"][1]["lower"]["epsilon"] == float(STRONG.lower)
     assert values["findings"][1]["recovered"] == 0.9987
     assert values["notes"] == ["A last word."]
@@ -149,7 +154,7 @@ def test_the_plot_has_one_row_per_claim_and_finding():
     # A finding of 0 has no logarithm: it stands at the left edge.
     assert WEAK.lower == 0
     places = [float(line.get_xdata()[0]) for line in markers]
-    assert places == [PAPER.epsilon, TIGHT.epsilon, CERTIFIED.epsilon, ax.get_xlim()[0], float(STRONG.lower)]
+    assert places == [PUBLISHED.epsilon, PAIR.epsilon, CERTIFIED.epsilon, ax.get_xlim()[0], float(STRONG.lower)]
     assert len({line.get_marker() for line in markers}) == 4
     assert len({line.get_color() for line in markers}) == 4
     assert "0" in [text.get_text() for text in ax.texts]
@@ -170,28 +175,25 @@ def test_without_matplotlib_the_plot_names_what_to_install(monkeypatch):
 def test_results_do_not_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
         result().delta = 0.1
-    assert result(claims=[PAPER]).claims == (PAPER,)
+    assert result(claims=[PUBLISHED]).claims == (PUBLISHED,)
 
 
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: Claim("published", math.inf, Guarantee.PAIR, "x"), "epsilon"),
-        (lambda: Claim("published", math.nan, Guarantee.PAIR, "x"), "epsilon"),
-        (lambda: Claim("published", -1.0, Guarantee.PAIR, "x"), "epsilon"),
-        (lambda: Claim("published", 1.0, "PAIR", "x"), "guarantee"),
-        (lambda: Claim("", 1.0, Guarantee.PAIR, "x"), "name"),
-        (lambda: Claim("published", 1.0, Guarantee.PAIR, None), "covers"),
+        (lambda: claim("published", math.inf, Guarantee.PAIR, "x"), "epsilon must be a finite number"),
+        (lambda: Claim(0.5), "bound must be a PrivacyBound, got float"),
+        (lambda: result(claims=(claim("pair", 1.0, Guarantee.PAIR, "x", delta=1e-6),)), "delta=1e-05, got 'pair' at 1e-06"),
         (lambda: Finding("x", 1.0, "sees"), "lower"),
         (lambda: Finding("x", STRONG.lower, ""), "adversary"),
         (lambda: Finding("x", STRONG.lower, "sees", recovered=1.5), "recovered"),
         (lambda: result(findings=()), "findings must hold at least one"),
-        (lambda: result(findings=(STRONG, PAPER)), "every one of findings"),
-        (lambda: result(claims=PAPER), "claims must be a tuple"),
+        (lambda: result(findings=(STRONG, PUBLISHED)), "every one of findings"),
+        (lambda: result(claims=PUBLISHED), "claims must be a tuple"),
         (lambda: result(claims=(STRONG,)), "every one of claims"),
         (lambda: result(notes="A last word."), "notes must be a tuple"),
         (lambda: result(delta=0.0), "delta"),
-        (lambda: result(delta=1e-6), "findings must be at the audit's delta=1e-06, got 'as released' at 1e-05"),
+        (lambda: result(delta=1e-6), "claims and findings must be at the audit's delta=1e-06, got '.*' at 1e-05"),
         (lambda: result(title=" "), "title"),
     ],
 )

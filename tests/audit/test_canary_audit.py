@@ -15,11 +15,11 @@ from scipy.stats import binom
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from opacus_shuffle.accountants.bounds.registry import Guarantee
 from opacus_shuffle.analysis import fenton_wilkinson, gaussian
 from opacus_shuffle.audit.canary import CanaryTrial, GradientCanary
 from opacus_shuffle.audit.lower_bounds import audit_scores
 from opacus_shuffle.audit.released_weights import ReleasedWeights, orbit
+from opacus_shuffle.core.guarantees import Guarantee
 from opacus_shuffle.permutation import find_permutations
 from opacus_shuffle.permutation.network import unwrap
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from pathlib import Path
@@ -341,6 +342,7 @@ PRIVATE = (
     "_is_last_step_skipped",
     "_check_skip_next_step",
     "_processed",
+    "_adjusted_noise_multiplier",
 )
 
 
@@ -356,3 +358,9 @@ def test_no_other_module_mentions_a_private_name_of_opacus():
         for match in mentions.finditer(path.read_text(encoding="utf-8"))
     ]
     assert found == []
+
+
+def test_adaptive_ghost_clipping_sets_the_noise_that_we_look_for():
+    from opacus.utils.adaptive_clipping import adaptive_clipping_utils
+
+    assert "optimizer._adjusted_noise_multiplier =" in inspect.getsource(adaptive_clipping_utils)
