@@ -38,6 +38,8 @@ from opacus_shuffle.sco import (
     L2Ball,
     MoreauEnvelope,
     Objective,
+    PrivacyBudget,
+    Problem,
     absolute_loss,
     logistic_loss,
     pan_private_accelerated_sgd,
@@ -166,40 +168,40 @@ def ridged_envelope(smoothness: float, dimension: int, lipschitz: float) -> More
     return MoreauEnvelope(objective, smoothness, lipschitz=lipschitz, prox=prox, prox_elementwise=True)
 
 
-def _common(people: Population, seed: int, count: int) -> tuple[Any, dict[str, Any]]:
-    """Users and the arguments that all optimisers take."""
+def _problem(people: Population, seed: int, count: int) -> Problem:
+    """So many users' problem."""
     generator = torch.Generator().manual_seed(seed)
     strong = RIDGE * people.radius if people.smoothness != 0.25 and people.loss is not absolute_loss else 0.0
-    settings = {
-        "constraint": L2Ball(people.radius),
-        "lipschitz": 1.0 + strong,
-        "epsilon": EPSILON,
-        "delta": DELTA,
-        "dimension": people.dimension,
-        "generator": generator,
-    }
-    return people.users(count, generator), settings
+    lipschitz = 1.0 + strong
+    envelope = None
+    if strong and people.smoothness is None:
+        envelope = functools.partial(ridged_envelope, dimension=people.dimension, lipschitz=lipschitz)
+    return Problem(
+        people.loss,
+        people.users(count, generator),
+        constraint=L2Ball(people.radius),
+        lipschitz=lipschitz,
+        smoothness=people.smoothness,
+        envelope=envelope,
+        dimension=people.dimension,
+        generator=generator,
+    )
 
 
 def _run(method: str, people: Population, count: int, seed: int) -> Estimate:
     """One estimate."""
-    data, settings = _common(people, seed, count)
-    smooth = {"smoothness": people.smoothness}
+    problem, budget = _problem(people, seed, count), PrivacyBudget(EPSILON, DELTA)
     if method == "sgd":
-        return shuffle_sgd(people.loss, data, **settings)
+        return shuffle_sgd(problem, budget)
     if method == "accelerated":
-        return shuffle_accelerated_sgd(people.loss, data, **settings, **smooth)
+        return shuffle_accelerated_sgd(problem, budget)
     if method == "full":
-        return shuffle_gradient_descent(people.loss, data, **settings, **smooth)
+        return shuffle_gradient_descent(problem, budget)
     if method == "pan":
-        return pan_private_accelerated_sgd(people.loss, data, **settings, **smooth)
+        return pan_private_accelerated_sgd(problem, budget)
     how = "accelerated" if method == "phases" else "gradient_descent"
-    envelope = None
-    if people.smoothness is None:
-        envelope = functools.partial(ridged_envelope, dimension=people.dimension, lipschitz=settings["lipschitz"])
-    return shuffle_strongly_convex(
-        people.loss, data, **settings, **smooth, envelope=envelope, strong_convexity=RIDGE, method=how
-    )
+    phases = math.ceil(math.log2(math.log2(count)))  # as in the theorems, whose slopes are looked for
+    return shuffle_strongly_convex(problem, budget, strong_convexity=RIDGE, method=how, phases=phases)
 
 
 ROWS: dict[str, tuple[str, float, str, tuple[int, ...]]] = {

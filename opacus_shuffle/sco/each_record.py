@@ -8,15 +8,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opacus_shuffle.sco.objective import map_data, no_random_draws, refuse_randomness_or_memory
+from opacus_shuffle.sco.records import map_data
 
 
 class EachRecord:
@@ -77,3 +78,35 @@ class EachRecord:
             with no_random_draws(self._name):
                 values.append(self._one(*map_data(operator.itemgetter(i), records)))
         return torch.stack(values)
+
+
+def one_loss(value: Any, name: str) -> Tensor:
+    """The loss of a batch of one as a number."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"{name} must return one loss per record (it is called with one record at a time), got {found}: sum or average "
+            "over everything but the records, with reduction='sum' or 'mean' say"
+        )
+    return value.reshape(())
+
+
+def refuse_randomness_or_memory(error: RuntimeError, name: str) -> None:
+    """Raises what no slower way would mend: the want of memory, and random numbers in a loss."""
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
+    if "randomness" in str(error):
+        raise _random_loss(name) from error
+
+
+@contextlib.contextmanager
+def no_random_draws(name: str) -> Iterator[None]:
+    """Refuses code that draws from PyTorch's global generator."""
+    before = torch.get_rng_state()
+    yield
+    if not torch.equal(before, torch.get_rng_state()):
+        raise _random_loss(name)
+
+
+def _random_loss(name: str) -> ValueError:
+    return ValueError(f"{name} must be a function of theta and the record, got one that draws random numbers; take them out")

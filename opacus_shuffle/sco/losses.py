@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from opacus_shuffle.core.validation import boolean, one_of, positive
+from opacus_shuffle.sco.each_record import EachRecord
 
 Function = Callable[[Tensor, Any], Tensor]
 
@@ -78,8 +79,6 @@ class Link:
 
     def _separate_records(self) -> None:
         """Has the functions called on batches of one."""
-        from opacus_shuffle.sco.each_record import EachRecord
-
         remedy = "; if it treats records one by one as it is, say so by Link(..., elementwise=True)"
         for name in ("value", "derivative", "coefficient"):
             function = getattr(self, name)

@@ -25,14 +25,9 @@ from torch import Tensor, nn
 
 from opacus_shuffle.core.opacus_compat import refuse_broken_attention, tied_parameters, wrapped_network
 from opacus_shuffle.core.validation import instance_of, integer, one_of
-from opacus_shuffle.sco.objective import (
-    Objective,
-    map_data,
-    no_random_draws,
-    number_of_users,
-    one_loss,
-    refuse_randomness_or_memory,
-)
+from opacus_shuffle.sco.each_record import no_random_draws, one_loss, refuse_randomness_or_memory
+from opacus_shuffle.sco.objective import Objective
+from opacus_shuffle.sco.records import map_data, number_of_users
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 

@@ -1,15 +1,13 @@
-r"""Moreau envelopes: smooth stand-ins for losses with kinks (SCO Definition 4.5, Lemma 4.6), one record at a time.
+"""Moreau envelopes: smooth stand-ins for losses with kinks, one record at a time.
 
-The β-envelope of a convex f is f_β(θ) = min_{p ∈ Θ} f(p) + (β/2)‖θ − p‖², its minimiser the *proximal point* p(θ). For f with
-subgradients of norm at most L, and θ in Θ:
+Definition 4.5 and Lemma 4.6 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO). The β-envelope of a
+convex f is f_β(θ) = min_{p ∈ Θ} f(p) + (β/2)‖θ − p‖², its minimiser the *proximal point* p(θ). For f with subgradients of norm
+at most L, and θ in Θ:
 
-1. f_β is convex, β-smooth, and its gradients have norm at most L.
+1. f_β is convex, β-smooth, and its gradients have norm at most L. (The lemma has 2L; ``docs/proofs/22_proximal_points.md``
+   proves L, so that private optimisers of the envelope need half the noise that Theorem 4.7 adds.)
 2. ∇f_β(θ) = β(θ − p(θ)).
 3. f_β ≤ f ≤ f_β + L²/(2β).
-
-The paper has 2L for the L of item 1. L is right: p minimises a β-strongly convex function over Θ, so its value at θ, which is
-f(θ), is at least f(p) + (β/2)‖θ − p‖² + (β/2)‖θ − p‖², whence β‖θ − p‖² ≤ f(θ) − f(p) ≤ L‖θ − p‖. So private optimisers of the
-envelope need half the noise that Theorem 4.7 adds.
 
 Every user smooths its own loss and finds its own proximal point, on its own device: nothing more is sent.
 
@@ -33,7 +31,7 @@ from opacus_shuffle.core.validation import boolean, finite_number, instance_of, 
 from opacus_shuffle.sco.constraints import as_constraint, project_rows
 from opacus_shuffle.sco.each_record import EachRecord
 from opacus_shuffle.sco.losses import Function, Link, as_link
-from opacus_shuffle.sco.objective import LinearObjective, Objective, as_double, elementwise, number_of_users
+from opacus_shuffle.sco.objective import LinearObjective, Objective, elementwise
 from opacus_shuffle.sco.proximal import (
     ProximalPoints,
     by_contraction,
@@ -42,6 +40,7 @@ from opacus_shuffle.sco.proximal import (
     relative_error,
     steps_for,
 )
+from opacus_shuffle.sco.records import as_double, number_of_users
 
 _MOST_STEPS = 1_000_000
 # By default gradients are wrong by this fraction of L at most.

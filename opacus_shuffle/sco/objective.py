@@ -14,7 +14,6 @@ A loss may be written for batches, as usual in PyTorch; it is called on batches 
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import warnings
 from abc import ABC, abstractmethod
@@ -22,10 +21,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opacus_shuffle.core.validation import instance_of, integer
+from opacus_shuffle.sco.each_record import no_random_draws, one_loss, refuse_randomness_or_memory
 from opacus_shuffle.sco.losses import Link, link_of
+from opacus_shuffle.sco.records import as_double, map_data, number_of_users
 
 Loss = Callable[[Tensor, Any], Tensor]
 
@@ -70,15 +71,6 @@ class Objective(ABC):
         if link is not None:
             return LinearObjective(link, dimension=dimension, chunk_size=chunk_size)
         return _LossObjective(loss, dimension=dimension, chunk_size=chunk_size)
-
-    @staticmethod
-    def from_module(
-        module: nn.Module, criterion: Callable[..., Tensor], *, grad_sample: str = "functorch", chunk_size: int = 1024
-    ) -> Any:
-        """From a network: see :class:`opacus_shuffle.sco.module_objective.ModuleObjective`, which this returns."""
-        from opacus_shuffle.sco.module_objective import ModuleObjective
-
-        return ModuleObjective(module, criterion, grad_sample=grad_sample, chunk_size=chunk_size)
 
     def gradients(self, theta: Tensor, batch: Any) -> Tensor:
         """The gradients, one row per record.
@@ -272,124 +264,13 @@ class _LossObjective(Objective):
         return torch.stack(gradients), torch.stack(losses)
 
 
-# ---- data --------------------------------------------------------------------------------------------------------------
-
-
-def number_of_users(data: Any) -> int:
-    """How many records there are.
-
-    Args:
-        data: A tensor, or a tuple, list or dict of such.
-
-    Returns:
-        Their common leading dimension.
-
-    Raises:
-        ValueError: There is no tensor, something else, or the leading dimensions differ.
-    """
-    sizes: list[int] = []
-
-    def measure(x: Tensor) -> Tensor:
-        if x.ndim == 0:
-            raise ValueError("data must have the users as first dimension, got a tensor of shape ()")
-        sizes.append(len(x))
-        return x
-
-    map_data(measure, data)
-    if not sizes or len(set(sizes)) > 1:
-        raise ValueError(f"data must hold tensors with one leading dimension, the users, got {sizes or 'no tensor'}")
-    return sizes[0]
-
-
-def take(data: Any, indices: Any) -> Any:
-    """The records of some users.
-
-    Args:
-        data: A tensor, or a tuple, list or dict of such.
-        indices: Their numbers: a tensor or list of integers, in any order.
-
-    Returns:
-        As ``data``.
-
-    Raises:
-        ValueError: The indices are no integers of one dimension, or out of range.
-    """
-    wanted = torch.as_tensor(indices)
-    wanted = wanted.to(torch.long) if wanted.numel() == 0 else wanted
-    if wanted.ndim != 1 or wanted.dtype not in (torch.long, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise ValueError(f"indices must be integers of shape (B,), got {wanted.dtype} of shape {tuple(wanted.shape)}")
-    wanted, count = wanted.to(torch.long), number_of_users(data)
-    if wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < count:
-        raise ValueError(f"indices must lie in [0, {count}), got {int(wanted.min())} to {int(wanted.max())}")
-    return map_data(lambda x: x[wanted.to(x.device)], data)
-
-
-def map_data(function: Callable[[Tensor], Tensor], data: Any) -> Any:
-    """``function`` of each tensor, in a structure like the data's.
-
-    Raises:
-        ValueError: The data hold something else than tensors, tuples, lists and dicts.
-    """
-    if isinstance(data, Tensor):
-        return function(data)
-    if isinstance(data, dict):
-        return {key: map_data(function, value) for key, value in data.items()}
-    if isinstance(data, tuple | list):
-        parts = [map_data(function, value) for value in data]
-        return parts if isinstance(data, list) else tuple(parts)
-    raise ValueError(
-        f"data must be a tensor, or a tuple, list or dict of tensors, got {type(data).__name__}; "
-        "torch.as_tensor converts arrays, and a TensorDataset has .tensors"
-    )
-
-
-def as_double(x: Tensor) -> Tensor:
-    """Floating-point tensors in double precision, others as they are; all on the CPU."""
-    return x.detach().to("cpu", torch.float64) if x.is_floating_point() else x.detach().to("cpu")
-
-
-# ---- helpers -----------------------------------------------------------------------------------------------------------
-
-
-def one_loss(value: Any, name: str) -> Tensor:
-    """The loss of a batch of one as a number."""
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(
-            f"{name} must return one loss per record (it is called with one record at a time), got {found}: sum or average "
-            "over everything but the records, with reduction='sum' or 'mean' say"
-        )
-    return value.reshape(())
-
-
 def elementwise(values: Tensor, scores: Tensor) -> Tensor:
-    """Refuses what targets of shape (B, 1) make of a link: a (B, B) table."""
+    """Returns a link's values if there is one per record, and refuses others: targets of shape (B, 1) would give a table."""
     if values.shape != scores.shape:
         raise ValueError(
             f"link must give one value per record, {tuple(scores.shape)}, got {tuple(values.shape)}; targets are of shape (B,)"
         )
     return values
-
-
-def refuse_randomness_or_memory(error: RuntimeError, name: str) -> None:
-    """Raises what no slower way would mend: the want of memory, and random numbers in a loss."""
-    if isinstance(error, torch.OutOfMemoryError):
-        raise error
-    if "randomness" in str(error):
-        raise _random_loss(name) from error
-
-
-@contextlib.contextmanager
-def no_random_draws(name: str) -> Iterator[None]:
-    """Refuses code that draws from PyTorch's global generator."""
-    before = torch.get_rng_state()
-    yield
-    if not torch.equal(before, torch.get_rng_state()):
-        raise _random_loss(name)
-
-
-def _random_loss(name: str) -> ValueError:
-    return ValueError(f"{name} must be a function of theta and the record, got one that draws random numbers; take them out")
 
 
 def _finite(what: str, chunks: list[Tensor], empty: tuple[int, ...]) -> Tensor:

@@ -1,4 +1,6 @@
-"""The pan-private algorithm itself: reads a stream, and may be looked at once (SCO Algorithm 6).
+"""``PanPrivateAcceleratedSGD``: an algorithm that reads a stream, and may be looked at once.
+
+Algorithm 6 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO).
 
 No shuffler: one party reads record after record. Gaussian noise enters the gradient sum before the first record of a batch and
 again after the last: what an intruder finds and what is published tell about a record what one Gaussian mechanism tells.
@@ -31,24 +33,27 @@ from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.analysis.calibration import smallest_noise_multiplier
 from opacus_shuffle.core.randomness import check_generator, secret_generator
 from opacus_shuffle.core.validation import boolean, finite_number, instance_of, integer, one_of, open_unit_interval, positive
-from opacus_shuffle.sco.accelerated import AcceleratedIterates, positive_numbers
+from opacus_shuffle.sco.acceleration import AcceleratedIterates
+from opacus_shuffle.sco.bounded_gradients import BoundedGradients
 from opacus_shuffle.sco.constraints import Constraint, as_constraint
-from opacus_shuffle.sco.objective import Objective, number_of_users
-from opacus_shuffle.sco.problem import Reports, real_vector, sized
+from opacus_shuffle.sco.objective import Objective
+from opacus_shuffle.sco.problem import real_vector, sized
+from opacus_shuffle.sco.records import number_of_users
+from opacus_shuffle.sco.solver import positive_numbers
 
 CALIBRATIONS = ("published", "tight")
 
 
 def pan_private_noise(*, lipschitz: float, batch_size: int, epsilon: float, delta: float, calibration: str = "tight") -> float:
-    """ζ, the standard deviation per coordinate of each of a batch's two noises, for the mean of its gradients.
+    """Returns ζ, the standard deviation per coordinate of each of a batch's two noises, for the mean of its gradients.
 
     Args:
         lipschitz: L; replacing a record moves the mean by at most 2L/b.
         batch_size: b.
         epsilon: ε > 0; below 1 for ``"published"``.
         delta: δ in (0, 1).
-        calibration: ``"published"``: ζ² = 8L²ln(2/δ)/(b²ε²) (SCO Algorithm 6). ``"tight"``: the smallest ζ whose Gaussian mechanism
-            is (ε, δ)-DP.
+        calibration: ``"published"``: ζ² = 8L²ln(2/δ)/(b²ε²) (SCO Algorithm 6). ``"tight"``: the smallest ζ whose Gaussian
+            mechanism is (ε, δ)-DP.
 
     Returns:
         ζ, rounded up.
@@ -99,7 +104,7 @@ class PanPrivateAcceleratedSGD:
         inverse_step_sizes: L_1, …, L_T; the algorithm ends after T·b records.
         initial: The start, shape (d,); by default the set's point next to 0.
         clip: Cut longer gradients instead of refusing them, and take zero for a record whose gradient cannot be computed or is
-            not finite (:meth:`opacus_shuffle.sco.problem.Reports.rows`), so that no error tells about a record.
+            not finite, so that no error tells about a record.
         diameter: Of a constraint that does not tell its own.
         generator: Of the noise, on the CPU; for tests. By default every noise has a fresh secret generator that is forgotten:
             one that is kept would be part of the inner state, and tell past and future noise.
@@ -137,7 +142,7 @@ class PanPrivateAcceleratedSGD:
             raise ValueError(f"noise must not be negative, got {noise!r}")
         self._generator = generator
         instance_of("objective", objective, (Objective,))
-        self._reports = Reports(objective, positive("lipschitz", lipschitz), boolean("clip", clip))
+        self._reported = BoundedGradients(objective, positive("lipschitz", lipschitz), boolean("clip", clip))
         self.batch_size = integer("batch_size", batch_size)
         self._steps = positive_numbers("inverse_step_sizes", inverse_step_sizes)
         integer("len(inverse_step_sizes)", len(self._steps))
@@ -172,7 +177,7 @@ class PanPrivateAcceleratedSGD:
         count = number_of_users(records)
         if not 1 <= count <= self.room:
             raise ValueError(f"records must number from 1 to {self.room}, which is what this batch still takes, got {count}")
-        rows = self._reports.rows(self._iterates.middle, records)
+        rows = self._reported.rows(self._iterates.middle, records)
         self._gradient = self._gradient + rows.sum(0) / self.batch_size
         self._records += count
         if self._records % self.batch_size:
@@ -202,4 +207,4 @@ class PanPrivateAcceleratedSGD:
     def _draw(self) -> Tensor:
         """A noise vector."""
         generator = secret_generator("cpu") if self._generator is None else self._generator
-        return self._noise * torch.randn(self._reports.objective.dimension, generator=generator, dtype=torch.float64)
+        return self._noise * torch.randn(self._reported.objective.dimension, generator=generator, dtype=torch.float64)

@@ -1,30 +1,11 @@
-r"""Proximal points p = argmin_{y ∈ Θ} f(y) + (β/2)‖y − θ‖², of many losses f at once, each with a bound on its error.
+"""Proximal points p = argmin_{y ∈ Θ} f(y) + (β/2)‖y − θ‖², of many losses f at once, each with a bound on its error.
 
-Three solvers, for f convex and with subgradients of norm at most L:
+Three solvers, for f convex and with subgradients of norm at most L (proofs: ``docs/proofs/22_proximal_points.md``):
 
-**Cutting planes** (:func:`by_cutting_planes`), for any such f. Let F(y) = f(y) + (β/2)‖y − θ‖², which is β-strongly convex.
-Every evaluation gives a *cut*, an affine function below f. A convex combination c(y) of cuts is one too, so that
-M(y) = c(y) + (β/2)‖y − θ‖² ≤ F(y), with its minimiser m over Θ known in closed form: the projection of θ − ∇c/β. For any y in Θ
-let gap = F(y) − M(m) ≥ 0. By strong convexity F(y) ≥ F(p) + (β/2)‖y − p‖² and F(p) ≥ M(p) ≥ M(m) + (β/2)‖p − m‖², so
-
-    ‖y − p‖² + ‖p − m‖² ≤ 2·gap/β,  and for the middle z of y and m:  ‖z − p‖² ≤ gap/β − ‖y − m‖²/4.
-
-This *certificate* takes nothing on trust but convexity (and the rounding of the evaluations, for which it has an allowance).
-The method: cut at m, and mix the new cut g into the old one, slope ḡ, with weight γ = min(1, β·G/‖g − ḡ‖²), G = F(m) − M(m). As
-a function of γ, min M has slope G at γ = 0 and curvature at least −‖g − ḡ‖²/β ≥ −C, C = 4L²/β; so it grows by min(G/2, G²/2C)
-at least. With h = F(p) − M(m) ≤ G, and h ≤ L²/2β after the cut at θ, h_t ≤ 2C/(t + 15); and if all G exceeded G* in the steps
-k..T, then (T − k + 1)·G*²/2C ≤ h_k, which for the best k gives min G ≤ 4C/(T + 15) for T ≥ 16. Hence after T steps
-
-    β‖z − p‖ ≤ L·min(1/√2, 4/√(T + 15))                                                                       (a priori)
-
-(1/√2 is what the cut at θ certifies.) Losses with one kink, as absolute and hinge losses, need three steps.
-
-**Contraction** (:func:`by_contraction`), for H-smooth f: y ↦ the projection of (H·y − ∇f(y) + βθ)/(H + β). Since y − ∇f(y)/H is
-non-expansive for convex H-smooth f, this contracts by q = H/(H + β) with fixed point p, and ‖θ − p‖ ≤ L/β (for θ in Θ), so
-that after T steps β‖y_T − p‖ ≤ L·q^T; and ‖y_T − p‖ ≤ (H/β)·‖y_T − y_{T−1}‖ in any case, which is what is reported.
-
-**Bisection** (:func:`linear_coefficients`), for h(⟨y, x⟩, target) with Θ everything: p = θ − (a/β)·x, and a is the only root of
-the increasing a − h′(⟨θ, x⟩ − κa), κ = ‖x‖²/β. It lies between 0 and h′(⟨θ, x⟩), as h′ increases.
+* Cutting planes (:func:`by_cutting_planes`), for any such f: errors are certified by duality, and after T steps
+  β‖p̂ − p‖ ≤ L·min(1/√2, 4/√(T + 15)), known beforehand.
+* A contraction (:func:`by_contraction`), for H-smooth f: β‖p̂ − p‖ ≤ L·(H/(H + β))^T.
+* Bisection (:func:`linear_coefficients`), for h(⟨y, x⟩, target) with Θ everything: exact up to rounding.
 
 >>> import torch
 >>> from opacus_shuffle.sco.objective import Objective
@@ -70,14 +51,14 @@ class ProximalPoints:
 
 
 def steps_for(relative: float, *, smooth_ratio: float | None) -> int:
-    """Steps that prove β‖p̂ − p‖ ≤ ``relative``·L: of the contraction with H/β = ``smooth_ratio``, or of cutting planes."""
+    """Returns the steps that prove β‖p̂ − p‖ ≤ ``relative``·L, by a contraction (H/β = ``smooth_ratio``) or cutting planes."""
     if smooth_ratio is None:
         return 1 if relative >= math.sqrt(0.5) else math.ceil((4 / relative) ** 2) - 15
     return max(1, math.ceil(math.log(relative) / (-math.log1p(1 / smooth_ratio))))
 
 
 def relative_error(steps: int, *, smooth_ratio: float | None) -> float:
-    """What is proved of β‖p̂ − p‖/L after so many steps."""
+    """Returns what is proved of β‖p̂ − p‖/L after so many steps."""
     if smooth_ratio is None:
         return min(math.sqrt(0.5), 4 / math.sqrt(steps + 15))
     return math.exp(-steps * math.log1p(1 / smooth_ratio))
@@ -94,7 +75,7 @@ def by_cutting_planes(
     tolerance: float | None = None,
     project: Callable[[Tensor], Tensor] | None = None,
 ) -> ProximalPoints:
-    """Proximal points of convex losses that need not be smooth; see the module.
+    """Returns proximal points of convex losses that need not be smooth, by cutting planes.
 
     Args:
         objective: f, of each record.
@@ -178,7 +159,7 @@ def by_contraction(
     tolerance: float | None = None,
     project: Callable[[Tensor], Tensor] | None = None,
 ) -> ProximalPoints:
-    """Proximal points of convex losses with a Lipschitz gradient; see the module.
+    """Returns proximal points of convex losses with a Lipschitz gradient, by a contraction.
 
     Args:
         objective: f, of each record.
@@ -221,7 +202,7 @@ def by_contraction(
 
 
 def linear_coefficients(link: Link, scores: Tensor, targets: Any, squared_norms: Tensor, beta: float) -> Tensor:
-    """The gradients of the envelopes of h(⟨θ, x⟩, y), as multiples of x.
+    """Returns the gradients of the envelopes of h(⟨θ, x⟩, y), as multiples of x.
 
     Args:
         link: h, convex.

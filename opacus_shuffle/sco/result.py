@@ -1,4 +1,4 @@
-"""What a shuffle-private optimiser answers: the estimate, what it may reveal, and how it came about.
+"""``Estimate``: what a shuffle-private optimiser has found, what it reveals, and how it came about.
 
 >>> import torch
 >>> history = History(rounds=1000, snapshots=10)
@@ -67,30 +67,30 @@ class Estimate:
         theta: The estimate, float64, shape (d,).
         privacy: What the run reveals, to whom.
         history: One entry per round.
-        parameters: What was used: batch size, step size, smoothness, …
+        choices: What was used: batch size, step size, smoothness, …
         excess_loss_bound: At least E[f(theta)] − min over the set of f, where f is the mean loss of a fresh user, the
             expectation is over users and randomness, and the minimum is over the constraint set. Proved if the users are
-            independent with one distribution, and every user's loss is convex, ``lipschitz``-Lipschitz on the set, ``smoothness``-smooth
-            where that was given, and ``diameter``, where given, is at least the distance from the start to a minimiser.
-            It never depends on the data, so nothing is revealed by it; it does not notice when the assumptions fail (a
-            ``clip=True`` that cuts, say). None where nothing is proved: steps that are too long (hand-chosen, or as printed),
-            a last iterate. It counts on all users following the protocol.
+            independent with one distribution, and every user's loss is convex, ``lipschitz``-Lipschitz on the set,
+            ``smoothness``-smooth where that was given, and ``diameter``, where given, is at least the distance from the start
+            to a minimiser. It never depends on the data, so nothing is revealed by it; it does not notice when the
+            assumptions fail (a ``clip=True`` that cuts, say). None where nothing is proved: steps that are too long, a last
+            iterate. It counts on all users following the protocol.
     """
 
     theta: Tensor
     privacy: PrivacyStatement
     history: list[Round]
-    parameters: Mapping[str, Any]
+    choices: Mapping[str, Any]
     excess_loss_bound: float | None = None
 
     def __str__(self) -> str:
-        used = ", ".join(f"{name}={_short(value)}" for name, value in self.parameters.items())
+        used = ", ".join(f"{name}={_short(value)}" for name, value in self.choices.items())
         if self.excess_loss_bound is None:
             quality = "excess loss: nothing is proved for these settings"
         else:
             quality = (
-                f"expected excess loss at most {round_up(self.excess_loss_bound)} (users independent with one distribution; loss convex "
-                "and as Lipschitz and smooth as stated)"
+                f"expected excess loss at most {round_up(self.excess_loss_bound)} (users independent with one distribution; "
+                "loss convex and as Lipschitz and smooth as stated)"
             )
         return (
             f"estimate of {self.theta.numel()} parameters after {len(self.history)} rounds\n{used}\n{quality}\n{self.privacy}"

@@ -1,4 +1,4 @@
-"""Who has sent a message already: the ledger behind "each user takes part in one round".
+"""``UserLedger``: who has sent a message already, so that each user takes part in one round.
 
 The sequentially interactive algorithms are as private as one round because no user is in two of them (parallel composition).
 That is a promise about indices, so it is checked where the batches are handed out, whoever chose them.
@@ -17,7 +17,7 @@ ValueError: batches must use every user at most once, but user 3 is in batch 1 a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class UserLedger:
 
     @property
     def used(self) -> int:
-        """How many users have been handed out."""
+        """The number of users who have been handed out."""
         return int((self._batch_of != _UNUSED).sum())
 
     def claim(self, indices: Any) -> Tensor:
@@ -91,7 +91,7 @@ class UserLedger:
         return batch
 
     def claim_all(self, batches: Iterable[Any]) -> list[Tensor]:
-        """:meth:`claim` for one batch after the other, before anything is computed from any of them."""
+        """Claims one batch after the other, before anything is computed from any of them."""
         if not isinstance(batches, Iterable) or isinstance(batches, str):
             raise ValueError(f"batches must be a list of vectors of user numbers, got {batches!r}")
         claimed = [self.claim(batch) for batch in batches]
@@ -100,19 +100,13 @@ class UserLedger:
         return claimed
 
 
-def random_batches(users: Tensor, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Splits users, shape (n,), into ⌊n / batch_size⌋ batches in a random order; who is left over is in none of them."""
-    order = users[torch.randperm(len(users), generator=generator)]
-    return iter(split(order[: len(order) // batch_size * batch_size], batch_size))
-
-
 def split(users: Tensor, size: int) -> list[Tensor]:
-    """Groups of ``size`` users in order, the last one smaller if need be."""
+    """Returns groups of ``size`` users in order, the last one smaller if need be."""
     return [users[first : first + size] for first in range(0, len(users), size)]
 
 
 def _as_indices(indices: Any, number: int) -> Tensor:
-    """A batch as a non-empty int64 vector."""
+    """Returns a batch as a non-empty int64 vector."""
     try:
         batch = torch.as_tensor(indices).detach().cpu()
     except (TypeError, ValueError, RuntimeError):

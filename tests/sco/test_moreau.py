@@ -1,72 +1,23 @@
-"""Moreau envelopes against closed forms and a general-purpose solver, and Lemma 4.6 of SCO as properties.
-
-Solver: ``scipy.optimize`` (SLSQP) on the epigraph of a maximum of affine functions. Its ``ftol`` of 1e-12 on a β-strongly
-convex function means a point within sqrt(2e-12/β) of the minimiser, 2.6e-6 for β ≥ 0.3; ``REFERENCE`` allows 1e-5.
-"""
+"""Moreau envelopes against closed forms, and Lemma 4.6 of SCO as properties."""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
+from helpers.convex_problems import labelled, largest, normal, pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import minimize
 
-from opacus_shuffle.sco.constraints import Box, L2Ball, as_constraint
+from opacus_shuffle.sco.constraints import Box, L2Ball
 from opacus_shuffle.sco.losses import LINKS, Link, absolute_loss, hinge_loss, logistic_loss
 from opacus_shuffle.sco.module_objective import ModuleObjective
 from opacus_shuffle.sco.moreau import MoreauEnvelope
 from opacus_shuffle.sco.objective import LinearObjective, Objective
-from opacus_shuffle.sco.proximal import by_contraction, by_cutting_planes, relative_error, steps_for
 
-REFERENCE = 1e-5
 # Values here are below 1e4 and are reached in fewer than 1e3 operations of relative error 2⁻⁵³.
 ROUNDING = 1e-9
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def labelled(users, dimension, seed=0):
-    return normal(users, dimension, seed=seed), torch.sign(normal(users, seed=seed + 1))
-
-
-def largest(theta, batch):
-    """max_k ⟨a_k, θ⟩ + b_k, convex, as Lipschitz as the longest a_k."""
-    slopes, offsets = batch
-    return (slopes @ theta + offsets).max(dim=1).values
-
-
-def pieces(users=4, count=6, dimension=3, seed=0):
-    slopes = normal(users, count, dimension, seed=seed)
-    return slopes / slopes.norm(dim=2, keepdim=True).clamp_min(1), normal(users, count, seed=seed + 1)
-
-
-def reference_prox(slopes, offsets, theta, beta, *, radius=None):
-    """The proximal point of one maximum of affine functions, within a ball about 0."""
-    a, b, start = slopes.numpy(), offsets.numpy(), theta.numpy()
-    conditions = [{"type": "ineq", "fun": lambda v: v[-1] - a @ v[:-1] - b, "jac": lambda v: np.c_[-a, np.ones(len(a))]}]
-    if radius is not None:
-        conditions.append(
-            {"type": "ineq", "fun": lambda v: radius**2 - v[:-1] @ v[:-1], "jac": lambda v: np.append(-2 * v[:-1], 0.0)}
-        )
-    found = minimize(
-        lambda v: v[-1] + beta / 2 * ((v[:-1] - start) ** 2).sum(),
-        np.append(start, (a @ start + b).max()),
-        jac=lambda v: np.append(beta * (v[:-1] - start), 1.0),
-        constraints=conditions,
-        method="SLSQP",
-        options={"ftol": 1e-12, "maxiter": 1000},
-    )
-    assert found.success, found.message
-    return torch.from_numpy(found.x[:-1])
-
-
-# ---- generalised linear losses --------------------------------------------------------------------------------------------
 
 
 def huber(theta, batch, beta):
@@ -138,136 +89,6 @@ def test_scores_on_a_kink_and_records_without_features_are_fine():
             assert bool((rows == 0).all())  # margin or residual is exactly that of the minimum
 
 
-@pytest.mark.parametrize("loss", [absolute_loss, hinge_loss])
-def test_cutting_planes_agree_with_closed_forms(loss):
-    data, theta = labelled(50, 3), normal(3, seed=2)
-    bound = float(data[0].norm(dim=1).max())
-    exact = MoreauEnvelope(Objective.from_loss(loss, dimension=3), 2.0, lipschitz=bound)
-    general = MoreauEnvelope(Objective.from_loss(lambda *a: loss(*a), dimension=3), 2.0, lipschitz=bound, iterations=30)
-    points = general.proximal_points(theta, data)
-    distance = (points.points - exact.proximal_points(theta, data).points).norm(dim=1)
-    assert bool((distance <= points.errors + ROUNDING).all())
-    assert float(points.errors.max()) < 1e-6  # one kink: a few steps find it
-
-
-# ---- general solvers ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("beta", [0.3, 2.0, 40.0])
-@pytest.mark.parametrize("radius", [None, 1.0])
-def test_certified_errors_hold_against_a_general_purpose_solver(beta, radius):
-    data, theta = pieces(), normal(3, seed=5)
-    theta = theta if radius is None else L2Ball(radius).project(3 * theta)
-    objective = Objective.from_loss(largest, dimension=3)
-    true = torch.stack([reference_prox(a, b, theta, beta, radius=radius) for a, b in zip(*data, strict=True)])
-    for relative in (0.5, 0.05, 0.01):
-        envelope = MoreauEnvelope(
-            objective,
-            beta,
-            lipschitz=1.0,
-            constraint=None if radius is None else L2Ball(radius),
-            accuracy=relative / beta,
-        )
-        found = envelope.proximal_points(theta, data)
-        assert bool(((found.points - true).norm(dim=1) <= found.errors + REFERENCE).all())
-        assert float(found.errors.max()) <= envelope.accuracy == pytest.approx(relative / beta)
-        wrong = (envelope.gradients(theta, data) - beta * (theta - true)).norm(dim=1)
-        assert float(wrong.max()) <= envelope.gradient_error + beta * REFERENCE
-        assert radius is None or float(found.points.norm(dim=1).max()) <= radius * (1 + 1e-12)
-
-
-def test_soft_thresholding_is_found_in_any_dimension():
-    records, theta = 2 * normal(5, 8), normal(8, seed=3)
-    envelope = MoreauEnvelope(
-        Objective.from_loss(lambda t, x: (t - x).abs().sum(1), dimension=8), 2.0, lipschitz=math.sqrt(8), accuracy=0.02
-    )
-    offset = theta - records
-    true = records + torch.sign(offset) * (offset.abs() - 0.5).clamp_min(0)
-    found = envelope.proximal_points(theta, records)
-    assert bool(((found.points - true).norm(dim=1) <= found.errors).all())
-    assert float(found.errors.max()) <= 0.02
-
-
-@given(dimension=st.integers(1, 12), count=st.integers(1, 12), beta=st.floats(1e-3, 1e3), seed=st.integers(0, 2**31))
-@settings(max_examples=25, deadline=None)
-def test_what_is_promised_beforehand_is_certified_afterwards(dimension, count, beta, seed):
-    data = pieces(3, count, dimension, seed=seed)
-    objective = Objective.from_loss(largest, dimension=dimension)
-    theta = normal(dimension, seed=seed + 2).expand(3, dimension)
-    for steps in (1, 17, 60):
-        found = by_cutting_planes(objective, data, theta, beta=beta, lipschitz=1.0, steps=steps)
-        assert float(found.errors.max()) * beta <= relative_error(steps, smooth_ratio=None) + math.sqrt(beta) * 1e-6
-
-
-@pytest.mark.parametrize("dimension", [5, 300])
-def test_what_is_promised_holds_for_the_hardest_losses(dimension):
-    # max_i θ_i needs a subgradient for each coordinate: the worst case in the lower bounds for such methods.
-    objective = Objective.from_loss(lambda t, x: (t + 0 * x).max(dim=1).values, dimension=dimension)
-    records, theta = torch.zeros(1, dimension), torch.zeros(1, dimension, dtype=torch.float64)
-    true = torch.full((dimension,), -1 / dimension, dtype=torch.float64)
-    for steps in (20, 100, 400):
-        found = by_cutting_planes(objective, records, theta, beta=1.0, lipschitz=1.0, steps=steps)
-        assert float(found.errors) <= relative_error(steps, smooth_ratio=None)
-        assert float((found.points[0] - true).norm()) <= float(found.errors) + ROUNDING
-
-
-@pytest.mark.parametrize("beta", [0.05, 1.0, 30.0])
-@pytest.mark.parametrize("relative", [1e-2, 1e-8])
-def test_the_contraction_finds_the_proximal_points_of_smooth_losses(beta, relative):
-    data, theta = labelled(20, 3), normal(3, seed=2)
-    bound = float(data[0].norm(dim=1).max())
-    exact = MoreauEnvelope.generalized_linear("logistic", beta, dimension=3)
-    envelope = MoreauEnvelope(
-        Objective.from_loss(lambda *a: logistic_loss(*a), dimension=3),
-        beta,
-        lipschitz=bound,
-        inner_smoothness=bound**2 / 4,
-        accuracy=relative * bound / beta,
-    )
-    found = envelope.proximal_points(theta, data)
-    distance = (found.points - exact.proximal_points(theta, data).points).norm(dim=1)
-    assert bool((distance <= found.errors).all())
-    assert float(found.errors.max()) <= envelope.accuracy * (1 + 1e-6)
-    error = (envelope.gradients(theta, data) - exact.gradients(theta, data)).norm(dim=1)
-    assert float(error.max()) <= envelope.gradient_error * (1 + 1e-6)
-
-
-@pytest.mark.parametrize(
-    "constraint", [L2Ball(0.8), Box(-0.5, 0.5, dimension=3), as_constraint(L2Ball(0.8).project, diameter=1.6)]
-)
-def test_both_solvers_agree_within_a_constraint(constraint):
-    data, theta = labelled(10, 3), constraint.project(normal(3, seed=2))
-    bound = float(data[0].norm(dim=1).max())
-    objective = Objective.from_loss(logistic_loss, dimension=3)
-    smooth = MoreauEnvelope(
-        objective, 0.3, lipschitz=bound, constraint=constraint, inner_smoothness=bound**2 / 4, accuracy=1e-9
-    ).proximal_points(theta, data)
-    rough = MoreauEnvelope(objective, 0.3, lipschitz=bound, constraint=constraint, accuracy=0.5).proximal_points(theta, data)
-    assert bool(((smooth.points - rough.points).norm(dim=1) <= rough.errors + smooth.errors).all())
-    # The proximal point of a constrained problem: no step within the set goes downhill.
-    gradient = objective.gradients(smooth.points, data) + 0.3 * (smooth.points - theta)
-    better = torch.stack([constraint.project(p - g) for p, g in zip(smooth.points, gradient, strict=True)])
-    torch.testing.assert_close(better, smooth.points, rtol=0, atol=1e-7)
-
-
-def test_steps_and_what_they_promise_are_inverse():
-    for ratio in (None, 0.01, 1.0, 100.0):
-        for relative in (0.9, 0.5, 0.1, 0.02):
-            steps = steps_for(relative, smooth_ratio=ratio)
-            assert relative_error(steps, smooth_ratio=ratio) <= relative * (1 + 1e-12)
-            assert steps == 1 or relative_error(steps - 1, smooth_ratio=ratio) > relative
-
-
-def test_iterations_are_as_many_as_asked_for_and_their_promise_holds():
-    data, theta = pieces(), normal(3, seed=5)
-    envelope = MoreauEnvelope(Objective.from_loss(largest, dimension=3), 1.0, lipschitz=1.0, iterations=40)
-    assert envelope.gradient_error == pytest.approx(4 / math.sqrt(55))
-    assert envelope.proximal_points(theta, data).steps == 41  # and the first cut
-    true = torch.stack([reference_prox(a, b, theta, 1.0) for a, b in zip(*data, strict=True)])
-    wrong = (envelope.gradients(theta, data) - (theta - true)).norm(dim=1)
-    assert float(wrong.max()) <= envelope.gradient_error
-
-
 def test_networks_in_single_precision_can_be_smoothed():
     torch.manual_seed(0)
     network = torch.nn.Linear(3, 1)
@@ -279,9 +100,6 @@ def test_networks_in_single_precision_can_be_smoothed():
     wanted = exact.gradients(objective.initial, (torch.cat([features, torch.ones(30, 1)], 1), labels))
     error = (envelope.gradients(objective.initial, (features, labels)) - wanted).norm(dim=1)
     assert float(error.max()) <= envelope.gradient_error
-
-
-# ---- Lemma 4.6 ------------------------------------------------------------------------------------------------------------
 
 
 def envelopes(beta, dimension, seed):
@@ -424,15 +242,6 @@ def test_what_cannot_be_is_refused_by_name(act, message):
         act()
 
 
-def test_the_contraction_refuses_longer_gradients():
-    objective = Objective.from_loss(lambda t, x: (t - x).square().sum(1) / 2, dimension=1)
-    with pytest.raises(ValueError, match="norm 3"):
-        by_contraction(objective, torch.full((2, 1), 3.0), torch.zeros(2, 1), beta=1.0, smoothness=1.0, lipschitz=2.0, steps=3)
-
-
-# ---- one record's report tells nothing of another's -----------------------------------------------------------------------
-
-
 def solvers():
     """Every way to proximal points: an envelope and the records it takes."""
     data = labelled(6, 3)
@@ -491,24 +300,6 @@ def test_what_a_record_reports_depends_on_no_other_record_to_the_last_bit(name):
             assert torch.equal(found[rest], rows[rest])
             alone = envelope.gradients(theta, (changed[0][other : other + 1], changed[1][other : other + 1]))
             torch.testing.assert_close(found[other : other + 1], alone, rtol=1e-9, atol=1e-9)
-
-
-def test_records_leave_off_at_different_steps_and_not_together():
-    """Else the property above would be empty for the solvers that stop early."""
-    data = labelled(6, 3)
-    data[0][0] = 0.0
-    objective = Objective.from_loss(logistic_loss, dimension=3)
-    options = {"beta": 0.3, "smoothness": 9.0, "lipschitz": 6.0, "steps": 300}
-    theta = 0.5 * normal(3, seed=7).expand(6, 3)
-    found = by_contraction(objective, data, theta, tolerance=1e-3, **options)
-    longer = by_contraction(objective, data, theta, **options)
-    assert 1 < found.steps < longer.steps
-    assert bool((found.errors <= 1e-3).all())
-    used = []
-    for i in range(6):
-        record = (data[0][i : i + 1], data[1][i : i + 1])
-        used.append(by_contraction(objective, record, theta[i : i + 1], tolerance=1e-3, **options).steps)
-    assert min(used) == 1 < max(used) == found.steps
 
 
 def test_a_promise_lets_a_solver_of_ones_own_have_whole_batches():

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.convex_problems import solve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
@@ -233,20 +234,27 @@ def test_the_mean_excess_is_below_the_bound(calibration, smoothness):
     for seed in range(runs):
         rng = torch.Generator().manual_seed(seed)
         data = mean + 0.2 * (2 * torch.rand(users, 2, generator=rng, dtype=torch.float64) - 1)
-        estimate = pan_private_accelerated_sgd(
+        estimate = solve(pan_private_accelerated_sgd,
             Quadratic(2), data, constraint=L2Ball(1.0), lipschitz=1.8, smoothness=smoothness, calibration=calibration,
             generator=rng, **BUDGET
         )  # fmt: skip
         excesses.append(float((estimate.theta - mean).square().sum()) / 2)
     assert np.mean(excesses) - 4 * np.std(excesses) / math.sqrt(runs) <= estimate.excess_loss_bound
-    assert estimate.parameters["noise"] == pan_private_noise(
-        lipschitz=1.8, batch_size=estimate.parameters["batch_size"], calibration=calibration, **BUDGET
+    assert estimate.choices["noise"] == pan_private_noise(
+        lipschitz=1.8, batch_size=estimate.choices["batch_size"], calibration=calibration, **BUDGET
     )
 
 
 def test_the_statement_is_about_one_intrusion():
-    estimate = pan_private_accelerated_sgd(
-        Quadratic(2), torch.zeros(100, 2), constraint=L2Ball(1.0), lipschitz=1.0, smoothness=1.0, batch_size=30, **BUDGET
+    estimate = solve(
+        pan_private_accelerated_sgd,
+        Quadratic(2),
+        torch.zeros(100, 2),
+        constraint=L2Ball(1.0),
+        lipschitz=1.0,
+        smoothness=1.0,
+        batch_size=30,
+        **BUDGET,
     )
     privacy = estimate.privacy
     assert (privacy.interaction, privacy.rounds, privacy.num_users, privacy.bits_per_user) == ("pan", 3, 90, None)
@@ -259,9 +267,9 @@ def test_the_statement_is_about_one_intrusion():
     [
         ({"epsilon": 1.0, "calibration": "published"}, "epsilon must be below 1 for calibration='published'"),
         ({"epsilon": -1.0}, "epsilon must be positive"),
-        ({"delta": 1.0}, "delta must lie strictly between"),
+        ({"delta": 1.0}, "delta must be below 1/2"),
         ({"calibration": "loose"}, "calibration must be one of"),
-        ({"batch_size": 101}, "batch_size must not exceed the 100 records"),
+        ({"batch_size": 101}, "batch_size must not exceed the 100 users"),
         ({"batch_size": 0}, "batch_size must be a whole number"),
         ({"inverse_step_sizes": [1.0]}, "one L_t for each of the 10 rounds"),
     ],
@@ -269,7 +277,7 @@ def test_the_statement_is_about_one_intrusion():
 def test_nonsense_is_refused(change, message):
     options = {"constraint": L2Ball(1.0), "lipschitz": 3.0, "smoothness": 1.0, "batch_size": 10, **BUDGET}
     with pytest.raises(ValueError, match=message):
-        pan_private_accelerated_sgd(Quadratic(2), torch.zeros(100, 2), **{**options, **change})
+        solve(pan_private_accelerated_sgd, Quadratic(2), torch.zeros(100, 2), **{**options, **change})
 
 
 @pytest.mark.parametrize(

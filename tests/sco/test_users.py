@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.convex_problems import solve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opacus_shuffle.sco.accelerated import shuffle_accelerated_sgd
+from opacus_shuffle.sco.accelerated_sgd import shuffle_accelerated_sgd
 from opacus_shuffle.sco.constraints import L2Ball
 from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent
 from opacus_shuffle.sco.objective import Objective
 from opacus_shuffle.sco.pan_private import pan_private_accelerated_sgd
 from opacus_shuffle.sco.sgd import shuffle_sgd
+from opacus_shuffle.sco.solver import whole_batches
 from opacus_shuffle.sco.strongly_convex import shuffle_strongly_convex
-from opacus_shuffle.sco.users import UserLedger, random_batches, split
+from opacus_shuffle.sco.users import UserLedger, split
 
 
 class Recorder(Objective):
@@ -65,8 +67,9 @@ def test_disjoint_batches_pass_and_any_repetition_is_named(order, sizes, data):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 2**31))
-def test_random_batches_are_whole_and_disjoint(users, size, seed):
-    batches = list(random_batches(torch.arange(users), size, torch.Generator().manual_seed(seed)))
+def test_batches_are_whole_and_disjoint(users, size, seed):
+    order = torch.randperm(users, generator=torch.Generator().manual_seed(seed))
+    batches = whole_batches(order, size)
     members = [user for batch in batches for user in batch.tolist()]
     assert [len(batch) for batch in batches] == [size] * (users // size)
     assert len(set(members)) == len(members)
@@ -117,7 +120,7 @@ def test_no_batches_at_all_are_refused():
 @pytest.mark.parametrize("batch_size", [7, 50, 103])
 def test_sequential_algorithms_ask_each_user_at_most_once_and_count_them(run, smooth, batch_size):
     recorder = Recorder()
-    estimate = run(recorder, users_and_values(103), batch_size=batch_size, **smooth, **COMMON)
+    estimate = solve(run, recorder, users_and_values(103), batch_size=batch_size, **smooth, **COMMON)
     assert len(recorder.seen) == len(set(recorder.seen)) == estimate.privacy.num_users == 103 // batch_size * batch_size
     assert estimate.privacy.rounds_per_user == 1
     assert estimate.privacy.rounds == len(estimate.history) == 103 // batch_size
@@ -127,8 +130,16 @@ def test_sequential_algorithms_ask_each_user_at_most_once_and_count_them(run, sm
 @pytest.mark.parametrize("method", ["accelerated", "pan_private"])
 def test_phases_share_no_user(method):
     recorder = Recorder()
-    estimate = shuffle_strongly_convex(
-        recorder, users_and_values(101), strong_convexity=1.0, smoothness=1.0, method=method, phases=3, batch_size=5, **COMMON
+    estimate = solve(
+        shuffle_strongly_convex,
+        recorder,
+        users_and_values(101),
+        strong_convexity=1.0,
+        smoothness=1.0,
+        method=method,
+        phases=3,
+        batch_size=5,
+        **COMMON,
     )
     assert len(recorder.seen) == len(set(recorder.seen)) == estimate.privacy.num_users == 3 * 30
     assert [each.users for each in estimate.history] == list(range(5, 91, 5))
@@ -136,7 +147,7 @@ def test_phases_share_no_user(method):
 
 def test_full_interaction_asks_everyone_in_every_round_and_says_so():
     recorder = Recorder()
-    estimate = shuffle_gradient_descent(recorder, users_and_values(40), smoothness=1.0, rounds=6, **COMMON)
+    estimate = solve(shuffle_gradient_descent, recorder, users_and_values(40), smoothness=1.0, rounds=6, **COMMON)
     assert sorted(recorder.seen) == sorted(6 * list(range(40)))
     assert (estimate.privacy.rounds, estimate.privacy.rounds_per_user, estimate.privacy.num_users) == (6, 6, 40)
 
@@ -145,12 +156,12 @@ def test_full_interaction_asks_everyone_in_every_round_and_says_so():
 def test_given_batches_are_checked_before_anyone_is_asked(run):
     recorder, extra = Recorder(), {} if run is shuffle_sgd else {"smoothness": 1.0}
     with pytest.raises(ValueError, match="user 3 is in batch 1 and was in batch 0"):
-        run(recorder, users_and_values(10), batches=[torch.tensor([3, 4]), torch.tensor([5, 3])], **extra, **COMMON)
+        solve(run, recorder, users_and_values(10), batches=[torch.tensor([3, 4]), torch.tensor([5, 3])], **extra, **COMMON)
     assert recorder.seen == []
-    estimate = run(recorder, users_and_values(10), batches=[[3, 4], [5]], **extra, **COMMON)
+    estimate = solve(run, recorder, users_and_values(10), batches=[[3, 4], [5]], **extra, **COMMON)
     assert recorder.seen == [3, 4, 5]
-    assert (estimate.privacy.num_users, estimate.parameters["batch_size"]) == (3, 1)
+    assert (estimate.privacy.num_users, estimate.choices["batch_size"]) == (3, 1)
     with pytest.raises(ValueError, match="batch_size must be left out"):
-        run(recorder, users_and_values(10), batches=[[3]], batch_size=2, **extra, **COMMON)
+        solve(run, recorder, users_and_values(10), batches=[[3]], batch_size=2, **extra, **COMMON)
     with pytest.raises(ValueError, match="batch_size must not exceed the 10 users"):
-        run(recorder, users_and_values(10), batch_size=11, **extra, **COMMON)
+        solve(run, recorder, users_and_values(10), batch_size=11, **extra, **COMMON)

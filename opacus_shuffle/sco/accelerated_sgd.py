@@ -1,0 +1,185 @@
+"""``shuffle_accelerated_sgd``: accelerated SGD (AC-SA), every user in one round.
+
+Algorithm 4 and Theorems 4.3 and 4.7 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO): for a β-smooth
+loss directly; for one that is not smooth, on its Moreau envelope, where every user smooths its own loss.
+
+>>> import torch
+>>> from opacus_shuffle.sco import L2Ball, PrivacyBudget, Problem
+>>> records = torch.randn(20_000, 3, generator=torch.Generator().manual_seed(0)) * 0.1 + 0.5
+>>> def half_square(theta, batch):
+...     return (batch - theta).square().sum(dim=1) / 2
+>>> problem = Problem(half_square, records, constraint=L2Ball(1.0), lipschitz=2.5, smoothness=1.0, clip=True, dimension=3,
+...                   generator=torch.Generator().manual_seed(1))
+>>> estimate = shuffle_accelerated_sgd(problem, PrivacyBudget(epsilon=1.0, delta=1e-6))
+>>> estimate.privacy.rounds_per_user, bool((estimate.theta - 0.5).norm() < 0.1), round(estimate.excess_loss_bound, 2)
+(1, True, 0.03)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from opacus_shuffle.sco.acceleration import (
+    AcceleratedIterates,
+    accelerated_batch_size,
+    accelerated_bound,
+    accelerated_step_sizes,
+    best_smoothing,
+)
+from opacus_shuffle.sco.bounded_gradients import BoundedGradients
+from opacus_shuffle.sco.budget import PrivacyBudget
+from opacus_shuffle.sco.problem import Problem
+from opacus_shuffle.sco.result import Estimate, History, Round
+from opacus_shuffle.sco.solver import Choices, Phase, Solver, Start
+
+
+def shuffle_accelerated_sgd(
+    problem: Problem,
+    budget: PrivacyBudget,
+    *,
+    batch_size: int | None = None,
+    batches: Iterable[Any] | None = None,
+    inverse_step_sizes: Sequence[float] | None = None,
+) -> Estimate:
+    """Minimises users' mean loss by one pass of AC-SA, each batch's gradients summed by a shuffle protocol.
+
+    Args:
+        problem: What is to be minimised: directly if ``problem.smoothness`` is known (Theorem 4.3), else smoothed
+            (Theorem 4.7).
+        budget: What may be revealed.
+        batch_size: b, users per round; by default the proved bound's best.
+        batches: Who takes part when, instead of ``batch_size``: vectors of user numbers, disjoint. They must not depend on the
+            users' data.
+        inverse_step_sizes: L_1, …, L_T, one per round; the step itself is 1/L_t. By default the proved bound's best.
+
+    Returns:
+        The estimate; :func:`~opacus_shuffle.sco.acceleration.accelerated_bound` (plus L²/(2β) if smoothed) is its excess loss.
+        Users beyond the last whole batch are not used; ``privacy.num_users`` says how many were.
+
+    Raises:
+        ValueError: If an argument is out of range, a user is in two batches, or a gradient is too long (without ``clip``).
+
+    Formal Guarantees:
+        (ε, δ)-DP as for :func:`~opacus_shuffle.sco.sgd.shuffle_sgd`: each user is in one round.
+    """
+    choices = Choices(batch_size=batch_size, batches=batches, inverse_step_sizes=inverse_step_sizes)
+    return AcceleratedSGD(problem, budget, choices).solve()
+
+
+@dataclasses.dataclass(frozen=True)
+class AcceleratedPlan:
+    """All that a phase needs but the data, and what is proved of it.
+
+    Attributes:
+        gradients: What users report.
+        smoothness: β of what is minimised.
+        steps: L_1, …, L_T.
+        bound: At least the excess of the loss itself; None where nothing is proved.
+    """
+
+    gradients: BoundedGradients
+    smoothness: float
+    steps: list[float]
+    bound: float | None
+
+
+class AcceleratedSGD(Solver):
+    """SCO Algorithm 4."""
+
+    algorithm = "accelerated SGD"
+
+    def bound(self, num_users: int, start: Start, *, exact: bool) -> float:
+        """Returns the excess loss to be proved for a phase of so many users; nearly so, but at once, if not ``exact``."""
+        size = self.batch_size(num_users, start)
+        bound = self.plan([size] * (num_users // size), start, exact=exact).bound
+        return self.problem.capped(float("inf")) if bound is None else bound
+
+    def run(self, users: Tensor, start: Start) -> Phase:
+        """Runs a phase on these users."""
+        groups = self.batches(users, None if self.choices.batches is not None else self.batch_size(len(users), start))
+        sizes = [len(group) for group in groups]
+        plan = self.plan(sizes, start, exact=True)
+        theta, history, more, bits = self.iterate(plan, groups, start)
+        return Phase(
+            theta,
+            plan.bound,
+            history,
+            {
+                "batch_size": min(sizes),
+                "rounds": len(groups),
+                **more,
+                "inverse_step_sizes": plan.steps,
+                "smoothness": plan.smoothness,
+                "lipschitz": self.problem.lipschitz,
+                "distance": start.distance,
+            },
+            bits,
+        )
+
+    def batch_size(self, num_users: int, start: Start) -> int:
+        """Returns the caller's batch size, or the proved bound's best."""
+        if self.choices.batch_size is not None:
+            if self.choices.batch_size > num_users:
+                raise ValueError(f"batch_size must not exceed the {num_users} users there are, got {self.choices.batch_size!r}")
+            return self.choices.batch_size
+        problem = self.problem
+        # How long an envelope's gradients are does not depend on its smoothness.
+        gradients = problem.smooth_gradients(problem.lipschitz / start.distance)
+        return accelerated_batch_size(
+            self.oracle(gradients, self.variance(None, gradients)),
+            num_users=num_users,
+            smoothness=problem.smoothness,
+            distance=start.distance,
+            lipschitz=problem.lipschitz,
+        )
+
+    def plan(self, sizes: list[int], start: Start, *, exact: bool) -> AcceleratedPlan:
+        """Returns smoothing, steps and bound for rounds of these sizes, with the protocols' own variance if ``exact``."""
+        problem, count = self.problem, len(sizes)
+        smoothness = problem.smoothness or best_smoothing(rounds=count, lipschitz=problem.lipschitz, distance=start.distance)
+        gradients = problem.smooth_gradients(smoothness)
+        deviation = max(
+            self.oracle(gradients, self.variance(size if exact else None, gradients)).deviation(size) for size in set(sizes)
+        )
+        steps = self.choices.inverse_step_sizes
+        if steps is None:
+            steps = accelerated_step_sizes(rounds=count, smoothness=smoothness, deviation=deviation, distance=start.distance)
+        elif len(steps) != count:
+            raise ValueError(f"inverse_step_sizes must hold one L_t for each of the {count} rounds, got {len(steps)}")
+        gap = gradients.limit * start.distance
+        if start.gap is not None:  # the envelope lies below the loss, by no more than the cost
+            gap = min(gap, start.gap + gradients.smoothing_cost)
+        bound = accelerated_bound(
+            steps,
+            smoothness=smoothness,
+            deviation=deviation,
+            distance=start.distance,
+            start_gap=gap,
+            diameter=problem.diameter,
+            bias=gradients.bias,
+        )
+        whole = None if bound is None else problem.capped(bound + gradients.smoothing_cost)
+        return AcceleratedPlan(gradients, smoothness, list(steps), whole)
+
+    def variance(self, size: int | None, gradients: BoundedGradients) -> float:
+        """Returns the variance per coordinate of the sum of a batch of this size; None: of one of a size not yet known."""
+        if size is None:
+            return self.budget.planned_variance(self.problem.dimension, gradients.limit)
+        return self.protocols([size], gradients)[size].variance
+
+    def iterate(
+        self, plan: AcceleratedPlan, groups: list[Tensor], start: Start
+    ) -> tuple[Tensor, list[Round], dict[str, Any], int | None]:
+        """Makes the rounds; returns the answer, the history, more of what was used, and what a user sends."""
+        protocols = self.protocols(map(len, groups), plan.gradients)
+        iterates, history, reached = AcceleratedIterates(self.problem.project, start.theta, plan.steps), History(len(groups)), 0
+        for group in groups:
+            gradient = self.mean_gradient(protocols[len(group)], plan.gradients, iterates.middle, group)
+            iterates.advance(gradient)
+            reached += len(group)
+            history.add(users=reached, gradient=gradient, theta=iterates.aggregate)
+        return iterates.aggregate, history.rounds, {}, max(each.bits_per_user for each in protocols.values())

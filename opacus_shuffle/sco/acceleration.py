@@ -1,0 +1,134 @@
+r"""AC-SA, the accelerated stochastic approximation of Lan (2012): its iteration, its step sizes and its proved excess loss.
+
+The theorems of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO) hide constants in O(). Every bound here
+is a number that the proof gives (``docs/proofs/20_accelerated_sgd.md``), with the noise that the protocol really has.
+
+SCO Theorem 4.3 and Lemma 4.4 print L_t = ((T+2)^{3/2}σ/D + β)/(t+1). Where noise is small that breaks L_t > α_t·β, which the
+proof needs, and on a quadratic without constraint the iterates diverge. Here L_t = (2β + s)/(t+1), which is proved.
+
+>>> steps = accelerated_step_sizes(rounds=100, smoothness=1.0, deviation=0.1, distance=1.0)
+>>> bound = accelerated_bound(steps, smoothness=1.0, deviation=0.1, distance=1.0, start_gap=1.0, diameter=1.0)
+>>> round(bound, 5)
+0.01185
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from opacus_shuffle.sco.oracle import Oracle
+
+_CANDIDATES = 4000
+
+
+def accelerated_momentum(step: int) -> float:
+    """Returns α_t = 2/(t+2), t from 1."""
+    return 2 / (step + 2)
+
+
+class AcceleratedIterates:
+    """The three sequences of AC-SA: θ, the aggregate (the answer) and the middle (where gradients are taken).
+
+    SCO Algorithm 6 leaves the middle point of its first round undefined, and takes later ones with α_t and the old aggregate:
+    that is the new aggregate over again. Here they are as in Algorithm 4: θ_1, then with α_{t+1} and the new aggregate.
+    """
+
+    def __init__(self, project: Callable[[Tensor], Tensor], start: Tensor, inverse_step_sizes: Sequence[float]) -> None:
+        self._project, self._step_sizes = project, inverse_step_sizes
+        self.step = 1
+        self.theta = self.aggregate = self.middle = start
+
+    def advance(self, gradient: Tensor) -> None:
+        """Makes one step by an estimate of the gradient at :attr:`middle`."""
+        alpha = accelerated_momentum(self.step)
+        self.theta = self._project(self.theta - gradient / self._step_sizes[self.step - 1])
+        self.aggregate = alpha * self.theta + (1 - alpha) * self.aggregate
+        self.step += 1
+        alpha = accelerated_momentum(self.step)
+        self.middle = alpha * self.theta + (1 - alpha) * self.aggregate
+
+
+def accelerated_step_sizes(*, rounds: int, smoothness: float, deviation: float, distance: float) -> list[float]:
+    """Returns L_1, …, L_T = (2β + s)/(t+1) with the s that minimises the bound (:func:`accelerated_bound`)."""
+    noise = deviation / distance * math.sqrt((rounds + 1) * (rounds + 2) * (2 * rounds + 3) / 6)
+    return [(2 * smoothness + noise) / (step + 1) for step in range(1, rounds + 1)]
+
+
+def accelerated_bound(
+    inverse_step_sizes: Sequence[float],
+    *,
+    smoothness: float,
+    deviation: float,
+    distance: float,
+    start_gap: float,
+    diameter: float,
+    bias: float = 0.0,
+) -> float | None:
+    """Returns at least the excess loss of AC-SA.
+
+    Args:
+        inverse_step_sizes: L_1, …, L_T; the step itself is 1/L_t.
+        smoothness: β.
+        deviation: σ with E‖ξ_t‖² ≤ σ², ξ_t the noise in round t's gradient: its error less the bias, centred given the past.
+        distance: D with E‖θ_1 − θ*‖² ≤ D².
+        start_gap: At least E f(θ_1) − f(θ*).
+        diameter: Of the set; counts only if (t+1)L_t grows, or against the bias.
+        bias: At least the norm of the expected error of a round's gradient given the past.
+
+    Returns:
+        The bound, or None where the proof says nothing: if L_t > α_t·β fails.
+
+    Formal Guarantees:
+        Proved (``docs/proofs/20_accelerated_sgd.md``): with w_t = (t+1)L_t and Γ_T = 2/((T+1)(T+2)),
+        E f(θ^ag_{T+1}) − f* ≤ Γ_T·[start_gap + w_1·D²/2 + Σ max(0, w_t − w_{t−1})·diameter²/2 + Σ (t+1)σ²/(2(L_t − α_tβ))]
+        + bias·diameter.
+    """
+    steps = np.asarray(inverse_step_sizes, dtype=np.float64)
+    times = np.arange(1, len(steps) + 1)
+    spare = steps - 2 / (times + 2) * smoothness
+    if np.any(spare < 0) or (deviation > 0 and np.any(spare == 0)):
+        return None
+    weights = (times + 1) * steps
+    rising = np.maximum(np.diff(weights) - 1e-12 * weights[1:], 0).sum()  # constant but for rounding counts as constant
+    moves = weights[0] * distance**2 / 2 + rising * diameter**2 / 2
+    noise = float(((times + 1) / spare).sum()) * deviation**2 / 2 if deviation > 0 else 0.0
+    gamma = 2 / ((len(steps) + 1) * (len(steps) + 2))
+    return gamma * (start_gap + float(moves) + noise) + bias * diameter
+
+
+def accelerated_batch_size(
+    oracle: Oracle, *, num_users: int, smoothness: float | None, distance: float, lipschitz: float
+) -> int:
+    """Returns the batch size with the least bound at T = ⌊n/b⌋ rounds; of order n^{3/5}s^{2/5}(L/(βD))^{2/5}.
+
+    Args:
+        oracle: L and the variance, both of what is reported.
+        num_users: n.
+        smoothness: β; None to choose it with the batch size (:func:`best_smoothing`).
+        distance: D.
+        lipschitz: L of the loss before smoothing.
+
+    Returns:
+        The largest b with the best T, in [1, n].
+    """
+    candidates = np.geomspace(1, num_users, min(num_users, _CANDIDATES))
+    candidates = np.unique(np.round(candidates).astype(np.int64))  # all batch sizes, or a geometric grid
+    rounds = np.unique(np.maximum(num_users // candidates, 1)).astype(np.float64)
+    sizes = num_users // rounds
+    gamma = 2 / ((rounds + 1) * (rounds + 2))
+    beta = lipschitz / distance * np.sqrt(1 / (2 * gamma)) if smoothness is None else np.full_like(rounds, smoothness)
+    deviation = oracle.lipschitz * np.sqrt(1 / sizes + (oracle.ratio / sizes) ** 2)
+    bound = gamma * (oracle.lipschitz * distance + beta * distance**2)
+    bound += 2 * distance * deviation * np.sqrt(gamma * (2 * rounds + 3) / 12)
+    if smoothness is None:
+        bound += lipschitz**2 / (2 * beta)
+    return int(sizes[int(np.argmin(bound))])
+
+
+def best_smoothing(*, rounds: int, lipschitz: float, distance: float) -> float:
+    """Returns the β that balances 2βD²/((T+1)(T+2)) against what smoothing costs, L²/(2β): (L/2D)·√((T+1)(T+2))."""
+    return lipschitz / (2 * distance) * math.sqrt((rounds + 1) * (rounds + 2))

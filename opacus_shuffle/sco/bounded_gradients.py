@@ -1,0 +1,130 @@
+"""``BoundedGradients``: what users report in a round, one gradient each, none longer than the protocol allows.
+
+>>> import torch
+>>> from opacus_shuffle.sco.objective import Objective
+>>> objective = Objective.from_loss(lambda theta, batch: (batch - theta).square().sum(1) / 2, dimension=2)
+>>> gradients = BoundedGradients(objective, limit=1.0, clip=True)
+>>> gradients.rows(torch.zeros(2), torch.tensor([[0.5, 0.0], [3.0, 4.0], [torch.nan, 0.0]])).tolist()
+[[-0.5, 0.0], [-0.6000000000000001, -0.8], [0.0, 0.0]]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opacus_shuffle.sco.moreau import MoreauEnvelope
+from opacus_shuffle.sco.objective import Objective
+from opacus_shuffle.sco.records import map_data, number_of_users, take
+
+TOLERANCE = 1e-5
+"""A gradient may exceed the Lipschitz constant by this fraction (rounding); it is then scaled back."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundedGradients:
+    """Gradients of a loss, or of its Moreau envelope, within a ball.
+
+    Attributes:
+        objective: The loss or the envelope.
+        limit: No reported gradient is longer.
+        clip: Whether longer gradients are cut and unusable ones replaced by zero, rather than refused.
+        bias: Gradients are wrong by at most this.
+        smoothing_cost: By how much the loss's excess may exceed that of what is minimised: L²/(2β) for an envelope.
+    """
+
+    objective: Objective
+    limit: float
+    clip: bool
+    bias: float = 0.0
+    smoothing_cost: float = 0.0
+
+    @classmethod
+    def of_envelope(cls, envelope: MoreauEnvelope, *, lipschitz: float, clip: bool) -> BoundedGradients:
+        """Returns the gradients of an L-Lipschitz loss's envelope."""
+        return cls(
+            envelope,
+            envelope.gradient_factor * lipschitz,
+            clip,
+            float(envelope.gradient_error),
+            lipschitz**2 / (2 * float(envelope.smoothness)),
+        )
+
+    def rows(self, theta: Tensor, batch: Any) -> Tensor:
+        """Returns one gradient per record, shape (B, d), float64, none longer than ``limit``.
+
+        With ``clip``, whether an error is raised must not tell about single records. A record without a finite gradient (one
+        with a wrong label, say) reports zero, which the protocol allows for; the other records report what they would report
+        beside a usable one.
+
+        Raises:
+            ValueError: If ``clip`` is False and a gradient is too long; or the objective's own error. With ``clip`` the
+                latter comes up only if every record of a block of at least two has one, or if a single record has one that
+                records of zeros and of ones have too (a wrong dimension, say).
+        """
+        rows = self._usable(theta, batch) if self.clip else self._gradients(theta, batch)
+        norms = rows.norm(dim=1, keepdim=True)
+        longest = float(norms.max()) if len(rows) else 0.0
+        # The true gradient is in the ball, so the way to its nearest point leads no farther from it.
+        if not self.clip and not longest <= self.limit * (1 + TOLERANCE) + self.bias:
+            raise ValueError(
+                f"lipschitz must bound every user's gradient, got {self.limit:.6g} and a gradient of norm {longest:.6g}: pass "
+                "a larger lipschitz, or clip=True to cut every gradient to it"
+            )
+        return rows * (self.limit / norms.clamp_min(self.limit))
+
+    def _gradients(self, theta: Tensor, batch: Any) -> Tensor:
+        """Returns the objective's gradients in double precision."""
+        return self.objective.gradients(theta, batch).detach().to(torch.float64)
+
+    def _usable(self, theta: Tensor, batch: Any) -> Tensor:
+        """Returns the gradients, with zeros for records that have none."""
+        rows = self._attempt(theta, batch)
+        if isinstance(rows, Tensor):
+            return torch.where(rows.isfinite().all(dim=1, keepdim=True), rows, 0.0)
+        error = rows
+        count = number_of_users(batch)
+        good = self._without_errors(theta, batch)
+        if not good:
+            if count > 1 or self._is_structural(error, theta, batch):
+                raise error
+            return torch.zeros(count, self.objective.dimension, dtype=torch.float64)
+        # The block again, with a usable record in the place of each unusable one: in a batch of another shape the usable ones
+        # might be rounded otherwise.
+        stand_ins = torch.full((count,), good[0])
+        stand_ins[good] = torch.tensor(good)
+        found = self._attempt(theta, take(batch, stand_ins))
+        if not isinstance(found, Tensor):
+            raise RuntimeError("objective must treat records one by one, got errors that depend on which ones are together")
+        usable = torch.zeros(count, 1, dtype=torch.bool)
+        usable[good] = True
+        return torch.where(usable & found.isfinite().all(dim=1, keepdim=True), found, 0.0)
+
+    def _without_errors(self, theta: Tensor, batch: Any) -> list[int]:
+        """Returns the records that raise no error, in order; found by halving the batch."""
+        good: list[int] = []
+        parts = [torch.arange(number_of_users(batch))]
+        while parts:
+            part = parts.pop()
+            if isinstance(self._attempt(theta, take(batch, part)), Tensor):
+                good += part.tolist()
+            elif len(part) > 1:
+                parts += part.tensor_split(2)
+        return sorted(good)
+
+    def _attempt(self, theta: Tensor, batch: Any) -> Tensor | Exception:
+        """Returns the gradients, or the error that there is instead."""
+        try:
+            return self._gradients(theta, batch)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a user's loss may raise: that it did tells about the record
+            return error
+
+    def _is_structural(self, error: Exception, theta: Tensor, record: Any) -> bool:
+        """Returns whether records of the same shapes, but with no one's values in them, meet the same error."""
+        probes = [self._attempt(theta, map_data(make, record)) for make in (torch.zeros_like, torch.ones_like)]
+        return all(type(found) is type(error) and str(found) == str(error) for found in probes)

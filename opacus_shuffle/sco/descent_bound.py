@@ -1,0 +1,104 @@
+"""``DescentBound``: the excess loss proved for gradient descent on all users, and the step sizes and rounds that suit it.
+
+>>> bound = DescentBound(rounds=200, num_users=500, oracle=Oracle(lipschitz=1.0, dimension=10, variance=50.0), granularity=6,
+...                      distance=1.0, diameter=2.0)
+>>> step = bound.best_step(smoothness=1.0)
+>>> round(step, 3), round(bound.value(step, smoothness=1.0), 3)
+(0.052, 0.096)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from scipy.optimize import minimize_scalar
+
+from opacus_shuffle.sco.oracle import Oracle, clamp, sgd_bound
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DescentBound:
+    """The excess population loss of the average of T full-gradient steps.
+
+    Attributes:
+        rounds: T.
+        num_users: n, all of them in every round.
+        oracle: What one of the T rounds tells.
+        granularity: Steps of the protocol's grid on [−L, L], g.
+        distance: D with E‖θ_0 − θ*‖² ≤ D².
+        diameter: Of the set, for the bias.
+
+    Formal Guarantees:
+        Proved for β-smooth losses and η ≤ 2/β (``docs/proofs/21_gradient_descent.md``): D²/(2ηT) + ηL_G²/2 on the sample, and
+        beyond it L times how far two runs drift apart whose data differ in one user. SCO's Lemma B.5 has L²ηT/n for the
+        latter, but passes over the random rounding, whose distribution depends on the gradients; here it is counted.
+    """
+
+    rounds: int
+    num_users: int
+    oracle: Oracle
+    granularity: int
+    distance: float
+    diameter: float
+
+    def drift(self, step_size: float, smoothness: float) -> float:
+        """Returns at least the generalisation error: L times the mean distance of two runs that differ in one user."""
+        oracle, users = self.oracle, self.num_users
+        width = 2 * oracle.lipschitz / self.granularity
+        root = width * math.sqrt(oracle.dimension)
+        pace = 2 * step_size * (oracle.lipschitz / users + oracle.bias) + step_size**2 * root * smoothness / (2 * users)
+        spread = step_size**2 * (root**2 / (2 * users**2) + 2 * root * oracle.bias / users)
+        return oracle.lipschitz * (pace * self.rounds / 2 + 2 / 3 * math.sqrt(spread * self.rounds))
+
+    def value(self, step_size: float, *, smoothness: float) -> float | None:
+        """Returns the bound at this step size; None if it exceeds 2/β."""
+        if step_size > 2 / smoothness * (1 + 1e-12):
+            return None
+        fit = sgd_bound(
+            rounds=self.rounds,
+            step_size=step_size,
+            second_moment=self.oracle.second_moment(self.num_users),
+            distance=self.distance,
+            diameter=self.diameter,
+            bias=self.oracle.bias,
+        )
+        return fit + self.drift(step_size, smoothness)
+
+    def best_step(self, *, smoothness: float | None, lipschitz: float = 0.0) -> float:
+        """Returns the η that minimises the bound; with ``smoothness`` None smoothing by β = 2/η counts, which costs ηL²/4."""
+        start = self.distance**2 / (2 * self.rounds)
+
+        def slope(step: float) -> float:
+            beta = 2 / step if smoothness is None else smoothness
+            rough = lipschitz**2 / 4 if smoothness is None else 0.0
+            return self.oracle.second_moment(self.num_users) / 2 + self.drift(step, beta) / step + rough
+
+        if smoothness is None:  # the drift is then proportional to η
+            return math.sqrt(start / slope(1.0))
+        step = 2 / smoothness
+        first = math.sqrt(start / slope(1e-12 * step))  # the slope grows with η: the best step is no longer than this
+        found = minimize_scalar(
+            lambda log_step: start / math.exp(log_step) + math.exp(log_step) * slope(math.exp(log_step)),
+            bounds=(math.log(min(first, step)) - 12, math.log(min(first, step))),
+            method="bounded",
+            options={"xatol": 1e-6},
+        )
+        return min(math.exp(found.x), step)
+
+    def best_value(self, *, smoothness: float | None, lipschitz: float) -> float:
+        """Returns the bound at the best step, with what smoothing costs where ``smoothness`` is None."""
+        step = self.best_step(smoothness=smoothness, lipschitz=lipschitz)
+        beta = 2 / step if smoothness is None else smoothness
+        proved = self.value(step, smoothness=beta)
+        cost = lipschitz**2 / (2 * beta) if smoothness is None else 0.0
+        return math.inf if proved is None else proved + cost
+
+
+def descent_candidates(oracle: Oracle, *, num_users: int) -> list[int]:
+    """Returns numbers of rounds to try: the powers of two up to T = min(n, (n/s)²) of Lemma B.6, s of one round, and T itself.
+
+    Beyond that T the noise is the larger part; below it the rounding may be (:class:`DescentBound`), which wants fewer rounds.
+    """
+    most = clamp(min(num_users, (num_users / max(oracle.ratio, 1e-150)) ** 2), num_users)
+    return [*(2**power for power in range(most.bit_length()) if 2**power < most), most]

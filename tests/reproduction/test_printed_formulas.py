@@ -1,0 +1,107 @@
+"""The printed formulas are the paper's."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import printed_formulas
+import pytest
+import torch
+from helpers.convex_problems import BUDGET, Quadratic, mean_excesses
+
+from opacus_shuffle.sco.accelerated_sgd import shuffle_accelerated_sgd
+from opacus_shuffle.sco.acceleration import (
+    accelerated_bound,
+    accelerated_step_sizes,
+)
+from opacus_shuffle.sco.budget import PrivacyBudget
+from opacus_shuffle.sco.constraints import L2Ball
+from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent
+from opacus_shuffle.sco.problem import Problem
+from opacus_shuffle.sco.sgd import shuffle_sgd
+
+
+def ac_sa(steps, gradient, start, project=lambda theta: theta):
+    """AC-SA as Lan (2012) writes it, slowly."""
+    theta = aggregate = np.asarray(start, dtype=float)
+    for t, size in enumerate(steps, 1):
+        alpha = 2 / (t + 2)
+        middle = alpha * theta + (1 - alpha) * aggregate
+        theta = project(theta - gradient(middle) / size)
+        aggregate = alpha * theta + (1 - alpha) * aggregate
+    return aggregate
+
+
+@pytest.mark.parametrize("rounds", [10, 100])
+def test_the_printed_steps_diverge_where_ours_converge(rounds):
+    options = {"rounds": rounds, "smoothness": 1.0, "deviation": 0.0}
+    printed = printed_formulas.accelerated_step_sizes(problem(), **options)
+    ours = accelerated_step_sizes(distance=1.0, **options)
+    assert abs(ac_sa(printed, lambda theta: theta, 1.0)) > 5
+    assert abs(ac_sa(ours, lambda theta: theta, 1.0)) < 1e-5
+    bounds = {"smoothness": 1.0, "deviation": 0.0, "distance": 1.0, "start_gap": 0.5, "diameter": 2.0}
+    assert accelerated_bound(printed, **bounds) is None
+    assert 0.5 * ac_sa(ours, lambda theta: theta, 1.0) ** 2 <= accelerated_bound(ours, **bounds)
+
+
+def problem(users=5000, dimension=7, lipschitz=1.5, diameter=2.5):
+    """A ball about the start."""
+    data, ball = torch.zeros(1, dimension).expand(users, dimension), L2Ball(diameter / 2)
+    return Problem(Quadratic(dimension), data, constraint=ball, lipschitz=lipschitz, smoothness=1.0)
+
+
+def test_the_printed_formulas_are_the_papers():
+    n, d, lip, diam, eps, delta, beta = 5000, 7, 1.5, 2.5, 0.7, 1e-5, 3.0
+    both, p = (problem(n, d, lip, diam), PrivacyBudget(eps, delta)), printed_formulas
+    log = math.log(d / delta)
+    assert p.sgd_batch_size(*both) == round(math.sqrt(d) * log / eps)
+    assert p.sgd_step_size(*both, batch_size=60, rounds=83) == pytest.approx(
+        eps * 60 * diam / (lip * math.sqrt(83) * (eps * 60 + math.sqrt(d) * lip * log))
+    )
+    assert p.accelerated_batch_size(*both, smoothness=beta) == round(
+        n**0.6 * d**0.2 * lip**0.4 * log**0.4 / (eps**0.4 * beta**0.4 * diam**0.4)
+    )
+    assert p.accelerated_smoothing(*both) == pytest.approx(
+        eps ** (2 / 3) * n ** (2 / 3) * lip / (d ** (1 / 3) * diam * log ** (2 / 3))
+    )
+    assert p.accelerated_deviation(*both, batch_size=60) == pytest.approx(
+        math.sqrt(lip**2 / 60 + d * lip**2 * log**2 / (60**2 * eps**2))
+    )
+    full = math.log(n * d / delta)
+    assert p.descent_rounds(*both) == min(n, round(eps**2 * n**2 / (d * full**2)))
+    assert p.descent_step_size(both[0], rounds=50) == pytest.approx(diam / (lip * math.sqrt(50)))
+    assert p.descent_smoothing(*both) == pytest.approx(lip / diam * min(math.sqrt(n), eps * n / (math.sqrt(d) * full**1.5)))
+    steps = p.accelerated_step_sizes(both[0], rounds=3, smoothness=2.0, deviation=0.5)
+    assert steps[1] == pytest.approx((5**1.5 * 0.5 / diam + 2.0) / 3)
+
+
+def test_d_is_the_diameter_of_the_set_and_not_the_distance_from_its_centre():
+    ball = problem()
+    assert (ball.distance, ball.diameter) == (1.25, 2.5)
+    assert printed_formulas.descent_step_size(ball, rounds=4) == 2.5 / (1.5 * 2)
+
+
+@pytest.mark.parametrize("run", [shuffle_sgd, shuffle_gradient_descent])
+def test_the_mean_excess_is_below_the_bound_with_the_printed_choices(run):
+    printed, budget = problem(3000, 3, 1.8, 2.0), PrivacyBudget(**BUDGET)
+    if run is shuffle_sgd:
+        size = printed_formulas.sgd_batch_size(printed, budget)
+        step = printed_formulas.sgd_step_size(printed, budget, batch_size=size, rounds=3000 // size)
+        choices = {"batch_size": size, "step_size": step}
+    else:
+        choices = {"smoothness": 1.0, "rounds": 50, "step_size": printed_formulas.descent_step_size(printed, rounds=50)}
+    excesses, bound = mean_excesses(run, 12, **choices)
+    assert excesses.mean() - 4 * excesses.std() / math.sqrt(12) <= bound < 1.8 * 2
+
+
+def test_the_accelerated_method_takes_the_printed_choices_and_proves_nothing_where_they_need_not_converge():
+    printed, budget = problem(3000, 3, 1.8, 2.0), PrivacyBudget(15.0, 1e-6)
+    size = printed_formulas.accelerated_batch_size(printed, budget, smoothness=50.0)
+    rounds = 3000 // size
+    deviation = printed_formulas.accelerated_deviation(printed, budget, batch_size=size)
+    steps = printed_formulas.accelerated_step_sizes(printed, rounds=rounds, smoothness=50.0, deviation=0 * deviation)
+    steep = Problem(Quadratic(3), printed.data, constraint=L2Ball(1.0), lipschitz=1.8, smoothness=50.0)
+    estimate = shuffle_accelerated_sgd(steep, budget, batch_size=size, inverse_step_sizes=steps)
+    assert estimate.excess_loss_bound is None
+    assert estimate.choices["inverse_step_sizes"] == steps

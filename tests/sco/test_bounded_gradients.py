@@ -1,0 +1,97 @@
+"""Long gradients and unusable records are refused, or cut and replaced by zero."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers.convex_problems import (
+    BUDGET,
+    half_square,
+    seeded,
+    solve,
+)
+
+from opacus_shuffle.sco.bounded_gradients import BoundedGradients
+from opacus_shuffle.sco.constraints import L2Ball
+from opacus_shuffle.sco.losses import absolute_loss, logistic_loss
+from opacus_shuffle.sco.moreau import MoreauEnvelope
+from opacus_shuffle.sco.objective import Objective
+from opacus_shuffle.sco.records import take
+from opacus_shuffle.sco.sgd import shuffle_sgd
+
+
+def test_long_gradients_are_refused_or_cut(silent):
+    data = torch.tensor([[3.0, 4.0]], dtype=torch.float64).repeat(4, 1)
+    options = {"constraint": L2Ball(10.0), "dimension": 2, "batch_size": 4, "average": False, "step_size": 1.0, **BUDGET}
+    with pytest.raises(ValueError, match=r"lipschitz must bound .* got 2 and a gradient of norm 5: pass a larger"):
+        solve(shuffle_sgd, half_square, data, lipschitz=2.0, **options)
+    cut = solve(shuffle_sgd, half_square, data, lipschitz=2.0, clip=True, **options)
+    assert torch.allclose(cut.theta, torch.tensor([1.2, 1.6], dtype=torch.float64))
+    # Rounding is forgiven, and scaled back.
+    whole = solve(shuffle_sgd, half_square, data, lipschitz=5.0 * (1 - 5e-6), **options)
+    assert float(whole.theta.norm()) == pytest.approx(5.0 * (1 - 5e-6))
+
+
+def unusable():
+    """Objectives for which some records are unusable, these records, and data."""
+    data = torch.randn(9, 2, generator=seeded(3), dtype=torch.float64)
+
+    def picky(theta, batch):
+        return (batch - theta).square().sum(1) / (1 if batch.isfinite().all() else float("nan"))
+
+    def steep(theta, batch):
+        return (batch - theta).abs().sum(1) * (1 + batch.abs().max() // 50)
+
+    def raising(theta, batch):
+        if float(batch.abs().max()) > 50:
+            raise RuntimeError("too large")
+        return (batch - theta).square().sum(1)
+
+    general = Objective.from_loss(steep, dimension=2)
+    return {
+        "not finite": (Objective.from_loss(half_square, dimension=2), data, math.nan),
+        "branching": (Objective.from_loss(picky, dimension=2), data, math.inf),
+        "raising": (Objective.from_loss(raising, dimension=2), data, 99.0),
+        "steeper than told": (MoreauEnvelope(general, 1.0, lipschitz=2.0), data, 99.0),
+        "no label": (Objective.from_loss(logistic_loss, dimension=2), (data, torch.ones(9)), 0.0),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:loss cannot be vectorised")
+@pytest.mark.parametrize("case", unusable())
+def test_unusable_records_report_zero_where_long_gradients_are_cut_and_change_nothing_else(case):
+    objective, data, value = unusable()[case]
+    theta = torch.tensor([0.1, 0.2], dtype=torch.float64)
+
+    def spoilt(records):
+        if isinstance(data, tuple):
+            labels = data[1].clone()
+            labels[records] = value
+            return data[0], labels
+        changed = data.clone()
+        changed[records] = value
+        return changed
+
+    refuse, cut = (BoundedGradients(objective, 2.0, clip) for clip in (False, True))
+    clean = cut.rows(theta, data)
+    for records in ([0], [4, 8], list(range(1, 9))):
+        with pytest.raises((ValueError, RuntimeError)):
+            refuse.rows(theta, spoilt(records))
+        rows = cut.rows(theta, spoilt(records))
+        others = [i for i in range(9) if i not in records]
+        assert torch.equal(rows[others], clean[others])
+        assert float(rows[records].abs().max()) == 0
+        alone = cut.rows(theta, take(spoilt(records), records[:1]))
+        assert alone.shape == (1, 2)
+        assert float(alone.abs().max()) == 0
+    with pytest.raises((ValueError, RuntimeError)):
+        cut.rows(theta, spoilt(list(range(9))))
+
+
+def test_mistakes_in_the_call_are_refused_even_where_long_gradients_are_cut(silent):
+    options = {"constraint": L2Ball(1.0), "lipschitz": 2.0, "dimension": 2, "clip": True, **BUDGET}
+    for batch_size in (1, 5):
+        with pytest.raises(ValueError, match=r"x must be a floating-point tensor of shape \(B, 2\)"):
+            solve(shuffle_sgd, absolute_loss, (torch.zeros(20, 3), torch.zeros(20)), batch_size=batch_size, **options)

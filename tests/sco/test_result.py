@@ -1,0 +1,63 @@
+"""Estimates speak and draw, and their histories are short."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.convex_problems import (
+    BUDGET,
+    half_square,
+    solve,
+)
+
+from opacus_shuffle.sco.constraints import L2Ball
+from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent
+from opacus_shuffle.sco.result import History
+from opacus_shuffle.sco.sgd import shuffle_sgd
+
+
+def test_results_speak_and_draw():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    data = torch.zeros(300, 2, dtype=torch.float64)
+    estimate = solve(
+        shuffle_sgd,
+        half_square,
+        data,
+        constraint=L2Ball(1.0),
+        lipschitz=1.0,
+        dimension=2,
+        batch_size=50,
+        average=False,
+        **BUDGET,
+    )
+    assert estimate.excess_loss_bound is None
+    for words in ("2 parameters after 6 rounds", "nothing is proved for these settings", "epsilon = 1", "batch_size=50"):
+        assert words in str(estimate)
+    axes = estimate.plot()
+    assert axes.get_xlabel() == "users so far"
+    assert len(axes.lines[0].get_xdata()) == 6
+    drawn = estimate.plot(value=lambda theta: float(theta.norm())).lines[0].get_ydata()
+    assert drawn[-1] == pytest.approx(float(estimate.theta.norm()))
+    full = solve(
+        shuffle_gradient_descent,
+        half_square,
+        data,
+        constraint=L2Ball(1.0),
+        lipschitz=1.0,
+        smoothness=1.0,
+        dimension=2,
+        rounds=4,
+        **BUDGET,
+    )
+    assert "expected excess loss at most" in str(full)
+    assert full.plot(axes).get_xlabel() == "rounds"
+
+
+@pytest.mark.parametrize(("rounds", "kept"), [(1, 1), (200, 200), (201, 101), (5000, 200)])
+def test_histories_keep_few_snapshots_and_always_the_last(rounds, kept):
+    history = History(rounds)
+    for step in range(rounds):
+        history.add(users=step, gradient=torch.ones(1), theta=torch.full((1,), float(step)))
+    assert sum(each.theta is not None for each in history.rounds) == kept
+    assert float(history.rounds[-1].theta) == rounds - 1
