@@ -1,33 +1,10 @@
-r"""Integer sums hidden by binomial noise: one exact hockey stick, and one Gaussian mechanism that covers them all.
+r"""Covers integer sums under binomial noise: one coordinate by its exact hockey stick, many by one Gaussian mechanism.
 
 In a multi-message shuffle protocol user i holds w ∈ [0, g]^d, rounds every coordinate at random to a neighbouring integer, and
-the analyzer sees, coordinate by coordinate, the sum of the rounded values plus Bin(m, p). Replacing one user's w by w′ moves
-the sums by an amount that is random, anywhere in the ball ‖w − w′‖₂ ≤ g, and spread over d coordinates in any way.
-
-**One coordinate, exactly** (:func:`hockey_stick`). A binomial is log-concave, so the likelihood ratio of B + k and B grows with
-the outcome and the best test is a threshold: δ(ε) is a difference of two tails. By the same token it grows with k, and a
-randomly rounded value is a mixture of integers (round w and w′ with one common coin: they differ by at most ⌈|w − w′|⌉ ≤ g), so
-for d = 1 the worst case over all data sets is the integer shift g, in one direction or the other.
-
-**Any number of coordinates** (:func:`gaussian_bound`). Let F be the distribution function of Bin(m, p), f its probabilities,
-and z(y) = Φ⁻¹(F(y)). Write X_w for one user's rounded value plus the noise: P(X_w ≤ y) = (1−u)F(y−i) + uF(y−i−1) for w = i + u.
-    1. For fixed y, w ↦ Φ⁻¹(P(X_w ≤ y)) falls with slope at most c = max_y f(y)/min(φ(z(y−1)), φ(z(y))), the maximum being over
-       the y − i that occur: the derivative of the numerator is −f(y−i), and Φ⁻¹(P) lies between z(y−i−1) and z(y−i).
-    2. The ratio of X_w′ to X_w is monotone (log-concavity again), so their trade-off function is the polygon through the
-       thresholds' points. By 1. all of these lie on or above the trade-off function of N(0, 1) against N(c|w − w′|, 1), which
-       is convex: so does the polygon. By Blackwell's theorem the pair is a post-processing of those Gaussians.
-    3. In the far tails, where z falls off a lattice, c would be infinite. There the outcomes are lumped together, lowest and
-       highest thresholds becoming the polygon's ends (the first and last chords join points *on* the Gaussian's curve, so 2.
-       holds as it is). The thresholds y that 1. allows for values from w to w′ run from lo + ⌈w′⌉ − 1 to hi + ⌊w⌋, where the
-       maximum in c is over [lo, hi]. So whichever value in between is the true one,
-       an outcome is lumped only if B ≤ lo + g or B > hi − g: lumping changes nothing but what has that probability, ``lost``.
-       The same thresholds do for any number of values in between, as sampling asks for (a user's two values, and the value of
-       whoever takes the place of a user who is not drawn).
-    4. Coordinates are independent, so all d together are a post-processing of one Gaussian mechanism with
-       μ = c·‖w − w′‖₂ ≤ c·g, whatever the direction: δ(ε) ≤ δ_Gauss(ε; c·g) + d·lost, for every pair of neighbours. Rounds
-       compose as Gaussians do, adaptively: μ² and ``lost`` add up.
-For p = ½ and m trials c exceeds 1/√(m/4) by a fraction of about t/√m with t the tails' distance in standard deviations: below
-1 % for a million trials. So the bound cannot be much improved: one coordinate moving by g already has nearly that ε.
+the analyzer sees, coordinate by coordinate, the sum of the rounded values plus Bin(m, p). Proved for every data set in
+docs/proofs/02_sums_with_binomial_noise.md: for d = 1 the worst case is the integer shift g (Proposition 2.1,
+:func:`hockey_stick`); for any d, and wherever in the ball ‖w − w′‖₂ ≤ g a user's value moves, the sums are a post-processing of
+one Gaussian mechanism with μ = c·‖w − w′‖₂ but for a probability d·``lost`` (Theorem 2.5, :func:`gaussian_bound`).
 
 >>> noise = BinomialNoise(trials=40_000, probability=0.5)  # standard deviation 100
 >>> bound = gaussian_bound(noise, shift=100, tail=1e-12)
@@ -108,7 +85,7 @@ class GaussianBound:
     """A sum that moves by w is no easier to notice than a Gaussian whose mean moves by ``slope``·‖w‖₂ standard deviations.
 
     Attributes:
-        slope: c of the module's text, rounded up; ``inf`` where the noise has no room for the shift.
+        slope: c of Lemma 2.2, rounded up; ``inf`` where the noise has no room for the shift.
         lost: What each coordinate adds to δ, per round.
     """
 
@@ -128,7 +105,7 @@ def hockey_stick(noise: BinomialNoise, *, shift: int, epsilon: float) -> float:
         δ in [0, 1].
 
     Formal Guarantees:
-        For d = 1 proved for every data set with values in [0, shift], replacement adjacency; exact for the worst.
+        For d = 1 proved for every data set with values in [0, shift], replacement adjacency; exact for the worst (2.1).
     """
     shift = integer("shift", shift, minimum=0)
     if finite_number("epsilon", epsilon) < 0:
@@ -176,7 +153,7 @@ def gaussian_bound(noise: BinomialNoise, *, shift: int, tail: float) -> Gaussian
         Slope and loss; an infinite slope where the noise is too small to cover ``shift`` but for ``tail``.
 
     Formal Guarantees:
-        Steps 1 to 4 of the module's text. Proved for every data set, replacement adjacency.
+        Theorem 2.5 of docs/proofs/02_sums_with_binomial_noise.md: proved for every data set, replacement adjacency.
     """
     shift = integer("shift", shift)
     tail = open_unit_interval("tail", tail)

@@ -1,66 +1,21 @@
-r"""The certificate: an ε of shuffled Gaussian reports that holds for **every** data set.
+r"""Computes the certificate: an ε of shuffled Gaussian reports that holds for **every** data set.
 
 The idea. Whatever an other user's x, ‖x‖ ≤ 1, N(x, σ²I) ≥ α·N(0, σ²I) wherever ⟨y, x/‖x‖⟩ ≥ −tσ, with
 α = e^{−(t/σ + 1/2σ²)}: with probability about α that user sends what a user at zero would send, a *clone* of zero. Among k
 clones, user 1's report hides as in the papers' pair with k + 1 users (:mod:`opacus_shuffle.analysis.mean_ratio`), which is
-thereby enough to know. Two ways to make "about" exact; in both, f₀ = N(0, σ²I), f₁ = N(x₁, σ²I), A_i is the half-space above
-for user i, f₀(A_i) = Φ(t), and H_τ(P‖Q) = ∫(P − τQ)₊.
+thereby enough to know. Two ways to make "about" exact, both proved in docs/proofs/01_gaussian_clones.md:
 
-**Mended clones** (``"mended"``). f_{x_i} = α·f₀·1[A_i] + rest. Putting the missing mass αΦ(−t) back gives α·f₀ + (1 − α)·(…)
-within total variation αΦ(−t). Let every other user flip Bern(α) and reveal who is no clone and what they sent: the shuffled
-view is a function of that. Given k clones it is the pair with k + 1 users, whose X is largest in convex order at ‖x₁‖ = 1.
-So δ(ε) ≤ E_k[δ_pair(ε; k + 1)] + (1 + e^ε)(n − 1)αΦ(−t), k ~ Bin(n − 1, α). T adaptive rounds: the pairs compose, and the
-distances add up (given the past, the x_i of a round are fixed vectors). ∎
+* **Mended clones** (``"mended"``, Theorem 1.4): δ(ε) ≤ E_k[δ_pair(ε; k + 1)] + (1 + e^ε)(n − 1)αΦ(−t), k ~ Bin(n − 1, α).
+* **Truncated clones** (``"truncated"``, Theorem 1.6): the pair's hockey sticks times Φ(t)^{−k}, k ~ Bin(n − 1, αΦ(t)), and a
+  slack of Φ(1/σ − t) + e^ε·Φ(−t), which does not grow with n. Usually smaller where σ is above about 1.
 
-**Truncated clones** (``"truncated"``): no slack that grows with n. Take f_{x_i} = αΦ(t)·B_i + rest with B_i = f₀(· | A_i)
-as it is. Given k clones (and all else revealed) let the adversary know every slot but which of the k + 1 holds user 1: a
-transposition (1 I), I uniform, which a further shuffle turns into the true view. Let g have z₁ ~ f₀ and z_I ~ B_I in their
-slots. The parts of P and Q that are continuous to it have densities Σ_I v_I X(z_I)/(k+1) and Σ_I v_I/(k+1), where
-v₁ = 1 and v_I = 1[z₁ ∈ A_I]; what is singular to it, user 1's report in a slot I but outside A_I, has masses
-s = mean_I f₁(A_I^c) ≤ Φ(1/σ − t) under P and m = Φ(−t)·k/(k+1) under Q. Let V be the slots with v_I = 1, and μ the measure with
-density #(slots not in V)/(k+1), of mass m; then M = Q_cont + μ is a probability, P° = P_cont + μ has mass 1 − s + m, and
-    ∫(P° − τM)₊ = (1/(k+1)) E_g(Σ_{I∈V} (X(z_I) − τ) + Σ_{I∉V} (1 − τ))₊
-                ≤ Φ(t)^{−k} (1/(k+1)) E_{f₀}(same)₊              the integrand is ≥ 0, and f₀ gives all A_I at once Φ(t)^k
-                ≤ Φ(t)^{−k} (1/(k+1)) E_{f₀}(Σ_I (X(z_I) − τ))₊   Jensen over the z_I with I ∉ V, as E X = 1
-                = Φ(t)^{−k}·H_τ(pair with k + 1 users),
-and likewise ∫(M − τP°)₊ against the pair's other direction. A factor c ≥ 1 on both hockey sticks is dominated by the ratio
-1 + c·(R − 1), since c·E(R − τ)₊ ≤ E(1 + c(R − 1) − τ)₊ for τ ≥ 1 and c·E(τ − R)₊ ≤ E(τ − 1 − c(R − 1))₊ below 1, once the
-difference |s − m| of the masses of P° and M is added as mass at infinity. P exceeds P° by s at most, Q exceeds M by m, M
-exceeds Q by m and P° exceeds P by m: per round, δ(ε) grows by max(s, m) + e^ε·m ≤ Φ(1/σ − t) + e^ε·Φ(−t) in either direction,
-instead of (1 + e^ε)(n − 1)αΦ(−t). (Over T rounds P° may have a mass of (1 + m)^T, a factor e^{TΦ(−t)} on the slack.) A smaller
-t does, and α grows, where σ is above about 1. ∎
-
-**Sampling.** Call the messages that are user 1's or a participating clone's the pool, j of them (α stands for the clones'
-probability, above α or αΦ(t)). Given j and what is revealed (the participants that are no clones: who, how many, what they
-sent), user 1 is in the pool with a probability π, the same in both data sets, and R = 1 − π + π·mean_j(X).
-    * Without replacement, m of n: j is 1 + Bin(m − 1, α) if user 1 takes part, Bin(m, α) if not; the revealed are m − j either
-      way and, given j, equally likely to be any of the others. π = γj / (γj + (1 − γ)mα), γ = m/n.
-    * Check-in: let a be the number of absent users. Given j and a, π = j/(j + αa). **Given j alone its mean is**
-      π_j = j(1 − γα) / (j(1 − γα) + (1 − γ)(n − j)α), j ~ γ·(1 + Bin(n − 1, γα)) + (1 − γ)·Bin(n − 1, γα); but a is known to
-      this adversary and does depend, by one user, on whether user 1 is in. E(1 − π + πY − τ)₊ is convex in π, so π is replaced
-      by a two-point distribution on its range (but for a negligible part of a's distribution, which counts as lost) with the
-      mean π_j.
-    * For truncated clones the two cases' pools differ: {f₀ or f₁, B_K} and U = {B_i, B_K}, |K| = j − 1, i uniform outside K.
-      All is compared with (πP° + (1 − π)M, M), whose hockey sticks are the pair's damped by π. As U is within total variation
-      Φ(−t) of {f₀, B_K}, which is within Φ(−t) of M, the slack is πΦ(1/σ − t) + 2(1 − π)Φ(−t) + e^ε(2 − π)Φ(−t) per round, at
-      most Φ(1/σ − t) + Φ(−t) + 2e^ε·Φ(−t).
-    * The slack of mended clones is (1 + e^ε)·αΦ(−t) per expected other participant, (n − 1)γ of them.
-
-**Mixtures.** The pair's hockey sticks fall with the number of users (sample means are a reverse martingale), so pool sizes are
-grouped, each group taking the distribution of its smallest size and a two-point distribution of its π's.
-
-**Replacement adjacency.** A record moves x → x′: chain x → 0 → x′, (ε, δ) twice gives (2ε, δ(1 + e^ε)); or clone user 1's own
-value, everyone at distance ≤ 2, which is all of the above at σ/2. The smaller one is taken.
-
-Nothing is ever reported above :func:`opacus_shuffle.analysis.shuffled_rounds.unshuffled_epsilon`: few clones (σ below about 1
-at n = 60000) mean no certified gain.
+Rounds, sampling and replacement are Corollaries 1.5 and 1.8 and Propositions 1.9 to 1.15. Nothing is ever reported above
+:func:`opacus_shuffle.analysis.shuffled_rounds.unshuffled_epsilon`: few clones (σ below about 1 at n = 60000) mean no certified
+gain.
 
 >>> rounds = [(ShuffledRound(noise_multiplier=9.48, num_users=60_000), 1)]
 >>> round(compute_epsilon(rounds, delta=1 / 60_000), 5), round(compute_epsilon(rounds, delta=1 / 60_000, clones="truncated"), 5)
 (0.00096, 0.00087)
-
-Source: this library's. Clones: Feldman, McMillan, Talwar (arXiv 2012.12803), whose clones copy both values of user 1 and need
-pure local ε₀ (:mod:`opacus_shuffle.analysis.clones`).
 """
 
 from __future__ import annotations
@@ -102,7 +57,7 @@ def compute_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
         rounds: Rounds of any kinds, each with its number of repetitions, at least 1.
         delta: δ in (0, 1).
         adjacency: ``"zero_out"`` (a record becomes a zero report) or ``"replace"`` (it becomes any other).
-        clones: Which proof: ``"mended"`` or ``"truncated"`` (see the module; smaller for σ above about 1).
+        clones: Which proof: ``"mended"`` or ``"truncated"``.
 
     Returns:
         ε, never above the unshuffled reports'.
@@ -112,7 +67,7 @@ def compute_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
 
     Formal Guarantees:
         (ε, δ)-differential privacy of the shuffled reports of all rounds together, for every data set whose records are clipped
-        to norm 1, adaptively chosen rounds included. Proved in the module's documentation.
+        to norm 1, adaptively chosen rounds included. Theorems 1.4 and 1.6 of docs/proofs/01_gaussian_clones.md.
 
     Edge cases:
         ===========================  ==============================================
@@ -144,7 +99,7 @@ def clone_probability(noise_multiplier: float, margin: float) -> float:
 
 
 def _chained(rounds: Merged, delta: float, clones: Clones, give_up: float) -> float:
-    """Replacement as two zero-outs: 2ε at δ(1 + e^ε)."""
+    """Returns ε of replacement as two zero-outs: 2ε at δ(1 + e^ε) (1.15)."""
     share = delta / 2
     for _ in range(20):
         epsilon = _with_clones(rounds, share, clones)  # two unshuffled zero-outs never beat one unshuffled replacement
@@ -183,7 +138,7 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones) -> float:
 
 
 def _slack(rounds: Merged, margin: float, clones: Clones) -> tuple[float, float]:
-    """What all rounds add to δ: the first number, and the second times e^ε."""
+    """Returns what all rounds add to δ: a number, and one that e^ε multiplies (1.4, 1.6, 1.8, 1.12, 1.13)."""
     missing = float(ndtr(-margin))
     if clones == "mended":
         distance = sum(
@@ -230,7 +185,7 @@ def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float) -> 
 
 
 def _mixture(each: ShuffledRound, margin: float, clones: Clones, budget: float, tail: float) -> Mixture:
-    """The round's distribution of R as a mixture over pool sizes; ``budget`` of probability may be lost to rare ones."""
+    """Returns the round's R as a mixture over pool sizes (1.7, 1.14); ``budget`` of probability may be lost to rare ones."""
     probability = clone_probability(each.noise_multiplier, margin)
     stretch = 0.0
     if clones == "truncated":
@@ -260,7 +215,7 @@ def _mixture(each: ShuffledRound, margin: float, clones: Clones, budget: float, 
 def _pools(
     each: ShuffledRound, probability: float, budget: float
 ) -> Iterator[tuple[float, int, list[tuple[float, tuple[int, float]]]]]:
-    """Yields groups of pool sizes: (probability, users, [(share, (largest size, π))]); users 0 for what is lost."""
+    """Yields groups of pool sizes (1.14): (probability, users, [(share, (largest size, π))]); users 0 for what is lost."""
     n, gamma = each.num_users, each.sample_rate
     clone = probability
     if each.sampling is None:
@@ -302,7 +257,7 @@ def _pools(
 def _membership(
     each: ShuffledRound, gamma: float, clone: float, sizes: Counts, present: Vector, weights: Vector, budget: float
 ) -> tuple[Vector, Vector, Vector]:
-    """π given the pool's size: its mean and its range over what else is revealed."""
+    """Returns π given the pool's size: its mean and its range over what else is revealed (1.10, 1.11)."""
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = np.where(weights > 0, present / np.where(weights > 0, weights, 1.0), 0.0)
     if each.sampling != "poisson" or gamma == 1:

@@ -6,16 +6,9 @@ independent copies, R = (X₁ + … + Xₙ)/n, and D_λ(moved ‖ all zero) = lo
 a sum over the integer partitions of λ, exponentially many; here all orders up to λ come from three passes of O(λ²) time and
 O(λ) memory in which **every term is positive**, so no digit is lost to cancellation, however large n is.
 
-How it works (u = 1/σ², q = eᵘ)
-    1. E[X^k] = q^{k(k−1)/2}, so A(x) = Σ E[X^k] x^k/k! obeys A′(x) = A(qx). Put s(x) = x·(log A)′(x) = Σ s_k x^k, that is
-       s_k = k·κ_k/k! with κ_k the cumulants of X. Taking logarithms and differentiating, x·s′ = s + s·(s(qx) − s(x)):
-       s₁ = 1,  (k − 1)·s_k = Σ_{i=1}^{k−1} (q^i − 1)·s_i·s_{k−i}.
-    2. The mean of n has cumulants κ_k/n^{k−1}. Dropping the first one centres it: with b_j = E[(R − 1)^j]/j!,
-       b₀ = 1, b₁ = 0,  m·b_m = Σ_{k=2}^{m} s_k·n^{1−k}·b_{m−k}.
-    3. E[R^λ] − 1 = Σ_{j=2}^{λ} λ!/(λ − j)!·b_j.
-Check-in replaces X by 1 − B + B·X, B ~ Bern(γ): its central moments are γ times those of X (step 2 with n = 1), and the n-th
-power of their series is the J.C.P. Miller recurrence, positive too while λ ≤ 2n + 2, and binary powering beyond. Subsampling
-without replacement has R = 1 − γ + γ·(mean of m), so step 2 with n = m and b_j scaled by γ^j.
+The three passes are cumulants of X, central moments of the mean, and moments; check-in replaces the second by a power of a
+series (Propositions 5.1 to 5.4 of docs/proofs/05_moments_of_the_mean_ratio.md). More users never cost more (5.5, SG's
+Conjecture 1).
 
 Severity of the pitfalls
     * HIGH: the value is exact for one pair of data sets (everyone else at zero), not for every data set.
@@ -137,7 +130,7 @@ def log_moments(
 
 @functools.lru_cache(maxsize=256)
 def _log_moments(sigma: float, users: int, max_order: int, rate: float, sampling: Sampling) -> Vector:
-    """The three passes of the module docstring."""
+    """Makes the three passes: cumulants, central moments, moments (5.1 to 5.4 of the proofs)."""
     cumulants = _log_scaled_cumulants(sigma**-2, max_order)
     powers = np.arange(max_order + 1)
     if sampling == "poisson" and rate < 1.0:
@@ -171,7 +164,7 @@ def log_expm1(x: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _log_scaled_cumulants(inverse_variance: float, max_order: int) -> Vector:
-    """Log s_k, s_k = k·κ_k/k! with κ_k the cumulants of X (step 1); index 0 is unused."""
+    """Returns log s_k, s_k = k·κ_k/k! with κ_k the cumulants of X (5.1); index 0 is unused."""
     factors = log_expm1(np.arange(max_order + 1) * inverse_variance)
     scaled = np.full(max_order + 1, -np.inf)
     scaled[1:2] = 0.0
@@ -184,7 +177,7 @@ def _log_scaled_cumulants(inverse_variance: float, max_order: int) -> Vector:
 
 
 def _log_central_moments(cumulants: Vector) -> Vector:
-    """Log of E[(R − 1)^j]/j! from the logs of k·κ_k/k! (step 2): exp of the series without its first term."""
+    """Log of E[(R − 1)^j]/j! from the logs of k·κ_k/k! (5.2): exp of the series without its first term."""
     central = np.full(len(cumulants), -np.inf)
     central[0] = 0.0
     for m in range(2, len(cumulants)):

@@ -5,12 +5,9 @@ below the truth in convex order (:mod:`opacus_shuffle.analysis.ratio_distributio
 :func:`opacus.accountants.analysis.prv.compose_heterogeneous` convolves them. Both directions, moved ‖ zero (loss log R under
 the moved data set) and zero ‖ moved (loss −log R under the other), are composed; ε is the larger.
 
-Two things are ours, because Opacus's discretisation and its read-out have an *absolute* error in ε (0.01 by default) while ε
-here may be 6e-4:
-    * the grid's distributions bound the truth from one side, so nothing has to be added to ε for the grid;
-    * the losses are tilted first, f(l)·e^{θl}/M(θ), with θ where Chernoff's bound of the composed loss meets δ: the FFT then
-      works where the answer is, its rounding is relative to δ (even δ = 1e-200), and losses beyond its window have
-      a Chernoff bound that is added to δ.
+Opacus's discretisation and its read-out have an *absolute* error in ε (0.01 by default), while ε here may be 6e-4. So the
+grid's distributions bound the truth from one side, and losses are tilted so that the FFT works where the answer is, even at δ =
+1e-200 (docs/proofs/06_distributions_on_grids.md, 6.6 to 6.8).
 
 >>> from opacus_shuffle.analysis.ratio_distribution import mean_distribution
 >>> def week(side):

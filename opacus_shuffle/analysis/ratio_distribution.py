@@ -5,20 +5,10 @@ X = e^{√u·z − u/2}, z ~ N(0, 1), u = 1/σ². Every hockey stick of the pair
 δ(ε) = E(R − e^ε)₊ in one direction, E(1 − e^ε R)₊ in the other. So a discrete distribution above R in convex order bounds both
 directions from above at once, and one below R bounds both from below.
 
-How it works
-    1. X is cut into cells along its logarithm; the mass and the mean of every cell are exact. **Upper**: each cell's mass goes
-       to its two ends, keeping its mean (a mean-preserving spread); the last cell leaves the excess of its mean at infinity.
-       **Lower**: each cell's mass goes to its mean (Jensen).
-    2. Convex order survives sums of independent terms, so R_n comes from R_⌊n/2⌋ and R_⌈n/2⌉: all pairs of atoms are added and
-       the same is done again on a grid made for n. After log₂ n levels the spread is the sum of log₂ n small ones, each
-       (grid step / standard deviation)²/6 of the variance: with the default step, upper and lower ε differ by some tenths of a
-       percent for n from 1 to 10⁷.
-Only positive numbers are ever added, so tails keep their relative accuracy, far below what an FFT of the same distribution
-leaves of them; and the grid is logarithmic with steps that grow with the distance, so σ = 0.5 (X over 16 decades) costs as
-little as σ = 10. Offsets R − 1 are stored where X stays near 1, so nothing is lost at σ = 10⁶ either.
-
-Check-in replaces X by 1 − B + B·X, B ~ Bern(γ); a grid point lies at 1, so the absent users cost no spread. Sampling without
-replacement is R = 1 − γ + γ·(mean of m), a change of scale (:meth:`RatioDistribution.scaled`).
+X is cut into cells along its logarithm; a cell's mass goes to its two ends (**upper**) or to its mean (**lower**). Convex order
+survives sums of independent terms, so R_n comes from R_⌊n/2⌋ and R_⌈n/2⌉ (docs/proofs/06_distributions_on_grids.md, 6.1 to
+6.5). Only positive numbers are ever added, so tails keep their relative accuracy, far below what an FFT of the same
+distribution leaves of them. With the default step, upper and lower ε differ by some tenths of a percent for n from 1 to 10⁷.
 
 >>> upper = mean_distribution(noise_multiplier=9.48, num_users=60_000)
 >>> lower = mean_distribution(noise_multiplier=9.48, num_users=60_000, side="lower")

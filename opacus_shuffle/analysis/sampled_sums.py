@@ -1,29 +1,9 @@
-r"""Rounds of noised sums over a secret sample of fixed size, where a record is replaced by any other: what sampling gains.
+r"""Computes what a secret sample of fixed size gains for noised sums, where a record is replaced by any other.
 
-Let the sum of a round be μ-Gaussian-private under replacement, but for a probability ``lost``: its hockey sticks are at most
-H_α(G_μ) + lost with G_μ = (N(μ, 1), N(0, 1)). Every round draws its B of n records anew, without replacement; γ = B/n.
-
-One round
-    Write M = (1 − γ)M₀ + γM₁ and M′ = (1 − γ)M₀ + γM₁′: without the record, and with it or its replacement. For α ≥ 1 Balle,
-    Barthe and Gaboardi (2018, Theorem 2) give H_α(M‖M′) = γ·H_α̃(M₁‖(1 − β)M₀ + βM₁′) with α̃ = 1 + (α − 1)/γ, and the three
-    are pairwise neighbours: samples with and without the record are coupled by exchanging it for another. Hence, in either
-    order, H_α(M‖M′) ≤ h(α) + γ·lost with h(α) = γ·H_α̃(G_μ) for α ≥ 1, and for α < 1, because the orders may be exchanged,
-    h(α) = α·h(1/α) + 1 − α.
-    h is the curve of a pair of distributions: it is convex on either side of 1 (there it is the perspective of a convex
-    function), and at 1 its slope rises, from γ(2Φ(μ/2) − 1) − Φ(μ/2) to −Φ(−μ/2), by (1 − γ)(2Φ(μ/2) − 1) ≥ 0. That pair's
-    likelihood ratio R under the second distribution has, with A = (1 − γ)N(0, 1) + γN(μ, 1) and B = N(0, 1),
-    above 1: R = A/B at z ~ B, z > μ/2; below 1: R = B/A at z ~ A, z > μ/2; at 1: an atom of (1 − γ)(2Φ(μ/2) − 1).
-    Masses and means add up to 1 (both parts' masses are each other's means).
-Rounds
-    Curves on all of α ≥ 0 compose: (P, Q) may be replaced by any pair of measures whose curve is above it, round by round and
-    adaptively, here by that pair with mass γ·lost more, where everything is learnt.
-On a grid
-    The part above 1 comes from the upper distribution of N(μ, 1)/N(0, 1)
-    (:mod:`opacus_shuffle.analysis.ratio_distribution`), whose curve is above h for α ≥ 1. Its mirror image is the part below.
-    What is left for the atom at 1 is no less than before: an atom split towards 1 and c leaves less above 1 than it had,
-    counted with its mirror image.
-
-γ = 1 is the Gaussian mechanism. A record that becomes zero is a replacement too.
+Let the sum of a round be μ-Gaussian-private under replacement, but for a probability ``lost``. Every round draws its B of n
+records anew, without replacement; γ = B/n. Proved in docs/proofs/03_secret_samples.md: one round's hockey sticks are at most
+h(α) + γ·``lost``, h(α) = γ·H_{1+(α−1)/γ} of the μ-Gaussian for α ≥ 1 (Theorem 3.1), which is the curve of one pair with a known
+likelihood ratio (3.2); rounds compose (3.3). γ = 1 is the Gaussian mechanism. A record that becomes zero is a replacement too.
 
 >>> rounds = [(SampledRound(mu=0.5, sample_rate=0.01), 1000)]
 >>> round(compute_epsilon(rounds, delta=1e-6), 3)
@@ -82,7 +62,7 @@ def sampled_distribution(*, mu: float, sample_rate: float, tail: float = TAILS[0
         tail: See :func:`opacus_shuffle.analysis.ratio_distribution.mean_distribution`, whose limits are also these.
 
     Formal Guarantees:
-        Above h of the module's text at every α, for every data set.
+        Above h at every α, for every data set (Propositions 3.2 and 3.4 of docs/proofs/03_secret_samples.md).
     """
     gamma = sampling_rate("sample_rate", sample_rate)
     whole = mean_distribution(noise_multiplier=1 / mu, num_users=1, tail=tail)

@@ -1,8 +1,4 @@
-"""The Gaussian that covers sums under binomial noise, against sums over all outcomes.
-
-Exact distributions are built here from the ratio of a binomial's neighbouring probabilities, with no part of SciPy or the
-library. A δ from losses on a grid is computed twice, losses rounded up and rounded down, so the truth lies between.
-"""
+"""The Gaussian that covers sums under binomial noise (docs/proofs/02_sums_with_binomial_noise.md), by sums over outcomes."""
 
 from __future__ import annotations
 
@@ -11,9 +7,17 @@ import math
 import mpmath
 import numpy as np
 import pytest
+from helpers.binomial_enumeration import (
+    ROUNDING,
+    binomial_distribution,
+    both_ways,
+    delta_of_losses,
+    exact_delta,
+    gaussian_delta,
+    moved_pair,
+)
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from scipy.signal import fftconvolve
 from scipy.special import ndtri
 from scipy.stats import binom
 
@@ -27,92 +31,6 @@ from opacus_shuffle.analysis.binomial_sums import (
     largest_mu,
     lower_epsilon,
 )
-
-# Sums of at most 2^24 products of probabilities, whose own error is below 2^-36 (up to 2^16 factors): relative.
-ROUNDING = 2.0**-34
-
-
-# ---- exact distributions ----------------------------------------------------------------------------------------------------
-
-
-def binomial_law(trials, probability, reach=math.inf):
-    """(first, probabilities) of the outcomes within ``reach`` standard deviations, scaled to add up to 1."""
-    mean, deviation = trials * probability, math.sqrt(trials * probability * (1 - probability))
-    first = max(0, math.floor(mean - reach * deviation)) if math.isfinite(reach) else 0
-    last = min(trials, math.ceil(mean + reach * deviation)) if math.isfinite(reach) else trials
-    y = np.arange(first, last)
-    logs = np.concatenate([[0.0], np.cumsum(np.log((trials - y) / (y + 1)) + math.log(probability / (1 - probability)))])
-    masses = np.exp(logs - logs.max())
-    return first, masses / masses.sum()
-
-
-def moved_pair(distribution, one, other):
-    """Laws of the sums under two values w of one user, each rounded at random, on common outcomes."""
-    first, masses = distribution
-    low = min(math.floor(one), math.floor(other))
-    size = len(masses) + max(math.floor(one), math.floor(other)) - low + 1
-    pair = []
-    for value in (one, other):
-        whole, fraction = math.floor(value), value - math.floor(value)
-        sums = np.zeros(size)
-        sums[whole - low : whole - low + len(masses)] += (1 - fraction) * masses
-        sums[whole - low + 1 : whole - low + 1 + len(masses)] += fraction * masses
-        pair.append(sums)
-    return first + low, pair[0], pair[1]
-
-
-def exact_delta(pairs, epsilon):
-    """δ(ε) of independent coordinates (P_j, Q_j) in this direction: a sum over all outcomes, up to three coordinates."""
-    left, right = np.ones(()), np.ones(())
-    for p, q in pairs:
-        left, right = np.multiply.outer(left, p), np.multiply.outer(right, q)
-    return float(np.maximum(left - math.exp(epsilon) * right, 0).sum())
-
-
-def both_ways(pairs, epsilon):
-    """The larger of the two directions."""
-    return max(exact_delta(pairs, epsilon), exact_delta([(q, p) for p, q in pairs], epsilon))
-
-
-def delta_of_losses(pairs, epsilons, step, repeats=1):
-    """(below, above) δ(ε) of independent coordinates: losses rounded down and up to multiples of ``step``, convolved."""
-    answers = []
-    for upward in (False, True):
-        infinite, total = 0.0, None
-        for p, q in pairs:
-            seen = (p > 0) & (q > 0)
-            infinite += repeats * float(p[(p > 0) & (q == 0)].sum())
-            losses = np.log(p[seen] / q[seen]) / step
-            cells = (np.ceil(losses) if upward else np.floor(losses)).astype(np.int64)
-            distribution = (int(cells.min()), np.bincount(cells - cells.min(), p[seen]))
-            for _ in range(repeats):
-                total, more = (distribution, 0.0) if total is None else convolved(total, distribution, upward)
-                infinite += more
-        at = (total[0] + np.arange(len(total[1]))) * step
-        gains = [float(total[1] @ np.maximum(-np.expm1(np.minimum(e - at, 0.0)), 0.0)) for e in epsilons]
-        answers.append(np.array(gains) + (infinite if upward else 0.0))
-    return answers[0] - 1e-12 * repeats * len(pairs), answers[1]
-
-
-def convolved(one, other, upward, negligible=1e-13):
-    """The sum's distribution, its tails cut so that δ only grows (``upward``) or shrinks; and what must be added to δ then."""
-    masses = np.maximum(fftconvolve(one[1], other[1]), 0)
-    below, above = np.cumsum(masses), np.cumsum(masses[::-1])[::-1]
-    start = int(np.searchsorted(below, negligible))
-    end = len(masses) - int(np.searchsorted(above[::-1], negligible))
-    left, right = below[start - 1] if start else 0.0, above[end] if end < len(masses) else 0.0
-    masses = masses[start:end]
-    if upward:
-        masses[0] += left
-    else:
-        masses[-1] += right
-    # The FFT's own error in total: 2^16 entries, 2e-15 in the Euclidean norm.
-    return (one[0] + other[0] + start, masses), right + 1e-12
-
-
-def gaussian_delta(mu, epsilon):
-    return math.exp(gaussian.log_delta(mu=mu, epsilon=epsilon)) if mu > 0 else 0.0
-
 
 # ---- one coordinate ---------------------------------------------------------------------------------------------------------
 
@@ -226,7 +144,7 @@ def test_at_a_trillion_trials_the_hockey_stick_is_finite_monotone_and_near_the_g
 )
 @settings(max_examples=150, deadline=None)
 def test_no_two_values_within_the_shift_are_told_apart_better_than_its_ends(trials, probability, shift, one, other, epsilon):
-    distribution = binomial_law(trials, probability)
+    distribution = binomial_distribution(trials, probability)
     _, p, q = moved_pair(distribution, one * shift, other * shift)
     assert both_ways([(p, q)], epsilon) <= hockey_stick(
         BinomialNoise(trials=trials, probability=probability), shift=shift, epsilon=epsilon
@@ -235,7 +153,7 @@ def test_no_two_values_within_the_shift_are_told_apart_better_than_its_ends(tria
 
 def test_both_directions_count_where_they_differ():
     few, many = BinomialNoise(trials=40, probability=0.1), BinomialNoise(trials=40, probability=0.9)
-    _, p, q = moved_pair(binomial_law(40, 0.1), 0, 3)
+    _, p, q = moved_pair(binomial_distribution(40, 0.1), 0, 3)
     one, other = exact_delta([(p, q)], 1.0), exact_delta([(q, p)], 1.0)
     assert abs(one - other) > 0.01
     assert hockey_stick(few, shift=3, epsilon=1.0) == pytest.approx(max(one, other), rel=1e-8)
@@ -285,10 +203,10 @@ def kept_range(noise, distribution, tail):
 @settings(max_examples=60, deadline=None)
 def test_every_threshold_lies_on_or_above_the_gaussians_trade_off(drawn, one, other):
     noise, shift, tail, bound = bounded(drawn)
-    distribution = binomial_law(noise.trials, noise.probability)
+    distribution = binomial_distribution(noise.trials, noise.probability)
     low, high = kept_range(noise, distribution, tail)
     values = sorted((one * shift, other * shift))
-    # What the proof's step 3 keeps, lo = low − g, hi = high + g: the thresholds from lo + ⌈w′⌉ − 1 to hi + ⌊w⌋, both included.
+    # Lemma 2.4 keeps, with lo = low − g and hi = high + g, the thresholds from lo + ⌈w′⌉ − 1 to hi + ⌊w⌋, both included.
     for y in range(low - shift + math.ceil(values[1]) - 1, high + shift + math.floor(values[0]) + 1):
         fall = quantile(distribution, values[0], y) - quantile(distribution, values[1], y)
         assert fall <= bound.slope * (values[1] - values[0]) + 1e-9
@@ -299,7 +217,7 @@ def test_every_threshold_lies_on_or_above_the_gaussians_trade_off(drawn, one, ot
 @settings(max_examples=60, deadline=None)
 def test_what_is_lost_covers_the_lumped_tails(drawn, one, other, true):
     noise, shift, tail, bound = bounded(drawn)
-    first, _ = distribution = binomial_law(noise.trials, noise.probability)
+    first, _ = distribution = binomial_distribution(noise.trials, noise.probability)
     low, high = kept_range(noise, distribution, tail)
     values = sorted((one * shift, other * shift))
     value = values[0] + true * (values[1] - values[0])
@@ -319,7 +237,7 @@ def test_what_is_lost_covers_the_lumped_tails(drawn, one, other, true):
 @settings(max_examples=100, deadline=None)
 def test_one_coordinate_never_exceeds_the_bound(drawn, one, other, epsilon):
     noise, shift, _, bound = bounded(drawn)
-    _, p, q = moved_pair(binomial_law(noise.trials, noise.probability), one * shift, other * shift)
+    _, p, q = moved_pair(binomial_distribution(noise.trials, noise.probability), one * shift, other * shift)
     limit = gaussian_delta(bound.slope * abs(one - other) * shift, epsilon) + bound.lost
     assert both_ways([(p, q)], epsilon) <= limit + ROUNDING * (1 + math.exp(epsilon))
 
@@ -340,7 +258,7 @@ def test_two_and_three_coordinates_never_exceed_the_bound(dimension, trials, pro
     assume(math.isfinite(bound.slope))
     values = [(shift * data.draw(st.floats(0, 1)), shift * data.draw(st.floats(0, 1))) for _ in range(dimension)]
     epsilon = data.draw(st.floats(0, 5))
-    distribution = binomial_law(noise.trials, noise.probability)
+    distribution = binomial_distribution(noise.trials, noise.probability)
     pairs = [moved_pair(distribution, one, other)[1:] for one, other in values]
     distance = math.sqrt(sum((one - other) ** 2 for one, other in values))
     limit = gaussian_delta(bound.slope * distance, epsilon) + dimension * bound.lost
@@ -366,7 +284,7 @@ def test_thirty_tiny_moves_together_stay_below_the_bound(kind, probability):
     noise = BinomialNoise(trials=4000 if probability == 0.5 else 14_000, probability=probability)
     shift = round(0.8 * math.sqrt(noise.variance))
     bound = gaussian_bound(noise, shift=shift, tail=1e-9)
-    distribution = binomial_law(noise.trials, probability, reach=9)
+    distribution = binomial_distribution(noise.trials, probability, reach=9)
     move = shift * direction(kind, 30, rng)
     start = rng.uniform(np.maximum(0, -move), np.minimum(shift, shift - move))
     pairs = [moved_pair(distribution, one, one + by)[1:] for one, by in zip(start, move, strict=True)]
@@ -394,7 +312,7 @@ def slope_by_definition(noise, lowest, highest):
 @pytest.mark.parametrize(("trials", "probability", "shift"), [(3000, 0.5, 20), (3001, 0.2, 9), (900, 0.7, 30), (5000, 0.05, 3)])
 def test_blocks_of_outcomes_never_lower_the_slope(monkeypatch, blocks, trials, probability, shift):
     noise = BinomialNoise(trials=trials, probability=probability)
-    low, high = kept_range(noise, binomial_law(trials, probability), 1e-3)
+    low, high = kept_range(noise, binomial_distribution(trials, probability), 1e-3)
     exact = slope_by_definition(noise, low - shift, high + shift)
     monkeypatch.setattr(binomial_sums, "_BLOCKS", blocks)
     slope = gaussian_bound.__wrapped__(noise, shift=shift, tail=1e-3).slope
@@ -430,7 +348,7 @@ def test_rounds_together_cost_between_the_lower_and_the_upper_value(trials, prob
     each = SumRound(noise=BinomialNoise(trials=trials, probability=probability), shift=shift, dimension=4)
     upper, lower = compute_epsilon([(each, count)], delta=delta), lower_epsilon([(each, count)], delta=delta)
     assert 0 <= lower <= upper < math.inf
-    _, p, q = moved_pair(binomial_law(trials, probability, reach=9), 0, shift)
+    _, p, q = moved_pair(binomial_distribution(trials, probability, reach=9), 0, shift)
     # Outcomes that one window of 9 standard deviations leaves out, in all rounds: below count·2.3e-19·few.
     above = [
         delta_of_losses([ends], [upper, lower], step=2e-4 / math.sqrt(count), repeats=count)[1] for ends in ((p, q), (q, p))
@@ -444,7 +362,7 @@ def test_rounds_together_cost_between_the_lower_and_the_upper_value(trials, prob
 def test_rounds_with_any_direction_cost_no_more_than_computed(kind):
     rng = np.random.default_rng(11)
     each = SumRound(noise=BinomialNoise(trials=3000, probability=0.5), shift=9, dimension=8)
-    distribution = binomial_law(3000, 0.5, reach=9)
+    distribution = binomial_distribution(3000, 0.5, reach=9)
     move = 9 * direction(kind, 8, rng)
     start = rng.uniform(np.maximum(0, -move), np.minimum(9, 9 - move))
     pairs = [moved_pair(distribution, one, one + by)[1:] for one, by in zip(start, move, strict=True)]
@@ -459,7 +377,7 @@ def test_rounds_of_two_kinds_cost_no_more_than_computed():
     rounds = [(SumRound(noise=noise, shift=shift, dimension=1), count) for noise, shift, count in kinds]
     pairs = []
     for noise, shift, count in kinds:
-        pairs += count * [moved_pair(binomial_law(noise.trials, noise.probability, reach=9), 0, shift)[1:]]
+        pairs += count * [moved_pair(binomial_distribution(noise.trials, noise.probability, reach=9), 0, shift)[1:]]
     for delta in (0.05, 1e-4):
         upper, lower = compute_epsilon(rounds, delta=delta), lower_epsilon(rounds, delta=delta)
         above = [delta_of_losses(ends, [upper, lower], step=1e-4)[1] for ends in (pairs, [x[::-1] for x in pairs])]
@@ -470,7 +388,7 @@ def test_a_value_that_becomes_zero_costs_no_more_than_computed():
     each = SumRound(noise=BinomialNoise(trials=2000, probability=0.5), shift=20, dimension=2)
     epsilon = compute_epsilon([(each, 1)], delta=1e-3, distance=0.5)
     assert epsilon < compute_epsilon([(each, 1)], delta=1e-3)
-    distribution = binomial_law(2000, 0.5, reach=9)
+    distribution = binomial_distribution(2000, 0.5, reach=9)
     for angle in np.linspace(0, math.pi / 2, 7):
         x, y = 10 * math.cos(angle), 10 * math.sin(angle)
         pairs = [moved_pair(distribution, 10, 10 + x)[1:], moved_pair(distribution, 10, 10 - y)[1:]]
@@ -500,7 +418,7 @@ def test_noise_that_hides_little_has_a_lower_value(trials, shift):
     each = SumRound(noise=BinomialNoise(trials=trials, probability=0.5), shift=shift, dimension=1)
     lower = lower_epsilon([(each, 1)], delta=1e-3)
     assert lower >= 0
-    _, p, q = moved_pair(binomial_law(trials, 0.5), 0, shift)
+    _, p, q = moved_pair(binomial_distribution(trials, 0.5), 0, shift)
     assert lower == math.inf or exact_delta([(p, q)], lower * (1 - 1e-6)) >= 1e-3
 
 
@@ -510,7 +428,7 @@ def test_the_lower_value_of_a_sampled_user_is_that_of_a_mixture(rate):
     lower = lower_epsilon([(each, 1)], delta=1e-3, sample_rate=rate)
     worst = 0.0
     for start, end in ((0, 12), (12, 0)):
-        _, p, q = moved_pair(binomial_law(2000, 0.3, reach=12), start, end)
+        _, p, q = moved_pair(binomial_distribution(2000, 0.3, reach=12), start, end)
         worst = max(worst, both_ways([((1 - rate) * p + rate * q, p)], lower))
     assert lower > 0
     assert worst >= 1e-3

@@ -63,14 +63,10 @@ class WeightShuffler:
         ValueError: If the network or the optimizer does not fit.
 
     Formal Guarantees:
-        Let Q_t be the product of all permutations up to step t and W_t = Q_t⁻¹·(the weights). As the update is equivariant and
-        its noise has independent, identically distributed entries, W_t is a run without shuffling, with noise Q_{t−1}⁻¹z_t that
-        has the distribution of z_t whatever the Q are; so the process W is independent of all Q. Each permutation being uniform
-        and fresh, Q at the times of release t₁ < t₂ < … are independent and uniform, and what is released is Q_{t_k}·W_{t_k}.
-        With ``"on_release"`` W is the run itself, and what is released is P_k·W_{t_k} with fresh, uniform and independent P_k:
-        **the same joint distribution**. No ε is smaller for it: the unshuffled accountant is valid (post-processing), and
-        nothing smaller is valid for every data set: a gradient with equal entries looks the same after any permutation. Two
-        releases a small step apart can be matched, which shows the permutation between them.
+        Both modes release the same joint distribution: W_{t_1}, W_{t_2}, … of a run without shuffling, each moved by a fresh,
+        uniform and independent permutation (Theorem 4.3 of docs/proofs/04_joint_distribution_of_releases.md). So the unshuffled
+        accountant is valid, and nothing smaller is valid for every data set. Two releases a small step apart can be matched,
+        which shows the permutation between them.
     """
 
     def __init__(
