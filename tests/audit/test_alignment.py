@@ -297,7 +297,9 @@ def test_bad_options_and_foreign_plans_are_refused():
 # The parts --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(ZOO))
+@pytest.mark.parametrize(
+    "name", [*KINDS, *(pytest.param(name, marks=pytest.mark.zoo) for name in sorted(set(ZOO) - set(KINDS)))]
+)
 def test_cells_move_as_their_tensors_do(name):
     _, spec = spec_of(name)
     if not spec.blocks:

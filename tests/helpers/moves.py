@@ -12,6 +12,9 @@ DTYPES = [
     *(torch.int64, torch.bool, torch.complex64, torch.complex128),
 ]
 
+ONE_OF_EACH_SIZE = (torch.bfloat16, torch.float32, torch.bool, torch.complex128)
+"""The default tests of slow executors take these: what is moved are integers of their size."""
+
 
 def random_bits(shape, dtype):
     """Every pattern of bits, NaN payloads among them; a bool only knows two."""

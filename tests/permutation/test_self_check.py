@@ -9,10 +9,12 @@ import pytest
 import torch
 from helpers import hand_written_groups as by_hand
 from helpers.model_zoo import run
-from test_permutation_spec import DOUBLE, TRANSFORMERS, distance, entry, same
+from helpers.perceptron import X, mlp
+from helpers.zoo import DOUBLE, TRANSFORMERS, distance, entry, found, same
 from torch import nn
+from torch.nn import functional
 
-from opacus_shuffle.permutation import PermutationSpec
+from opacus_shuffle.permutation import PermutationSpec, find_permutations
 
 
 def forget(*names: str) -> Callable[[dict], None]:
@@ -87,7 +89,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_check_finds_the_mistake_and_says_where(mistake):
     name, edit = MISTAKES[mistake]
-    module, sample, spec = entry(name)
+    (module, sample), spec = entry(name), found(name)
     data = copy.deepcopy(spec.to_dict())
     edit(data)
     wrong = PermutationSpec.from_dict(data)
@@ -104,7 +106,7 @@ def test_the_check_finds_the_mistake_and_says_where(mistake):
 )
 def test_the_check_is_not_blind_at_initialisation(forgotten):
     """Norms start at 1 and 0, so that forgetting one changes nothing yet."""
-    _, sample, spec = entry("opacus_encoder")
+    sample, spec = entry("opacus_encoder")[1], found("opacus_encoder")
     fresh = TRANSFORMERS["opacus_encoder"]()[0]
     for name, parameter in fresh.named_parameters():
         if name.endswith("bias"):
@@ -117,7 +119,7 @@ def test_the_check_is_not_blind_at_initialisation(forgotten):
 
 
 def test_the_check_leaves_the_network_as_it_was():
-    module, sample, spec = entry("batch_norm")
+    (module, sample), spec = entry("batch_norm"), found("batch_norm")
     module = copy.deepcopy(module).train()
     before, random = copy.deepcopy(module), torch.get_rng_state()
     spec.check(module, sample)
@@ -129,7 +131,7 @@ def test_the_check_leaves_the_network_as_it_was():
 @pytest.mark.parametrize("name", by_hand.ELEMENTS)
 def test_forgetting_any_tensor_of_an_element_made_by_hand_shows(name):
     """The smallest mistake is at least a million times above the tolerance of the checks."""
-    module, sample = entry(name)[:2]
+    module, sample = entry(name)
     with torch.no_grad():
         right = run(module, sample)
         moves = by_hand.random_element(name, module, seed=1)
@@ -139,3 +141,87 @@ def test_forgetting_any_tensor_of_an_element_made_by_hand_shows(name):
             by_hand.apply({each: axes for each, axes in moves.items() if each != key}, wrong)
             if not key.endswith("key.bias"):  # a shift of all scores of a query, which softmax does not see
                 assert distance(right, run(wrong, sample)) >= 1e6 * DOUBLE, key
+
+
+# What hides a mistake, and what does not --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("huge", [torch.finfo(torch.float32).min, -1e9, 1e12])
+def test_huge_outputs_do_not_hide_a_wrong_permutation(huge):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x):
+            y = self.net(x)
+            return y.masked_fill(torch.eye(3, 2, dtype=torch.bool), huge), y.new_full((2,), huge)
+
+    data = find_permutations(Masked(), X).to_dict()
+    del data["blocks"]["net.2.weight"], data["shapes"]["net.2.weight"]
+    with pytest.raises(ValueError, match="changes what Masked computes"):
+        PermutationSpec.from_dict(data).check(Masked(), X)
+
+
+@pytest.mark.parametrize("buffer", ["running_mean", "running_var"])
+def test_a_forgotten_running_statistic_shows_at_initialisation(buffer):
+    network = mlp(nn.BatchNorm1d(6), nn.Tanh())
+    data = find_permutations(network, X).to_dict()
+    del data["blocks"][f"1.{buffer}"], data["shapes"][f"1.{buffer}"]
+    data["buffers"].remove(f"1.{buffer}")
+    with pytest.raises(ValueError, match="changes what Sequential computes"):
+        PermutationSpec.from_dict(data).check(network, X)
+
+
+def test_dropout_does_not_hide_a_mistake_of_the_training_path():
+    class Trained(nn.Module):
+        def forward(self, x):
+            return torch.from_numpy(x.detach().numpy() * range(6)).to(x.dtype) if self.training else x
+
+    with pytest.raises(ValueError, match=r"Tensor\.numpy"):
+        find_permutations(mlp(Trained(), nn.Dropout(0.1)), X)
+
+
+@pytest.mark.parametrize("noise", [lambda h: functional.dropout(h, 0.3, True), lambda h: h + torch.randn_like(h)])
+def test_noise_in_evaluation_mode_is_no_reason_to_refuse(noise):
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return noise(x)
+
+    assert round(2 ** find_permutations(mlp(Noisy(), nn.ReLU()), X).log2_size()) == 720
+
+
+class Buffered(nn.Module):
+    def __init__(self, value, use):
+        super().__init__()
+        self.use = use
+        self.register_buffer("value", value)
+
+    def forward(self, x):
+        return self.use(x, self.value)
+
+
+def attend(h, mask):
+    return torch.zeros(3, 3).masked_fill(mask.bool(), -torch.inf).softmax(-1) @ h
+
+
+@pytest.mark.parametrize(
+    ("value", "use"),
+    [
+        (torch.triu(torch.ones(3, 3), 1), attend),
+        (torch.tensor([0.0, 1.0, 2.0]), lambda h, index: h[index.long()]),
+        (torch.tensor([0.99, 0.999]), lambda h, share: h * (1 - share[0]).sqrt()),
+        (torch.tensor([0.99]), lambda h, chance: h + torch.logit(chance)),
+    ],
+    ids=["mask", "index", "share", "chance"],
+)
+def test_buffers_that_mean_nothing_perturbed_are_no_reason_to_refuse(value, use):
+    assert round(2 ** find_permutations(mlp(Buffered(value, use), nn.ReLU()), X).log2_size()) == 720
+
+
+def test_single_precision_complex_networks_are_checked_in_double():
+    class Turning(nn.Module):
+        def forward(self, x):
+            return torch.polar(x.abs() + 1, x).real
+
+    assert round(2 ** find_permutations(mlp(Turning(), nn.ReLU()), X).log2_size()) == 720

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 
 import pytest
 import torch
+from helpers.hand_written_groups import symmetric
 from torch import nn
 
 from opacus_shuffle.permutation import ModuleAxes, find_permutations, register_permutation
 from opacus_shuffle.permutation.finding import handlers
 
 EXACT = 1e-12  # sums of some hundred terms of size 1 in double precision
-
-
-def symmetric(size: int) -> float:
-    """The binary logarithm of size!"""
-    return math.lgamma(size + 1) / math.log(2)
 
 
 @pytest.fixture(autouse=True)
@@ -232,6 +227,42 @@ def test_a_forward_that_was_put_on_the_instance_stays_there():
     network[4].forward = patched = lambda x: 2 * plain(x)
     find_permutations(network, INPUT)
     assert network[4].forward is patched
+
+
+@torch.library.custom_op("opacus_shuffle_tests::opaque_perceptron", mutates_args=())
+def opaque_perceptron(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x @ up.T) @ down.T
+
+
+class Perceptron(nn.Module):
+    """A perceptron that tracing cannot see into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(7, 6)), nn.Parameter(torch.randn(5, 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return opaque_perceptron(x, self.up, self.down)
+
+
+@pytest.mark.parametrize(("down", "found"), [("out unit", symmetric(6) + symmetric(7) + symmetric(5)), ("out _", None)])
+def test_axes_declared_by_hand_are_used_and_checked(down, found):
+    class Declared(Perceptron):
+        pass
+
+    @register_permutation(Declared)
+    def axes(module: Declared) -> ModuleAxes:
+        return ModuleAxes(parameters={"up": "unit in", "down": down}, inputs="... in", outputs="... out")
+
+    sample = torch.randn(4, 4)
+    undeclared = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 6), Perceptron(), nn.Linear(5, 2))
+    assert find_permutations(undeclared, sample).log2_size() == pytest.approx(symmetric(3))
+    module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), Declared(), nn.Linear(5, 2))
+    if found is None:
+        with pytest.raises(ValueError, match=r"2\.up"):
+            find_permutations(module, sample)
+    else:
+        assert find_permutations(module, sample).log2_size() == pytest.approx(found)
 
 
 # Fused layers -----------------------------------------------------------------------------------------------------------------

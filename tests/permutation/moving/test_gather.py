@@ -170,3 +170,10 @@ def test_arguments_that_do_not_fit_are_refused():
             gather_([Move(tensor, 3, 4, 1, index, None)])
     with pytest.raises(ValueError, match="column_index must be int64 or int32 of shape"):
         gather_([Move(tensor, 3, 4, 1, None, three)])
+
+
+def test_a_row_move_of_a_large_tensor_at_an_odd_offset_is_right():
+    matrix = torch.randn(1 + 2100 * 2048)[1:].view(2100, 2048)
+    expected, rows = matrix.clone(), torch.randperm(2100)
+    gather_([Move(matrix, 2100, 2048, 1, rows, None)])
+    assert torch.equal(matrix, expected[rows])

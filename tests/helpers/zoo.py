@@ -1,0 +1,84 @@
+"""All networks of the zoo with their permutations, found once, and which of them the default tests take."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.attention_zoo import TRANSFORMERS
+from helpers.convolution_zoo import CONVOLUTIONS
+from helpers.hugging_face_zoo import HUGGING_FACE
+from helpers.model_zoo import NETWORKS, build
+from opacus_shuffle.permutation import PermutationPlan, PermutationSpec, find_permutations
+
+ZOO = NETWORKS | CONVOLUTIONS | TRANSFORMERS | HUGGING_FACE
+LEVELS = ("paper", "heads", "residual")
+
+VARIED = ["mlp", "maxout", "mixture_of_experts", "conv_net", "grouped_conv", "timm_vit", "llama_by_hand", "einsum_attention"]
+"""Of every kind of nesting and packing one."""
+
+AT_EVERY_LEVEL = {*VARIED, "resnet", "nano_gpt", "BertForMaskedLM", "GPT2LMHeadModel"}
+"""The default tests take these at all levels, all other networks at level "residual"."""
+
+# Roundings: sums of up to 400 terms, 20 one after the other, lose at most 8000 units of 1.1e-16 in double precision. In single
+# precision, as roundings have either sign, expect sqrt(8000) units of 6e-8, and twice that between two evaluations.
+DOUBLE, SINGLE = 1e-12, 1e-5
+GRADIENT = 10 * DOUBLE  # backward is as long again, and derivatives of norms and softmax amplify
+
+ROUNDS_TO_SINGLE = {
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GemmaForCausalLM", "BloomForCausalLM"),
+}
+"""Networks that convert to single precision inside, whatever their parameters are."""
+
+
+def marked(name: str, *values: object, level: str = "all") -> object:
+    """A cell of a table of tests about a network at a level, in the zoo's tests unless the default ones take it."""
+    marks = () if level == "residual" or name in AT_EVERY_LEVEL else (pytest.mark.zoo,)
+    return pytest.param(name, *values, id="-".join(map(str, (name, *values))), marks=marks)
+
+
+def tiered(names: Iterable[str]) -> list[object]:
+    """Cells about networks, of which the default tests take a dozen."""
+    return [marked(name) for name in names]
+
+
+every_network = pytest.mark.parametrize("name", ZOO)
+some_networks = pytest.mark.parametrize("name", tiered(ZOO))
+every_network_and_level = pytest.mark.parametrize(
+    ("name", "level"), [marked(name, level, level=level) for name in ZOO for level in LEVELS]
+)
+
+
+@functools.cache
+def entry(name: str) -> tuple[nn.Module, object]:
+    """A network of the zoo in double precision and its input; shared, so not to be changed."""
+    if name in HUGGING_FACE:
+        pytest.importorskip("transformers")
+    return build(ZOO[name])
+
+
+@functools.cache
+def found(name: str, level: str = "residual") -> PermutationSpec:
+    """What is found in it."""
+    module, sample = entry(name)
+    return find_permutations(module, sample, groups=level)
+
+
+def draw(spec: PermutationSpec, seed: int) -> PermutationPlan:
+    """A permutation that is the same every time."""
+    return spec.sample(torch.Generator().manual_seed(seed))
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    """Whether all parameters and buffers are equal, bit by bit."""
+    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+def distance(ones, others):
+    """Largest difference relative to the largest entry, over all tensors."""
+    scale = max(float(one.detach().abs().max()) for one in ones)
+    return max(float((one - other).detach().abs().max()) for one, other in zip(ones, others, strict=True)) / scale

@@ -1,0 +1,143 @@
+"""Groups are as large as worked out by hand: what is free, inside of what, and at which level."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from helpers import hand_written_groups as by_hand
+from helpers.model_zoo import entry_moves, run
+from helpers.zoo import (
+    DOUBLE,
+    LEVELS,
+    distance,
+    entry,
+    found,
+    marked,
+    some_networks,
+)
+
+from opacus_shuffle.permutation import find_permutations
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "bits"),
+    [
+        marked(name, level, bits, level=level)
+        for name, size in by_hand.SIZES.items()
+        for level, bits in size._asdict().items()
+        if not math.isnan(bits)
+    ],
+)
+def test_the_group_is_the_one_worked_out_by_hand(name, level, bits):
+    assert found(name, level).log2_size() == pytest.approx(bits, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    {
+        **{"mlp": 499, "conv_net": 225, "resnet": 266, "opacus_encoder": 964, "torch_encoder_pre_norm": 964},
+        **{"BertForSequenceClassification": 1081, "BertForMaskedLM": 964, "RobertaForSequenceClassification": 1081},
+        **{"ViTForImageClassification": 964, "GPT2LMHeadModel": 1804, "DistilBertForSequenceClassification": 1081},
+        **{"LlamaForCausalLM": 777, "GPTNeoXForCausalLM": 878},
+    }.items(),
+)
+def test_formulas_give_the_numbers_of_the_table(name, bits):
+    assert round(by_hand.SIZES[name].residual) == bits
+
+
+@some_networks
+def test_each_level_contains_the_one_before(name):
+    paper, heads, residual = (found(name, level) for level in LEVELS)
+    assert 0 < paper.log2_size() <= heads.log2_size() <= residual.log2_size()
+    assert set(paper.blocks) <= set(heads.blocks) <= set(residual.blocks)
+
+
+@pytest.mark.parametrize("name", by_hand.ELEMENTS)
+def test_elements_made_by_hand_change_no_output_and_move_what_is_found(name):
+    module, sample = entry(name)
+    spec, tied = found(name), copy.deepcopy(module)
+    ever = {key: torch.zeros(parameter.shape, dtype=torch.bool) for key, parameter in module.named_parameters()}
+    for seed in range(12):
+        by_hand.apply(by_hand.random_element(name, module, seed), tied)
+        numbered = copy.deepcopy(module)
+        with torch.no_grad():
+            for parameter in numbered.parameters():
+                parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape))
+        by_hand.apply(by_hand.random_element(name, module, seed), numbered)
+        for key, parameter in numbered.named_parameters():
+            ever[key] |= parameter != torch.arange(parameter.numel()).view(parameter.shape)
+    with torch.no_grad():
+        assert distance(run(module, sample), run(tied, sample)) <= DOUBLE
+    for key, moved in ever.items():
+        assert spec.moved_fraction(key) == pytest.approx(float(moved.double().mean()), abs=1e-12), key
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "axis", "layout"),
+    [
+        ("torch_encoder_post_norm", "encoder.layers.0.self_attn.in_proj_weight", 0, "port head"),
+        ("timm_vit", "blocks.0.attention.qkv.weight", 0, "port head"),
+        ("nano_gpt", "blocks.1.attention.qkv.weight", 0, "port head"),
+        ("interleaved", "blocks.0.attention.qkv.weight", 0, "head port"),
+        ("GPT2LMHeadModel", "transformer.h.0.attn.c_attn.weight", 1, "port head"),
+        ("BloomForCausalLM", "transformer.h.0.self_attention.query_key_value.weight", 0, "head port"),
+    ],
+)
+def test_packed_projections_move_queries_with_keys_and_values_apart(name, parameter, axis, layout):
+    module, spec = entry(name)[0], found(name, "heads")
+    plan = spec.sample(torch.Generator().manual_seed(3))
+    origins = entry_moves(spec, module, plan)[parameter].movedim(axis, 0)[:, 0]
+    origins = origins // (dict(module.named_parameters())[parameter].shape[1] if axis == 0 else 1)
+    size = len(origins) // 12
+    shape = (3, 4, size) if layout == "port head" else (4, 3, size)
+    index = torch.arange(len(origins)).view(shape)
+    old = origins.view(shape)
+    if layout == "head port":
+        index, old = index.transpose(0, 1), old.transpose(0, 1)
+    port, head, inner = (torch.empty_like(old) for _ in range(3))
+    for p in range(3):
+        for h in range(4):
+            for i in range(size):
+                hit = old == index[p, h, i]
+                port[hit], head[hit], inner[hit] = p, h, i
+    assert torch.equal(port, torch.arange(3).view(3, 1, 1).expand_as(port))
+    assert torch.equal(head[0], head[1])
+    assert torch.equal(head[0], head[2])
+    assert torch.equal(inner[0], inner[1])
+    assert not torch.equal(inner[0], inner[2])
+    assert not torch.equal(inner[0, 0], inner[0, 1])
+
+
+# Real configurations ----------------------------------------------------------------------------------------------------------
+
+
+def real(model, config, sample, **options):
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        module = getattr(transformers, model)(getattr(transformers, config)(**options))
+        return module.eval(), {key: value.to("meta") for key, value in sample.items()}
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "options", "sample", "size", "paper", "still"),
+    [
+        ("ViTForImageClassification", "ViTConfig", {"num_labels": 100}, "images", by_hand.VIT_B, 98.98, 100),
+        ("BertForSequenceClassification", "BertConfig", {"num_labels": 2}, "tokens", by_hand.BERT_BASE, 78.18, 2),
+        ("GPT2LMHeadModel", "GPT2Config", {"use_cache": False}, "masked tokens", by_hand.GPT2_SMALL, 68.31, 0),
+    ],
+)
+def test_real_configurations_move_what_the_table_says(model, config, options, sample, size, paper, still):
+    samples = {"images": {"pixel_values": torch.zeros(1, 3, 224, 224)}, "tokens": {"input_ids": torch.zeros(1, 16).long()}}
+    samples["masked tokens"] = samples["tokens"] | {"attention_mask": torch.zeros(1, 1, 16, 16)}
+    module, sample = real(model, config, samples[sample], **options)
+    total = sum(parameter.numel() for parameter in module.parameters())
+    spec = find_permutations(module, sample, groups="paper")
+    assert round(100 * spec.shuffle_ratio(module), 2) == paper
+    assert spec.log2_size() == pytest.approx(size.paper, rel=1e-12)
+    spec = find_permutations(module, sample)
+    assert round((1 - spec.shuffle_ratio(module)) * total) == still
+    assert spec.log2_size() == pytest.approx(size.residual, rel=1e-12)
+    assert find_permutations(module, sample, groups="heads").log2_size() == pytest.approx(size.heads, rel=1e-12)

@@ -1,0 +1,67 @@
+"""Operations are followed by their rules, and those without a rule keep what they touch in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import hand_written_groups as by_hand
+from helpers.model_zoo import Apply
+from helpers.perceptron import X, mlp
+from torch import nn
+
+from opacus_shuffle.permutation import find_permutations
+
+
+@torch.library.custom_op("opacus_shuffle_tests::leaky_running_sum", mutates_args=())
+def leaky_running_sum(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(-1)
+
+
+OPAQUE = {
+    "custom operator": leaky_running_sum,
+    "sort": lambda x: x.sort(-1).values,
+    "fourier transform": lambda x: torch.fft.rfft(x).real,
+    "cumulative sum": lambda x: x.cumsum(-1),
+    "matrix exponential": lambda x: torch.linalg.matrix_exp(torch.diag_embed(x) / 9).flatten(1),
+    "flip": lambda x: x + x.flip(-1),
+    "every second": lambda x: x[:, ::2],
+    "gather": lambda x: x.gather(1, torch.tensor([[0, 3, 2]]).expand(len(x), -1)),
+    "constant factors": lambda x: x * torch.arange(8, dtype=x.dtype),
+    "own order": lambda x: x.take_along_dim(x.argsort(1), 1),
+    "unfold": lambda x: x.unfold(1, 3, 1).flatten(1),
+    "convolution over units": lambda x: torch.conv1d(x.unsqueeze(1), torch.ones(1, 1, 3).to(x)).flatten(1),
+    "written through a view": lambda x: x.clone().index_fill_(1, torch.tensor([0]), 0.0),
+    "memory seen otherwise": lambda x: torch.as_strided(x.contiguous(), (len(x), 4), (8, 2)),
+}
+
+
+@pytest.mark.parametrize("operation", OPAQUE)
+def test_operations_that_tell_units_apart_keep_them_in_place(operation):
+    function = OPAQUE[operation]
+    with torch.random.fork_rng(devices=[]):
+        width = function(torch.randn(2, 8)).shape[1]
+        front = [nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 8), nn.Tanh(), Apply(function)]
+        module = nn.Sequential(*front, nn.Linear(width, 7), nn.GELU(), nn.Linear(7, 3))
+    spec = find_permutations(module, torch.randn(4, 5))
+    assert spec.log2_size() == pytest.approx(by_hand.symmetric(6) + by_hand.symmetric(7))
+    assert spec.moved_fraction("2.bias") == 0
+    assert set(spec.axes_to_perm) == {"0.weight", "0.bias", "2.weight", "5.weight", "5.bias", "7.weight"}
+
+
+def test_an_axis_squeezed_in_place_is_followed():
+    class Squeezing(nn.Module):
+        def forward(self, x):
+            return x[:, None].clone().squeeze_(1)
+
+    assert round(2 ** find_permutations(mlp(Squeezing(), nn.ReLU()), X).log2_size()) == 720
+
+
+def test_experts_in_one_tensor_are_followed():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=16, head_dim=8,
+    )  # fmt: skip
+    network = transformers.MixtralForCausalLM(config)
+    spec = find_permutations(network, torch.randint(3, 40, (2, 6)))
+    assert spec.shuffle_ratio(network) > 0.9

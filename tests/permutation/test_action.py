@@ -1,0 +1,123 @@
+"""Networks are moved with all that belongs to them, or refused before anything moves."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from helpers.model_zoo import another, build, entry_moves, gradients, run
+from helpers.zoo import (
+    DOUBLE,
+    VARIED,
+    ZOO,
+    distance,
+    draw,
+    entry,
+    found,
+    same,
+    tiered,
+)
+from opacus import GradSampleModule
+
+
+@pytest.mark.parametrize("name", tiered(ZOO))
+def test_axes_without_a_name_stay_and_named_ones_move(name):
+    module, spec = entry(name)[0], found(name)
+    names = spec.axes_to_perm
+    ever: Counter[tuple[str, int]] = Counter()
+    for seed in range(30):
+        for key, origin in entry_moves(spec, module, draw(spec, seed)).items():
+            for axis, old in enumerate(torch.unravel_index(origin, origin.shape)):
+                size = origin.shape[axis]
+                here = torch.arange(size).view([size if i == axis else 1 for i in range(origin.dim())])
+                ever[key, axis] += not torch.equal(old, here.expand_as(old))
+    for (key, axis), times in ever.items():
+        assert bool(names[key][axis] if key in names else ()) == (times > 0), (key, axis)
+
+
+@pytest.mark.parametrize("name", [*VARIED, "batch_norm", "nano_gpt"])
+def test_a_specification_serves_every_instance_of_the_architecture(name):
+    spec = found(name)
+    module, sample = build(ZOO[name], seed=9)
+    shuffled = copy.deepcopy(module)
+    spec.apply_(shuffled, draw(spec, 0))
+    with torch.no_grad():
+        assert distance(run(module, sample), run(shuffled, sample)) <= DOUBLE
+
+
+def test_memory_layout_does_not_matter():
+    (module, sample), spec = entry("conv_net"), found("conv_net")
+    shuffled = copy.deepcopy(module).to(memory_format=torch.channels_last)
+    spec.apply_(shuffled, draw(spec, 0))
+    with torch.no_grad():
+        assert distance(run(module, sample), run(shuffled, sample)) <= DOUBLE
+
+
+def test_tensors_stay_the_same_objects_in_the_same_memory():
+    module, spec = entry("timm_vit")[0], found("timm_vit")
+    module = copy.deepcopy(module)
+    before = [(id(p), p.data_ptr()) for p in module.parameters()]
+    spec.apply_(module, draw(spec, 0))
+    assert [(id(p), p.data_ptr()) for p in module.parameters()] == before
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=1e-2),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-4),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-3, eps=1e-4, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=1e-4, centered=False, momentum=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-3, eps=1e-4),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["resnet", "mixture_of_experts", "timm_vit"])
+def test_training_a_shuffled_network_and_undoing_it_is_training(name, optimizer):
+    """Rounding reaches weights times lr/eps, 10 at most: five steps of some 10 units each stay far below 1e-12."""
+    (module, sample), spec = entry(name), found(name)
+
+    def train(plan=None):
+        network = copy.deepcopy(module)
+        method = OPTIMIZERS[optimizer](network.parameters())
+        for step in range(5):
+            if step == 2 and plan is not None:
+                spec.apply_(network, plan, method)
+            gradients(network, another(sample, seed=step))
+            method.step()
+        if plan is not None:
+            spec.apply_(network, spec.invert(plan), method)
+        state = [value for p in network.parameters() for value in method.state[p].values() if torch.is_tensor(value)]
+        return list(network.parameters()), [p.grad for p in network.parameters()], [*state, torch.ones(1)]
+
+    for plain, undone in zip(train(), train(draw(spec, 5)), strict=True):
+        assert distance(plain, undone) <= DOUBLE
+
+
+def test_state_that_cannot_follow_is_refused_before_anything_moves():
+    (module, sample), spec = entry("mlp"), found("mlp")
+    module = copy.deepcopy(module)
+    optimizer = torch.optim.Adafactor(module.parameters())
+    gradients(module, sample)
+    optimizer.step()
+    before = copy.deepcopy(module)
+    with pytest.raises(ValueError, match=r"Adafactor.*row_var"):
+        spec.apply_(module, draw(spec, 0), optimizer)
+    assert same(before, module)
+
+
+def test_names_of_wrappers_are_seen_through():
+    (module, sample), spec = entry("resnet"), found("resnet")
+    wrapped = GradSampleModule(copy.deepcopy(module))
+    spec.apply_(wrapped, draw(spec, 0))
+    with torch.no_grad():
+        assert distance(run(module, sample), run(wrapped, sample)) <= DOUBLE
+    assert spec.shuffle_ratio(wrapped) == spec.shuffle_ratio(module)
+
+
+@pytest.mark.parametrize("other", ["mlp_without_biases", "conv_net"])
+def test_networks_that_do_not_fit_are_refused_by_parameter(other):
+    with pytest.raises(ValueError, match=r"0\.weight"):
+        found("mlp").apply_(copy.deepcopy(entry(other)[0]), draw(found("mlp"), 0))

@@ -1,0 +1,209 @@
+"""What find_permutations finds keeps the function; it depends on shapes alone, refuses by name and leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from helpers.model_zoo import Apply, another, build, cast, gradients, run
+from helpers.random_zoo import random_network
+from helpers.zoo import (
+    DOUBLE,
+    GRADIENT,
+    HUGGING_FACE,
+    NETWORKS,
+    ROUNDS_TO_SINGLE,
+    SINGLE,
+    ZOO,
+    distance,
+    entry,
+    every_network_and_level,
+    found,
+    some_networks,
+    tiered,
+)
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from opacus import GradSampleModule
+from torch import nn
+
+from opacus_shuffle.permutation import find_permutations
+
+# Functions stay as they are ---------------------------------------------------------------------------------------------------
+
+
+@every_network_and_level
+def test_shuffling_again_and_again_changes_no_output(name, level):
+    module, sample = entry(name)
+    shuffled, spec = copy.deepcopy(module), found(name, level)
+    tolerance = SINGLE if name in ROUNDS_TO_SINGLE else DOUBLE
+    moved = False
+    for seed in range(3):
+        spec.apply_(shuffled, spec.sample(torch.Generator().manual_seed(seed)))
+        moved |= any(not torch.equal(old, new) for old, new in zip(module.parameters(), shuffled.parameters(), strict=True))
+        with torch.no_grad():
+            for x in (sample, another(sample)):
+                assert distance(run(module, x), run(shuffled, x)) <= tolerance
+    assert moved
+
+
+@some_networks
+def test_in_single_precision_outputs_stay_within_its_rounding(name):
+    module, sample = entry(name)
+    spec = found(name)
+    plain, shuffled, sample = copy.deepcopy(module).float(), copy.deepcopy(module).float(), cast(sample, torch.float32)
+    spec.apply_(shuffled, spec.sample(torch.Generator().manual_seed(5)))
+    with torch.no_grad():
+        assert distance(run(plain, sample), run(shuffled, sample)) <= SINGLE
+
+
+@every_network_and_level
+def test_gradients_of_the_shuffled_network_are_the_shuffled_gradients(name, level):
+    module, sample = entry(name)
+    shuffled, spec = copy.deepcopy(module), found(name, level)
+    gradients(shuffled, sample)
+    spec.apply_(shuffled, spec.sample(torch.Generator().manual_seed(7)))
+    moved = {key: parameter.grad.clone() for key, parameter in shuffled.named_parameters() if parameter.grad is not None}
+    fresh = gradients(shuffled, sample)
+    assert moved.keys() == fresh.keys()
+    tolerance = 10 * SINGLE if name in ROUNDS_TO_SINGLE else GRADIENT
+    assert distance(list(moved.values()), [fresh[key] for key in moved]) <= tolerance
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "opacus_encoder", "resnet", "timm_vit", "lstm", "mixture_of_experts"])
+def test_in_training_mode_outputs_stay_too(name):
+    module, sample = entry(name)
+    module, spec = copy.deepcopy(module).train(), found(name)
+    shuffled = copy.deepcopy(module)
+    spec.apply_(shuffled, spec.sample(torch.Generator().manual_seed(2)))
+    assert distance(run(module, sample), run(shuffled, sample)) <= DOUBLE
+
+
+@settings(deadline=None, max_examples=150)
+@given(seed=st.integers(0, 2**32))
+@example(seed=414).via("entries chosen by position, added back")
+@example(seed=1026).via("units of two groups, each paired with each")
+@example(seed=1107).via("pooling, subtracted")
+@example(seed=1458).via("products of pieces, seen otherwise")
+def test_random_networks_keep_their_outputs(seed):
+    module, sample = build(lambda: random_network(seed), seed=seed)
+    try:
+        spec = find_permutations(module, sample)
+    except ValueError as error:
+        if "no axis" not in str(error):
+            raise
+        return
+    with torch.no_grad():
+        expected = run(module, sample)
+        for number in range(4):
+            shuffled = copy.deepcopy(module)
+            spec.apply_(shuffled, spec.sample(torch.Generator().manual_seed(number)))
+            assert distance(expected, run(shuffled, sample)) <= DOUBLE, module.names
+
+
+# What it depends on, and what is left behind ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", tiered(name for name in ZOO if name not in HUGGING_FACE))
+def test_only_shapes_of_the_input_matter(name):
+    module, sample = entry(name)
+    assert find_permutations(module, another(sample, seed=4)) == found(name)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5])
+@pytest.mark.parametrize(
+    "name", ["conv_net", "timm_vit", "ensemble", "llama_by_hand", "einsum_attention", "gated_linear_units"]
+)
+def test_the_size_of_the_batch_does_not_matter(name, size):
+    module, sample = entry(name)
+    batch = torch.cat([sample, sample])[:size]
+    assert find_permutations(module, batch) == found(name)
+
+
+def test_inputs_may_be_a_tensor_a_tuple_or_keywords():
+    module, x = build(NETWORKS["mlp"])
+    assert find_permutations(module, x) == find_permutations(module, (x,)) == find_permutations(module, {"input": x})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_type_of_numbers_does_not_matter(dtype):
+    module, sample = entry("timm_vit")
+    assert find_permutations(copy.deepcopy(module).to(dtype), cast(sample, dtype)) == found("timm_vit")
+
+
+def test_a_wrapped_network_has_the_same_permutations():
+    module, sample = entry("timm_vit")
+    wrapped = GradSampleModule(copy.deepcopy(module), strict=False)
+    spec = find_permutations(wrapped, sample)
+    assert spec == found("timm_vit")
+    spec.apply_(wrapped, spec.sample())
+    with torch.no_grad():
+        assert distance(run(module, sample), run(wrapped, sample)) <= DOUBLE
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "resnet", "opacus_encoder", "lstm", "BertForSequenceClassification"])
+def test_the_network_and_all_random_states_are_left_as_they_were(name):
+    module, sample = copy.deepcopy(entry(name)[0]), entry(name)[1]
+    gradients(module, sample)
+    module.train()
+    next(module.children()).eval()
+    next(module.parameters()).requires_grad_(False)
+
+    def state():
+        grads = {key: parameter.grad for key, parameter in module.named_parameters()}
+        hooks = [[len(getattr(each, kind)) for kind in vars(each) if kind.endswith("_hooks")] for each in module.modules()]
+        return {
+            "values": {
+                key: (id(value), value.data_ptr(), value.clone()) for key, value in module.state_dict(keep_vars=True).items()
+            },
+            "grads": {key: grad if grad is None else (id(grad), grad.clone()) for key, grad in grads.items()},
+            "flags": [(each.training, list(vars(each))) for each in module.modules()],
+            "needs": [parameter.requires_grad for parameter in module.parameters()],
+            "hooks": hooks,
+            "random": (torch.get_rng_state(), repr(np.random.get_state()), random.getstate()),  # noqa: NPY002
+            "modes": (torch.is_grad_enabled(), torch.backends.mha.get_fastpath_enabled(), torch.get_default_dtype()),
+        }
+
+    before, kept = state(), copy.deepcopy(sample)
+    find_permutations(module, sample)
+    after = state()
+    assert repr(before) == repr(after)
+    for one, other in zip(torch.utils._pytree.tree_leaves(before), torch.utils._pytree.tree_leaves(after), strict=True):
+        assert torch.equal(one, other) if torch.is_tensor(one) else one == other
+    for one, other in zip(torch.utils._pytree.tree_leaves(kept), torch.utils._pytree.tree_leaves(sample), strict=True):
+        assert torch.equal(one, other) if torch.is_tensor(one) else one == other
+
+
+# Refusals ---------------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("opacus_shuffle_tests::leaky_cumsum", mutates_args=())
+def leaky_cumsum(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(-1)
+
+
+def test_a_network_without_hidden_axes_is_refused_with_what_was_looked_at():
+    with pytest.raises(ValueError, match=r"weight \(3, 5\), bias \(3,\)"):
+        find_permutations(nn.Linear(5, 3), torch.randn(2, 5))
+
+
+def test_operations_without_a_rule_are_named_when_nothing_is_found():
+    with pytest.raises(ValueError, match="leaky_cumsum"):
+        find_permutations(nn.Sequential(nn.Linear(5, 8), Apply(leaky_cumsum), nn.Linear(8, 3)), torch.randn(2, 5))
+
+
+@pytest.mark.parametrize("groups", ["all", "", None, 3])
+def test_other_levels_are_refused(groups):
+    with pytest.raises(ValueError, match="residual"):
+        find_permutations(*build(NETWORKS["mlp"]), groups=groups)
+
+
+@pytest.mark.parametrize(
+    "sample", [torch.randn(2, 11), (), "text", (torch.randn(2, 12), torch.randn(2)), {"wrong": torch.randn(2, 12)}, 3.0]
+)
+def test_inputs_that_do_not_fit_are_refused(sample):
+    with pytest.raises(ValueError, match="sample_input"):
+        find_permutations(build(NETWORKS["mlp"])[0].float(), sample)

@@ -1,0 +1,133 @@
+"""Networks as they are found: results and caches, shared memory, odd parts, weights that are computed."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import nullcontext
+
+import pytest
+import torch
+from helpers.perceptron import Heads, Result, X, mlp, moving
+from torch import nn
+
+from opacus_shuffle.permutation import find_permutations
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda one, two: (torch.distributions.Categorical(logits=one), two),
+        lambda one, two: (torch.distributions.Normal(one, 1.0, validate_args=False), two),
+        Result,
+        lambda one, two: {"out": Result(one, None), "more": [two]},
+        lambda one, two: {"y": two, "cached_features": one},
+    ],
+    ids=["categorical", "normal", "object", "nested", "cached features"],
+)
+def test_whatever_a_network_returns_stays_in_place(give):
+    spec = find_permutations(Heads(give), X)
+    assert moving(spec) == {"body.weight", "body.bias", "one.weight", "two.weight"}
+    assert not any(name == "one.weight" and axis == 0 for axes in spec.perm_to_axes.values() for name, axis in axes)
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda one, two: (two, (two - two.mean(1, True)).mean(1)),
+        lambda one, two: (two, (two[:, 0] > 1e9).long()),
+        lambda one, two: (two, range(3), deque([two]), torch.device("cpu"), torch),
+    ],
+    ids=["zero up to rounding", "always class 0", "other things"],
+)
+def test_harmless_results_are_no_reason_to_refuse(give):
+    assert round(2 ** find_permutations(Heads(give), X).log2_size()) == 720 * 120  # nobody returns the other head
+
+
+def test_a_result_in_an_inherited_slot_stays_in_place():
+    class Slotted:
+        __slots__ = "hidden"
+
+    class Result(Slotted):
+        __slots__ = ("value",)
+
+    def give(one, two):
+        result = Result()
+        result.hidden, result.value = one, two
+        return result
+
+    assert not any(("one.weight", 0) in axes for axes in find_permutations(Heads(give), X).perm_to_axes.values())
+
+
+def test_decoders_that_return_their_cache_in_a_tuple_keep_their_heads_free():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    network = transformers.GPT2LMHeadModel(config)
+    tokens = torch.randint(3, 40, (2, 6))
+    call = {"input_ids": tokens, "use_cache": True}
+    sizes = [find_permutations(network, {**call, "return_dict": flag}).log2_size() for flag in (True, False)]
+    assert sizes[0] == sizes[1]
+
+
+def test_what_a_module_keeps_for_the_loss_stays_in_place():
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(4, 6), nn.Linear(6, 2)
+
+        def forward(self, x):
+            self.hidden = self.inner(x)
+            return self.outer(self.hidden.relu())
+
+    with pytest.raises(ValueError, match="no axis that may be permuted"):
+        find_permutations(Keeping(), X)
+
+
+@pytest.mark.parametrize("wrap", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_weights_computed_into_attributes_move(wrap):
+    with pytest.warns(FutureWarning) if wrap is nn.utils.weight_norm else nullcontext():
+        network = nn.Sequential(wrap(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 2))
+    assert round(2 ** find_permutations(network, X).log2_size()) == 720
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu() * self.scale)
+
+
+def test_memory_shared_by_tensors_that_move_is_refused_by_name():
+    one, two, three = mlp(), mlp(), Scaled(torch.ones(1).expand(6))
+    one.register_buffer("part", one[0].weight.data[2:])
+    two.register_buffer("whole", two[0].weight.data)
+    for network, name in ((one, "part"), (two, "whole"), (three, "scale")):
+        with pytest.raises(ValueError, match=f"{name}.*share memory|share memory.*{name}"):
+            find_permutations(network, X)
+
+
+def test_memory_shared_by_tensors_that_stay_is_nobodys_business():
+    network, table = mlp(), torch.randn(5, 8)
+    for name, value in {"cos": table[:, ::2], "sin": table[:, 1::2], "mask": torch.ones(1, 5).expand(3, 5)}.items():
+        network.register_buffer(name, value)
+    assert round(2 ** find_permutations(network, X).log2_size()) == 720
+
+
+def test_networks_that_are_not_ready_are_refused_and_left_alone():
+    lazy = nn.Sequential(nn.LazyLinear(6), nn.ReLU(), nn.LazyLinear(2))
+    with pytest.raises(ValueError, match=r"0\.weight is not initialised"):
+        find_permutations(lazy, X)
+    assert isinstance(lazy[0], nn.LazyLinear)
+
+
+def test_odd_parts_do_not_crash():
+    sparse = mlp()
+    sparse.register_buffer("adjacency", torch.eye(3).to_sparse())
+    empty = mlp()
+    empty.extra = nn.Parameter(torch.empty(0, 6))
+    scripted = mlp(torch.jit.trace(nn.Tanh(), torch.ones(2)))
+    for network in (sparse, scripted):
+        assert round(2 ** find_permutations(network, X).log2_size()) == 720
+    assert "extra" not in moving(find_permutations(nn.Sequential(empty[0], empty[1], empty[2]), X))
