@@ -40,11 +40,7 @@ KERNELS = f"{PACKAGE}.permutation.moving.triton_moves"  # the one module that is
 REBUILDING = {
     ("storeys", "accountants"),
     ("circles", "accountants"),
-    ("circles", "sco"),
-    ("length", "analysis"),
     ("length", "commands"),
-    ("length", "engine"),
-    ("length", "sco"),
     ("private", "engine"),
     ("tests", "permutation"),
 }
