@@ -47,7 +47,7 @@ class BoundedGradients:
         """Returns the gradients of an L-Lipschitz loss's envelope."""
         return cls(
             envelope,
-            envelope.gradient_factor * lipschitz,
+            lipschitz,
             clip,
             float(envelope.gradient_error),
             lipschitz**2 / (2 * float(envelope.smoothness)),

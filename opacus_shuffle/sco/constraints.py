@@ -69,16 +69,10 @@ class L2Ball:
         return 2 * self.radius
 
     def project(self, theta: Tensor) -> Tensor:
-        """The nearest point of the ball.
-
-        Args:
-            theta: A point (d,), or one in each row (B, d).
-
-        Returns:
-            As ``theta``, which is returned itself where it lies in the ball.
+        """Returns the nearest point of the ball, or of each row (B, d); a point of the ball itself.
 
         Raises:
-            ValueError: Of another dimension than the centre, or not finite.
+            ValueError: ``theta`` is of another dimension than the centre, or not finite.
         """
         _check_point(theta, self.dimension, "L2Ball")
         center = torch.zeros_like(theta) if self.center is None else self.center.to(theta)
@@ -134,16 +128,10 @@ class Box:
         return float(torch.linalg.vector_norm(width.expand(self.dimension)))
 
     def project(self, theta: Tensor) -> Tensor:
-        """The nearest point of the box.
-
-        Args:
-            theta: A point (d,), or one in each row (B, d).
-
-        Returns:
-            As ``theta``.
+        """Returns the nearest point of the box, or of each row (B, d).
 
         Raises:
-            ValueError: Of another dimension than the box, or not finite.
+            ValueError: ``theta`` is of another dimension than the box, or not finite.
         """
         _check_point(theta, self.dimension, "Box")
         low, high = (torch.as_tensor(bound, dtype=torch.float64).to(theta) for bound in (self.low, self.high))
@@ -163,13 +151,7 @@ class Projection:
     diameter: float
 
     def project(self, theta: Tensor) -> Tensor:
-        """The nearest point of the set.
-
-        Args:
-            theta: A point (d,).
-
-        Returns:
-            As ``theta``.
+        """Returns the nearest point of the set.
 
         Raises:
             ValueError: ``theta`` is not finite, or the function did not return a finite tensor of its shape.
@@ -188,14 +170,11 @@ class Projection:
 
 
 def as_constraint(value: Any, diameter: float | None = None) -> Constraint:
-    """A constraint from what users pass as one.
+    """Returns a constraint made of what users pass as one.
 
     Args:
         value: A :class:`Constraint`, which is returned as it is, or a callable from θ (d,) to its projection (d,).
         diameter: The set's diameter (or an upper bound on it), for a callable, which does not tell. An object keeps its own.
-
-    Returns:
-        The constraint.
 
     Raises:
         ValueError: It is neither, or has no diameter.
@@ -217,27 +196,19 @@ def as_constraint(value: Any, diameter: float | None = None) -> Constraint:
 
 
 def project_rows(constraint: Constraint, points: Tensor) -> Tensor:
-    """Every row's projection.
-
-    Args:
-        constraint: The set.
-        points: (B, d).
-
-    Returns:
-        (B, d).
-    """
+    """Returns every row's projection, (B, d)."""
     if isinstance(constraint, L2Ball | Box):
         return constraint.project(points)
     return torch.stack([constraint.project(point) for point in points]) if len(points) else points
 
 
 def _knows_diameter(value: Any) -> bool:
-    """Whether there is such a member, be it one that raises when asked."""
+    """Returns whether there is such a member, be it one that raises when asked."""
     return hasattr(type(value), "diameter") or "diameter" in getattr(value, "__dict__", {})
 
 
 def _vector(name: str, value: Any) -> Tensor:
-    """A copy of a finite vector, in double precision."""
+    """Returns a copy of a finite vector, in double precision."""
     if not isinstance(value, Tensor) or value.ndim != 1 or not len(value) or not bool(torch.isfinite(value).all()):
         found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.ndim != 1 else repr(value)
         raise ValueError(f"{name} must be a finite tensor of shape (d,), got {found}")

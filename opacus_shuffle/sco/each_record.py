@@ -12,30 +12,63 @@ import contextlib
 import operator
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from opacus_shuffle.sco.records import map_data
 
+T = TypeVar("T")
+
+
+class Vectorised:
+    """A choice between a fast way by ``torch.func.vmap`` and a slow one, record by record; slow from the first failure on.
+
+    Args:
+        name: Of the user's function, for messages.
+        remedy: For the warning that it is slow: what else could be done.
+    """
+
+    def __init__(self, name: str, remedy: str = "") -> None:
+        self.name, self._remedy, self._fast = name, remedy, True
+
+    def __call__(self, fast: Callable[[], T], slow: Callable[[], T]) -> T:
+        """Returns the answer of either.
+
+        Raises:
+            ValueError: Random numbers are drawn.
+        """
+        if not self._fast:
+            return slow()
+        try:
+            return fast()
+        except RuntimeError as error:
+            refuse_randomness_or_memory(error, self.name)
+            values = slow()  # an error of the function itself comes up here, without vmap around it
+            self._fast = False
+            warnings.warn(
+                f"{self.name} cannot be vectorised by torch.func.vmap ({str(error).splitlines()[0][:120]}); it is called once "
+                f"per record, which is slow. Write it with PyTorch operations and no branches on values{self._remedy}",
+                stacklevel=3,
+            )
+            return values
+
 
 class EachRecord:
     """A function of batches that is given batches of one.
 
     Args:
-        function: From batches to a tensor of the shape of its first argument. It is vectorised by ``torch.func.vmap`` if that
-            can be; else called once per record, with a warning that it is slow.
+        function: From batches to a tensor of the shape of its first argument; vectorised if it can be.
         name: For messages.
-        remedy: For the warning: how to promise that the function treats records one by one.
+        remedy: For the warning that it is slow: how to promise that the function treats records one by one.
     """
 
     def __init__(self, function: Callable[..., Tensor], name: str, remedy: str = "") -> None:
-        self._function, self._name, self._remedy = function, name, remedy
-        self._vectorised = True
+        self._function, self._choose = function, Vectorised(name, remedy)
 
     def __call__(self, first: Tensor, *others: Any) -> Tensor:
-        """The function's values (B, ...), each of one record.
+        """Returns the function's values (B, ...), each of one record.
 
         Raises:
             ValueError: A value is no tensor of its record's shape, or random numbers are drawn.
@@ -43,45 +76,36 @@ class EachRecord:
         records = (first, *others)
         if not len(first):
             return torch.empty_like(first)
-        if self._vectorised:
-            try:
-                values: Tensor = torch.func.vmap(self._one)(*records)
-                return values
-            except RuntimeError as error:
-                refuse_randomness_or_memory(error, self._name)
-                values = self._loop(records)  # an error of the function itself comes up here, without vmap around it
-                self._vectorised = False
-                warnings.warn(
-                    f"{self._name} cannot be vectorised by torch.func.vmap ({str(error).splitlines()[0][:120]}); it is called "
-                    f"once per record, which is slow. Write it with PyTorch operations and no branches on values{self._remedy}",
-                    stacklevel=2,
-                )
-                return values
-        return self._loop(records)
+        return self._choose(lambda: torch.func.vmap(self._one)(*records), lambda: self._loop(records))
 
     def _one(self, *record: Any) -> Tensor:
-        """One record's value, without the first dimension."""
-        batch = [map_data(lambda x: x.unsqueeze(0), part) for part in record]
+        """Returns one record's value, without the first dimension."""
+        batch = [batch_of_one(part) for part in record]
         wanted = batch[0].shape
         value: Any = self._function(*batch)
         if not isinstance(value, Tensor) or value.shape != wanted:
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
-                f"{self._name} must return a tensor of shape {tuple(wanted)} for a batch of one record, got {found}"
+                f"{self._choose.name} must return a tensor of shape {tuple(wanted)} for a batch of one record, got {found}"
             )
         return value[0]
 
     def _loop(self, records: Any) -> Tensor:
-        """The values, record by record."""
+        """Returns the values, computed record by record."""
         values = []
         for i in range(len(records[0])):
-            with no_random_draws(self._name):
+            with no_random_draws(self._choose.name):
                 values.append(self._one(*map_data(operator.itemgetter(i), records)))
         return torch.stack(values)
 
 
+def batch_of_one(record: Any) -> Any:
+    """Returns a record, whose tensors lack the users' dimension, as a batch."""
+    return map_data(lambda x: x.unsqueeze(0), record)
+
+
 def one_loss(value: Any, name: str) -> Tensor:
-    """The loss of a batch of one as a number."""
+    """Returns the loss of a batch of one as a number, and refuses anything else."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
@@ -92,7 +116,7 @@ def one_loss(value: Any, name: str) -> Tensor:
 
 
 def refuse_randomness_or_memory(error: RuntimeError, name: str) -> None:
-    """Raises what no slower way would mend: the want of memory, and random numbers in a loss."""
+    """Raises an error that no slower way would mend: too little memory, or random numbers in a loss."""
     if isinstance(error, torch.OutOfMemoryError):
         raise error
     if "randomness" in str(error):

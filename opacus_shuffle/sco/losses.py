@@ -1,7 +1,7 @@
 """Convex losses of a linear score: logistic, absolute, hinge and squared, with what theorems ask of them.
 
 Each is h(⟨θ, x⟩, y) with a convex *link* h. If |h′| ≤ l and |h″| ≤ m, and ‖x‖ ≤ R for every user, the loss is (l·R)-Lipschitz
-and (m·R²)-smooth in θ.
+and (m·R²)-smooth in θ. The functions take θ (d,) and a batch of features (B, d) and targets (B,), and return (B,) losses.
 
 >>> import torch
 >>> features, labels = torch.tensor([[3.0, 4.0]]), torch.tensor([-1.0])
@@ -88,7 +88,7 @@ class Link:
                 object.__setattr__(self, name, EachRecord(function, f"link {self.name}'s {name}", remedy))
 
     def _differentiate(self, scores: Tensor, targets: Any) -> Tensor:
-        """h′ by one backward pass: the sum's gradient, since h is elementwise."""
+        """Returns h′ by one backward pass: the sum's gradient, since h is elementwise."""
         with torch.enable_grad():
             variable = scores.detach().clone().requires_grad_()
             values = self.value(variable, targets)
@@ -101,7 +101,7 @@ class Link:
 
 
 def as_link(value: str | Link | Function) -> Link:
-    """A link from its name ("absolute", "hinge", "logistic", "squared"), itself, or a function h(scores, targets).
+    """Returns a link from its name ("absolute", "hinge", "logistic", "squared"), itself, or a function h(scores, targets).
 
     Raises:
         ValueError: It is none of them.
@@ -115,64 +115,32 @@ def as_link(value: str | Link | Function) -> Link:
 
 
 def logistic_loss(theta: Tensor, batch: Any) -> Tensor:
-    """log(1 + exp(−y⟨θ, x⟩)), y = ±1: ‖x‖-Lipschitz and ‖x‖²/4-smooth.
-
-    Args:
-        theta: (d,).
-        batch: Features (B, d) and labels (B,) of −1 and +1.
-
-    Returns:
-        (B,).
-    """
+    """Returns log(1 + exp(−y⟨θ, x⟩)) for y = ±1: ‖x‖-Lipschitz and ‖x‖²/4-smooth."""
     return _of_scores(_logistic, theta, batch)
 
 
 def absolute_loss(theta: Tensor, batch: Any) -> Tensor:
-    """|⟨θ, x⟩ − y|: ‖x‖-Lipschitz, not smooth.
-
-    Args:
-        theta: (d,).
-        batch: Features (B, d) and targets (B,).
-
-    Returns:
-        (B,).
-    """
+    """Returns |⟨θ, x⟩ − y|: ‖x‖-Lipschitz, not smooth."""
     return _of_scores(_absolute, theta, batch)
 
 
 def hinge_loss(theta: Tensor, batch: Any) -> Tensor:
-    """max(0, 1 − y⟨θ, x⟩), y = ±1: ‖x‖-Lipschitz, not smooth.
-
-    Args:
-        theta: (d,).
-        batch: Features (B, d) and labels (B,) of −1 and +1.
-
-    Returns:
-        (B,).
-    """
+    """Returns max(0, 1 − y⟨θ, x⟩) for y = ±1: ‖x‖-Lipschitz, not smooth."""
     return _of_scores(_hinge, theta, batch)
 
 
 def squared_loss(theta: Tensor, batch: Any) -> Tensor:
-    """(⟨θ, x⟩ − y)²/2: ‖x‖²-smooth; (‖x‖·max|⟨θ, x⟩ − y|)-Lipschitz on a bounded set only.
-
-    Args:
-        theta: (d,).
-        batch: Features (B, d) and targets (B,).
-
-    Returns:
-        (B,).
-    """
+    """Returns (⟨θ, x⟩ − y)²/2: ‖x‖²-smooth; (‖x‖·max|⟨θ, x⟩ − y|)-Lipschitz on a bounded set only."""
     return _of_scores(_squared, theta, batch)
 
 
 def link_of(loss: Any) -> Link | None:
-    """The link of one of this module's losses; None for any other function."""
+    """Returns the link of one of this module's losses; None for any other function."""
     return next((LINKS[name] for name, known in _LOSSES.items() if known is loss), None)
 
 
 def _of_scores(function: Function, theta: Tensor, batch: Any) -> Tensor:
-    """h(⟨θ, x⟩, y), in θ's precision."""
+    """Returns h(⟨θ, x⟩, y), in θ's precision."""
     features, targets = batch
     return function(features.to(theta.dtype) @ theta, targets.to(theta.dtype))
 

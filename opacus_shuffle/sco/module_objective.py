@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from opacus_shuffle.core.opacus_compat import refuse_broken_attention, tied_parameters, wrapped_network
 from opacus_shuffle.core.validation import instance_of, integer, one_of
-from opacus_shuffle.sco.each_record import no_random_draws, one_loss, refuse_randomness_or_memory
+from opacus_shuffle.sco.each_record import batch_of_one, no_random_draws, one_loss, refuse_randomness_or_memory
 from opacus_shuffle.sco.objective import Objective
 from opacus_shuffle.sco.records import map_data, number_of_users
 
@@ -50,7 +50,7 @@ class ModuleObjective(Objective):
             modules that ``torch.func`` cannot differentiate; called on one record at a time, which is slow). Both give the same
             gradients, and each record's depends on that record alone, whatever the module does with a batch. Inside Moreau
             envelopes, where every record has a θ of its own, only "functorch" will do.
-        chunk_size: See :class:`~opacus_shuffle.sco.objective.Objective`.
+        chunk_size: How many records are worked on at once.
 
     Attributes:
         dimension: The number of trainable parameters.
@@ -102,13 +102,7 @@ class ModuleObjective(Objective):
         return torch.cat([own[name].detach().to("cpu", torch.float64).reshape(-1) for name in self.names])
 
     def load(self, theta: Tensor) -> nn.Module:
-        """Writes a point into the module.
-
-        Args:
-            theta: (d,).
-
-        Returns:
-            The module.
+        """Writes a point (d,) into the module and returns the module.
 
         Raises:
             ValueError: It has another shape, or is not finite.
@@ -123,7 +117,7 @@ class ModuleObjective(Objective):
         return self._module
 
     def _pieces(self, theta: Tensor) -> Iterator[Tensor]:
-        """θ, cut into parameters."""
+        """Yields θ, cut into parameters."""
         for piece, shape in zip(torch.split(theta, self._sizes), self._shapes, strict=True):
             yield piece.view(shape)
 
@@ -150,7 +144,7 @@ class ModuleObjective(Objective):
         return result
 
     def _by_functorch(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        """By ``torch.func``."""
+        """Returns losses and gradients by ``torch.func``."""
         inputs, targets = batch
         both = torch.func.vmap(torch.func.grad_and_value(self._one), in_dims=(None if theta.ndim == 1 else 0, 0, 0))
         with torch.enable_grad():
@@ -158,18 +152,18 @@ class ModuleObjective(Objective):
         return losses.detach(), gradients.detach()
 
     def _one(self, theta: Tensor, inputs: Any, targets: Any) -> Tensor:
-        """One record's loss."""
+        """Returns one record's loss."""
         like = self._parameters
         values = {
             name: piece.to(own.device, own.dtype)
             for name, piece, own in zip(self.names, self._pieces(theta), like, strict=True)
         }
-        args, keywords = _arguments(map_data(lambda x: x.unsqueeze(0), inputs))
+        args, keywords = _arguments(batch_of_one(inputs))
         outputs = torch.func.functional_call(self._copy, values, args, keywords)
-        return one_loss(self._criterion(outputs, map_data(lambda x: x.unsqueeze(0), targets)), "criterion")
+        return one_loss(self._criterion(outputs, batch_of_one(targets)), "criterion")
 
     def _by_hooks(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        """By Opacus, on batches of one: a module that mixes the records of a batch then has none to mix."""
+        """Returns losses and gradients by Opacus's hooks, on batches of one, so that a module cannot mix records."""
         if theta.ndim != 1:
             raise ValueError(
                 "grad_sample must be 'functorch' where every record has its own theta, as in a Moreau envelope, got 'hooks'"
@@ -182,7 +176,7 @@ class ModuleObjective(Objective):
         return torch.stack([loss for loss, _ in pairs]), torch.stack([row for _, row in pairs])
 
     def _one_by_hooks(self, record: Any) -> tuple[Tensor, Tensor]:
-        """Loss () and gradient (d,) of a batch of one, at the copy's parameters."""
+        """Returns loss () and gradient (d,) of a batch of one, at the copy's parameters."""
         inputs, target = record
         wrapped: Any = self._wrapped
         try:
@@ -209,7 +203,7 @@ class ModuleObjective(Objective):
         return result
 
     def _wrap(self) -> GradSampleModule:
-        """Opacus's hooks on the copy."""
+        """Returns the copy with Opacus's hooks on it."""
         _switch_training(self._copy)
         try:
             return GradSampleModule(self._copy, loss_reduction="sum")
@@ -218,21 +212,21 @@ class ModuleObjective(Objective):
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A module's arguments."""
+    """Returns a module's positional and keyword arguments."""
     if isinstance(inputs, dict):
         return (), inputs
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
 def _switch_training(module: nn.Module) -> None:
-    """Training mode for layers that train, outside which Opacus's hooks see nothing; others stay as they are."""
+    """Puts layers that train into training mode, outside which Opacus's hooks see nothing; others stay as they are."""
     for layer in module.modules():
         if any(parameter.requires_grad for parameter in layer.parameters(recurse=False)):
             layer.training = True
 
 
 def _check(module: nn.Module, *, hooks: bool) -> None:
-    """Refuses what has no per-record gradients, by Opacus's rules and ours."""
+    """Refuses networks without per-record gradients, by Opacus's rules and ours."""
     flags = [(layer, layer.training) for layer in module.modules()]
     module.train()  # or Opacus would refuse that alone
     try:
@@ -266,7 +260,7 @@ def _check(module: nn.Module, *, hooks: bool) -> None:
 
 
 def _draws(layer: nn.Module, *, trains: bool) -> bool:
-    """Whether a layer would draw random numbers."""
+    """Returns whether a layer would draw random numbers."""
     if not (layer.training or trains):
         return False
     chance = getattr(layer, "p" if isinstance(layer, _RANDOM) else "dropout", 0.0)

@@ -79,12 +79,11 @@ class MoreauEnvelope(Objective):
             ``torch.func.vmap`` where that can be, else one after the other, which is slow.
         prox_elementwise: Your promise that ``prox`` computes each record's point from that record alone. It is then called on
             whole batches. The privacy guarantee rests on it, and nothing checks it.
-        chunk_size: See :class:`~opacus_shuffle.sco.objective.Objective`; by default the objective's.
+        chunk_size: How many records are worked on at once; by default as many as the objective does.
 
     Attributes:
         smoothness: β.
         lipschitz: A bound on the norm of the gradients: L; None if none was given.
-        gradient_factor: That bound over L: 1 (SCO Lemma 4.6: 2).
         accuracy: A bound on ‖p̂ − p‖, up to rounding if it is 0.
         gradient_error: A bound on the error of the gradients: β times the accuracy.
         approximation_error: L²/(2β), by how much f may exceed its envelope; None if L is not known.
@@ -93,8 +92,6 @@ class MoreauEnvelope(Objective):
         ValueError: An argument is out of range, or would need more than a million steps. Later: the loss turns out not to be
             convex or L-Lipschitz, or θ to be outside Θ. (That an error occurs depends on the data.)
     """
-
-    gradient_factor = 1.0
 
     def __init__(
         self,
@@ -142,7 +139,7 @@ class MoreauEnvelope(Objective):
         lipschitz: float | None = None,
         chunk_size: int = 1024,
     ) -> MoreauEnvelope:
-        """The envelope of h(⟨θ, x⟩, y), exact, of batches ``(x, y)``.
+        """Returns the exact envelope of h(⟨θ, x⟩, y), for batches ``(x, y)``.
 
         Args:
             link: "absolute", "hinge", "logistic" or "squared"; or a convex function h(scores, targets), elementwise, which is
@@ -151,10 +148,7 @@ class MoreauEnvelope(Objective):
             smoothness: β.
             dimension: d.
             lipschitz: L = max|h′|·max‖x‖, if something is to ask for it.
-            chunk_size: See the class.
-
-        Returns:
-            The envelope.
+            chunk_size: How many records are worked on at once.
 
         Raises:
             ValueError: An argument is out of range.
@@ -172,17 +166,14 @@ class MoreauEnvelope(Objective):
         return None if self.lipschitz is None else self.lipschitz**2 / (2 * self.smoothness)
 
     def proximal_points(self, theta: Tensor, batch: Any) -> ProximalPoints:
-        """Every record's proximal point, with a bound on its error that is often far below ``accuracy``.
+        """Returns every record's proximal point, with a bound on its error that is often far below ``accuracy``.
 
         Args:
             theta: A point (d,), or one for each record (B, d).
             batch: B records.
 
-        Returns:
-            The points. Their errors are certified by cutting planes, else computed from ``inner_smoothness`` or as stated.
-
         Raises:
-            ValueError: See the class.
+            ValueError: If the loss is not convex or not L-Lipschitz, or θ is outside Θ.
         """
         parts = [self._solve(point, part)[0] for point, part in self._chunks(theta, batch)]
         return ProximalPoints(
@@ -192,7 +183,7 @@ class MoreauEnvelope(Objective):
         )
 
     def _of_given_prox(self, prox: Any, accuracy: float | None, iterations: int | None) -> float:
-        """What a given solver promises."""
+        """Returns the accuracy that a given solver promises."""
         if not callable(prox):
             raise ValueError(f"prox must be a callable prox(theta, batch), got {prox!r}")
         if iterations is not None:
@@ -203,7 +194,7 @@ class MoreauEnvelope(Objective):
         return promised
 
     def _plan(self, accuracy: float | None, iterations: int | None) -> float:
-        """Decides how many steps to make, and says what they promise."""
+        """Decides how many steps to make, and returns the accuracy that they promise."""
         if self.lipschitz is None:
             raise ValueError(
                 "lipschitz must be given, from which the accuracy of proximal points follows; losses of "
@@ -226,7 +217,7 @@ class MoreauEnvelope(Objective):
         return relative * scale
 
     def _solve(self, theta: Tensor, batch: Any) -> tuple[ProximalPoints, Tensor]:
-        """The proximal points of one chunk and the envelope's gradients."""
+        """Returns the proximal points of one chunk and the envelope's gradients."""
         if self._exact:
             return self._solve_linear(theta, batch)
         count = number_of_users(batch)
@@ -241,45 +232,31 @@ class MoreauEnvelope(Objective):
         return found, gradients
 
     def _iterate(self, rows: Tensor, batch: Any) -> ProximalPoints:
-        """By cutting planes or contraction."""
+        """Returns proximal points found by cutting planes or contraction."""
         if self.lipschitz is None:
             raise RuntimeError("a plan needs lipschitz")
-        beta, lipschitz, tolerance = self.smoothness, self.lipschitz, self.accuracy if self._stop_early else None
         constraint = self.constraint
-        project = None if constraint is None else (lambda points: project_rows(constraint, points))
+        how: dict[str, Any] = {
+            "beta": self.smoothness,
+            "lipschitz": self.lipschitz,
+            "steps": self._steps,
+            "tolerance": self.accuracy if self._stop_early else None,
+            "project": None if constraint is None else (lambda points: project_rows(constraint, points)),
+        }
         if self._inner is not None:
-            return by_contraction(
-                self.objective,
-                batch,
-                rows,
-                beta=beta,
-                lipschitz=lipschitz,
-                smoothness=self._inner,
-                steps=self._steps,
-                tolerance=tolerance,
-                project=project,
-            )
-        found = by_cutting_planes(
-            self.objective,
-            batch,
-            rows,
-            beta=beta,
-            lipschitz=lipschitz,
-            steps=self._steps,
-            tolerance=tolerance,
-            project=project,
-        )
+            return by_contraction(self.objective, batch, rows, smoothness=self._inner, **how)
+        found = by_cutting_planes(self.objective, batch, rows, **how)
         missed = found.errors > self.accuracy * (1 + _TOLERANCE)
         if bool(missed.any()):
             raise ValueError(
-                f"loss must be convex with subgradients of norm at most lipschitz={lipschitz!r}, and small enough for its "
+                f"loss must be convex with subgradients of norm at most lipschitz={self.lipschitz!r}, and small enough for its "
                 f"rounding not to matter: for {int(missed.sum())} of {len(missed)} records the proximal point is certified to "
                 f"{float(found.errors.max()):.3g} only, not {self.accuracy:.3g}; check them, or ask for less accuracy"
             )
         return found
 
     def _solve_linear(self, theta: Tensor, batch: Any) -> tuple[ProximalPoints, Tensor]:
-        """Exactly; the gradients do not go through θ − p, which would cancel."""
+        """Returns the exact points and gradients; the latter do not go through θ − p, which would cancel."""
         objective = instance_of("objective", self.objective, (LinearObjective,))
         scores, features, targets = objective.scores(theta, batch)
         slopes = linear_coefficients(objective.link, scores, targets, features.square().sum(1), self.smoothness)
@@ -287,7 +264,7 @@ class MoreauEnvelope(Objective):
         return ProximalPoints(theta - gradients / self.smoothness, torch.zeros_like(scores), 0), gradients
 
     def _call_prox(self, prox: Callable[[Tensor, Any], Tensor], rows: Tensor, batch: Any) -> Tensor:
-        """A given solver's answer, checked."""
+        """Returns a given solver's answer, checked."""
         points: Any = prox(rows.clone(), batch)
         if not isinstance(points, Tensor) or points.shape != rows.shape or not bool(torch.isfinite(points).all()):
             found = f"shape {tuple(points.shape)}" if isinstance(points, Tensor) else type(points).__name__
@@ -295,7 +272,7 @@ class MoreauEnvelope(Objective):
         return as_double(points)
 
     def _inside(self, rows: Tensor) -> Tensor:
-        """The points, moved into Θ if that is a matter of rounding.
+        """Returns the points, moved into Θ if that is a matter of rounding.
 
         Since ∇f_β is β-Lipschitz, moving θ by a billionth of the diameter D changes it by β·D·1e-9 at most.
         """

@@ -1,4 +1,4 @@
-"""Losses, one record at a time: what each user computes on its own device before anything is rounded or sent.
+"""``Objective``: losses and gradients of single records, which each user computes on its own device.
 
 A loss may be written for batches, as usual in PyTorch; it is called on batches of one, so nothing in it can mix records.
 
@@ -15,7 +15,6 @@ A loss may be written for batches, as usual in PyTorch; it is called on batches 
 from __future__ import annotations
 
 import operator
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from opacus_shuffle.core.validation import instance_of, integer
-from opacus_shuffle.sco.each_record import no_random_draws, one_loss, refuse_randomness_or_memory
+from opacus_shuffle.sco.each_record import Vectorised, batch_of_one, no_random_draws, one_loss
 from opacus_shuffle.sco.losses import Link, link_of
 from opacus_shuffle.sco.records import as_double, map_data, number_of_users
 
@@ -49,7 +48,7 @@ class Objective(ABC):
 
     @staticmethod
     def from_loss(loss: Loss, *, dimension: int, chunk_size: int = 1024) -> Objective:
-        """From a function of θ and a batch.
+        """Returns the objective of a function of θ and a batch.
 
         Args:
             loss: From θ (d,) and a batch to the records' losses, of shape (B,), or for a batch of one a number. It is called
@@ -57,10 +56,7 @@ class Objective(ABC):
                 leaves PyTorch or branches on values) is computed one record at a time, with a warning that it is slow. The
                 losses of :mod:`opacus_shuffle.sco.losses` are recognised, and fast.
             dimension: d.
-            chunk_size: See the class.
-
-        Returns:
-            The objective.
+            chunk_size: How many records are worked on at once.
 
         Raises:
             ValueError: The loss cannot be called.
@@ -73,14 +69,11 @@ class Objective(ABC):
         return _LossObjective(loss, dimension=dimension, chunk_size=chunk_size)
 
     def gradients(self, theta: Tensor, batch: Any) -> Tensor:
-        """The gradients, one row per record.
+        """Returns the gradients, one row per record: (B, d), double precision, on the CPU.
 
         Args:
             theta: A point (d,), or one for each record (B, d).
             batch: B records.
-
-        Returns:
-            (B, d), double precision, on the CPU.
 
         Raises:
             ValueError: The shapes do not fit, or a gradient is not finite.
@@ -89,41 +82,30 @@ class Objective(ABC):
         return _finite("gradients", chunks, (0, self.dimension))
 
     def losses(self, theta: Tensor, batch: Any) -> Tensor:
-        """The losses, one per record.
-
-        Args:
-            theta: A point (d,), or one for each record (B, d).
-            batch: B records.
-
-        Returns:
-            (B,), double precision, on the CPU.
-
-        Raises:
-            ValueError: The shapes do not fit, or a loss is not finite.
-        """
+        """Returns the losses (B,), one per record, for the same arguments; a loss that is not finite is a ValueError."""
         chunks = [self._losses(point, part) for point, part in self._chunks(theta, batch)]
         return _finite("losses", chunks, (0,))
 
     def losses_and_gradients(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        """Both :meth:`losses` and :meth:`gradients`, for the price of the latter."""
+        """Returns both :meth:`losses` and :meth:`gradients`, for the price of the latter."""
         chunks = [self._evaluate(point, part) for point, part in self._chunks(theta, batch)]
         losses = _finite("losses", [chunk[0] for chunk in chunks], (0,))
         return losses, _finite("gradients", [chunk[1] for chunk in chunks], (0, self.dimension))
 
     @abstractmethod
     def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        """Losses (B,) and gradients (B, d) of one chunk; ``theta`` is (d,) or (B, d), and double."""
+        """Returns losses (B,) and gradients (B, d) of one chunk; ``theta`` is (d,) or (B, d), and double."""
 
     def _losses(self, theta: Tensor, batch: Any) -> Tensor:
-        """The losses alone, where they come cheaper."""
+        """Returns the losses alone, where they come cheaper."""
         return self._evaluate(theta, batch)[0]
 
     def _gradients(self, theta: Tensor, batch: Any) -> Tensor:
-        """The gradients alone, likewise."""
+        """Returns the gradients alone, where they come cheaper."""
         return self._evaluate(theta, batch)[1]
 
     def _chunks(self, theta: Any, batch: Any) -> Iterator[tuple[Tensor, Any]]:
-        """The point and the records, in parts of at most ``chunk_size`` records."""
+        """Yields the point and the records, in parts of at most ``chunk_size`` records."""
         count = number_of_users(batch)
         shapes = [(self.dimension,), (count, self.dimension)]
         if not isinstance(theta, Tensor) or tuple(theta.shape) not in shapes or not theta.is_floating_point():
@@ -138,7 +120,7 @@ class Objective(ABC):
             yield (theta if theta.ndim == 1 else theta[part]), map_data(operator.itemgetter(part), batch)
 
     def _prepare(self, batch: Any) -> Any:
-        """The data in double precision."""
+        """Returns the data in double precision."""
         return map_data(as_double, batch)
 
 
@@ -148,7 +130,7 @@ class LinearObjective(Objective):
     Args:
         link: h, with its derivative.
         dimension: d.
-        chunk_size: See :class:`Objective`.
+        chunk_size: How many records are worked on at once.
 
     A batch is ``(x, y)``: features (B, d) and targets (B, ...).
     """
@@ -159,7 +141,7 @@ class LinearObjective(Objective):
         self.chunk_size = integer("chunk_size", chunk_size)
 
     def scores(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor, Any]:
-        """⟨θ, x⟩ (B,), the features and the targets.
+        """Returns ⟨θ, x⟩ (B,), the features and the targets.
 
         Raises:
             ValueError: The batch is no pair of features (B, d) and targets, or the link refuses the targets.
@@ -189,46 +171,26 @@ class _LossObjective(Objective):
     """A user's function, vectorised if it can be."""
 
     def __init__(self, loss: Loss, *, dimension: int, chunk_size: int) -> None:
-        self._loss, self._vectorised = loss, True
+        self._loss, self._choose = loss, Vectorised("loss")
         self.dimension = integer("dimension", dimension)
         self.chunk_size = integer("chunk_size", chunk_size)
 
     def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        dims = (None if theta.ndim == 1 else 0, 0)
-        both = torch.func.vmap(torch.func.grad_and_value(self._one), in_dims=dims)
-        gradients, losses = self._attempt(both, self._loop, theta, batch)
+        both = torch.func.vmap(torch.func.grad_and_value(self._one), in_dims=(None if theta.ndim == 1 else 0, 0))
+        gradients, losses = self._choose(lambda: both(theta, batch), lambda: self._loop(theta, batch))
         return losses, gradients
 
     def _losses(self, theta: Tensor, batch: Any) -> Tensor:
         function = torch.func.vmap(self._one, in_dims=(None if theta.ndim == 1 else 0, 0))
         with torch.no_grad():
-            losses: Tensor = self._attempt(function, lambda *a: self._loop(*a)[1], theta, batch)
-        return losses
-
-    def _attempt(self, fast: Callable, slow: Callable, theta: Tensor, batch: Any) -> Any:
-        """The fast way, or from its first failure on the slow way."""
-        if not self._vectorised:
-            return slow(theta, batch)
-        try:
-            return fast(theta, batch)
-        except RuntimeError as error:
-            refuse_randomness_or_memory(error, "loss")
-            result = slow(theta, batch)  # an error of the loss itself comes up here, without vmap around it
-            self._vectorised = False
-            reason = str(error).splitlines()[0][:120]
-            warnings.warn(
-                f"loss cannot be vectorised by torch.func.vmap ({reason}); its gradients are computed one "
-                "record at a time, which is slow. Write it with PyTorch operations and no branches on values",
-                stacklevel=6,
-            )
-            return result
+            return self._choose(lambda: function(theta, batch), lambda: self._loop(theta, batch)[1])
 
     def _one(self, theta: Tensor, record: Any) -> Tensor:
-        """One record's loss, a number."""
-        return one_loss(self._loss(theta, map_data(lambda x: x.unsqueeze(0), record)), "loss")
+        """Returns one record's loss, a number."""
+        return one_loss(self._loss(theta, batch_of_one(record)), "loss")
 
     def _refuse_sizes(self, error: RuntimeError, batch: Any) -> None:
-        """Raises an error about sizes with those that we know."""
+        """Raises an error about sizes again, with those that we know."""
         if not any(word in str(error) for word in ("size", "shape", "dimension", "invalid for input")):
             return
         shapes: list[tuple[int, ...]] = []
@@ -244,7 +206,7 @@ class _LossObjective(Objective):
         ) from error
 
     def _loop(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        """Gradients and losses, record by record."""
+        """Returns gradients and losses, computed record by record."""
         gradients, losses = [], []
         for i in range(number_of_users(batch)):
             point = (theta if theta.ndim == 1 else theta[i]).detach().clone().requires_grad_()
@@ -274,7 +236,7 @@ def elementwise(values: Tensor, scores: Tensor) -> Tensor:
 
 
 def _finite(what: str, chunks: list[Tensor], empty: tuple[int, ...]) -> Tensor:
-    """The chunks as one tensor in double precision."""
+    """Returns the chunks as one tensor in double precision, and refuses what is not finite."""
     whole = torch.cat(chunks) if chunks else torch.zeros(empty)
     whole = whole.detach().to("cpu", torch.float64)
     bad = int((~torch.isfinite(whole.reshape(len(whole), whole[:1].numel()))).any(1).sum()) if len(whole) else 0

@@ -161,16 +161,7 @@ def by_contraction(
 ) -> ProximalPoints:
     """Returns proximal points of convex losses with a Lipschitz gradient, by a contraction.
 
-    Args:
-        objective: f, of each record.
-        batch: B records.
-        theta: (B, d), in Θ.
-        beta: β > 0.
-        smoothness: H, which is trusted.
-        lipschitz: L; larger gradients are refused.
-        steps: How many.
-        tolerance: A record's point stays as it is when its error is known to be at most this; by default none does.
-        project: Onto Θ, row by row; by default everything is allowed.
+    The arguments are :func:`by_cutting_planes`'s, and ``smoothness``: H, which is trusted.
 
     Returns:
         The points with their errors, which are right if the loss is convex and H-smooth. Each depends on its own record alone.
