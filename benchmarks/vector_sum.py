@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from opacus_shuffle.sco import ShuffleVectorSum
+from opacus_shuffle.protocols import ShuffleVectorSum
 
 SETTINGS = (
     (1_000, 100, 1.0, 1e-6),

@@ -15,11 +15,6 @@ bounded vectors by multi-message shuffling are :mod:`opacus_shuffle.protocols`.
 (1.0, 1, True)
 """
 
-from opacus_shuffle.protocols.calibration import noise_variance
-from opacus_shuffle.protocols.messages import Messages
-from opacus_shuffle.protocols.scalar_sum import ShuffleScalarSum
-from opacus_shuffle.protocols.statement import PrivacyStatement
-from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 from opacus_shuffle.sco.accelerated_sgd import shuffle_accelerated_sgd
 from opacus_shuffle.sco.budget import PrivacyBudget
 from opacus_shuffle.sco.constraints import Box, Constraint, L2Ball, Projection, as_constraint
@@ -41,21 +36,16 @@ __all__ = [
     "L2Ball",
     "LinearObjective",
     "Link",
-    "Messages",
     "ModuleObjective",
     "MoreauEnvelope",
     "Objective",
     "PrivacyBudget",
-    "PrivacyStatement",
     "Problem",
     "Projection",
-    "ShuffleScalarSum",
-    "ShuffleVectorSum",
     "absolute_loss",
     "as_constraint",
     "hinge_loss",
     "logistic_loss",
-    "noise_variance",
     "pan_private_accelerated_sgd",
     "shuffle_accelerated_sgd",
     "shuffle_gradient_descent",
