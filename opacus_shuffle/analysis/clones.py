@@ -6,14 +6,10 @@ distribution gives (:mod:`opacus_shuffle.analysis.gaussian_clones`). ``compute_e
 
 >>> round(compute_epsilon(local_epsilon=4.0, num_users=100_000, delta=1e-6), 4)
 0.1698
->>> round(compute_epsilon(local_epsilon=4.0, num_users=100_000, delta=1e-6, method="closed_form"), 4)
-0.5346
 
 Pitfalls. A Gaussian report is (ε0, δ0)-LDP for *any* two records, which are 2C apart: also for zero-out adjacency, where user
 1's two reports are only C apart, the other users' reports may be 2C away, and Theorem 3.8 with sensitivity 1 proves nothing
-(``gaussian_epsilon`` says what does). δ0 enters the final δ about n times: at small σ only the unshuffled bound is left. The
-closed form is Theorem 3.1 as printed; the authors' released program has 1 + e^(−ε0)/(1 + s) where the theorem has 1 + e^(−ε0),
-s the theorem's big bracket, and answers 0.5378 above.
+(``gaussian_epsilon`` says what does). δ0 enters the final δ about n times: at small σ only the unshuffled bound is left.
 
 >>> round(gaussian_epsilon(noise_multiplier=9.48, num_users=60_000, delta=1 / 60_000), 3)
 0.022
@@ -107,29 +103,8 @@ def _numeric(
     return None
 
 
-def _closed_form(*, local_epsilon: float, num_users: int, delta: float, lost: float) -> float | None:
-    """The least ε of Theorem 3.1 when (1 + e^ε)·``lost`` of δ is spent elsewhere; None if all of it would be."""
-    share, growth = delta, math.exp(local_epsilon) / num_users
-    for _ in range(200):  # falls to the largest share that leaves room for its own loss; most often in a few steps
-        limit = math.log(num_users / (16 * (math.log(2) - math.log(share))))
-        if local_epsilon > limit:
-            raise ValueError(
-                f"local_epsilon must be at most ln(num_users / (16 ln(2/delta))) = {limit:.6g} for the closed form of "
-                f"Theorem 3.1, got {local_epsilon!r}; pass method='numeric', which has no such limit"
-            )
-        bracket = math.sqrt(growth * (math.log(4) - math.log(share))) + growth
-        epsilon = math.log1p(math.tanh(local_epsilon / 2) * 8 * bracket) * (1 + MARGIN)
-        spent = (1 + math.exp(epsilon)) * lost
-        if share + spent <= delta:
-            return min(epsilon, local_epsilon)
-        share = (delta - spent) * (1 - 1e-12)
-        if share < SMALLEST_DELTA:
-            return None
-    return None
-
-
 def _lost(*, local_epsilon: float, local_delta: float, num_users: int, conversion: str) -> float:
-    """What (1 + e^ε) multiplies in the final δ."""
+    """Returns what (1 + e^ε) multiplies in the final δ."""
     if conversion == "theorem_3_8":
         return (1 + math.exp(-local_epsilon) / 2) * num_users * local_delta
     own = local_delta * float(expit(-local_epsilon))
@@ -143,50 +118,40 @@ def _falls_to_zero(function: Callable[[float], float], end: float) -> float:
     return end if function(end) >= 0 else crossing(function, 0.0, end, tolerance=1e-12 * end)
 
 
-def compute_epsilon(*, local_epsilon: float, num_users: int, delta: float, method: str = "numeric") -> float:
-    """ε after shuffling n reports of pure ε0-LDP.
+def compute_epsilon(*, local_epsilon: float, num_users: int, delta: float) -> float:
+    """Returns ε after shuffling n reports of pure ε0-LDP.
 
     Args:
         local_epsilon: ε0 > 0 of one report.
         num_users: n ≥ 1, the reports shuffled together.
         delta: δ in (0, 1).
-        method: ``"numeric"`` (Theorem 3.2, any ε0) or ``"closed_form"`` (Theorem 3.1, small ε0, several times more).
 
     Returns:
         ε ≥ 0, an upper bound rounded up; never above ``local_epsilon``, which it is for n = 1.
 
     Raises:
-        ValueError: If an argument is out of range, or ε0 too large for the closed form.
+        ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        Proved for every data set, replacement adjacency. Numeric: the pair's own δ(ε), both directions; the tails of the clone
-        count go into δ, and of a bin of counts the smallest is taken, which costs a few 1e-4 of ε at most.
+        Proved for every data set, replacement adjacency: the pair's own δ(ε), both directions; the tails of the clone count go
+        into δ, and of a bin of counts the smallest is taken, which costs a few 1e-4 of ε at most.
 
     Source:
-        Feldman, McMillan, Talwar, "Hiding among the clones" (FOCS 2021), Theorems 3.1 and 3.2, arXiv 2012.12803.
+        Feldman, McMillan, Talwar, "Hiding among the clones" (FOCS 2021), Theorem 3.2, arXiv 2012.12803.
     """
-    return compute_epsilon_approximate(
-        local_epsilon=local_epsilon, local_delta=0, num_users=num_users, delta=delta, method=method
-    )
+    return compute_epsilon_approximate(local_epsilon=local_epsilon, local_delta=0, num_users=num_users, delta=delta)
 
 
 def compute_epsilon_approximate(
-    *,
-    local_epsilon: float,
-    local_delta: float,
-    num_users: int,
-    delta: float,
-    method: str = "numeric",
-    conversion: str = "proved",
+    *, local_epsilon: float, local_delta: float, num_users: int, delta: float, conversion: str = "proved"
 ) -> float:
-    """ε after shuffling n reports of (ε0, δ0)-LDP.
+    """Returns ε after shuffling n reports of (ε0, δ0)-LDP.
 
     Args:
         local_epsilon: ε0 > 0 of one report.
         local_delta: δ0 in [0, 1) of one report; it enters δ about n·e^(−ε0) or n times, so it must be far below δ/n.
         num_users: n ≥ 1, the reports shuffled together.
         delta: The whole δ in (0, 1).
-        method: As in ``compute_epsilon``.
         conversion: ``"proved"``: δ = δ_clones + (1 + e^ε)·(t + (n − 1)·e^(−ε0)·(δ0 + t)) with t = δ0/(1 + e^ε0);
             ``"theorem_3_8"``: δ = δ_clones + (1 + e^ε)·(1 + e^(−ε0)/2)·n·δ0, never less.
 
@@ -194,14 +159,10 @@ def compute_epsilon_approximate(
         ε ≥ 0, rounded up; never above ``local_epsilon`` if ``local_delta`` ≤ ``delta``.
 
     Raises:
-        ValueError: If an argument is out of range, ε0 too large for the closed form, or δ0 too large for any ε.
+        ValueError: If an argument is out of range, or δ0 too large for any ε.
 
     Formal Guarantees:
-        Proved for every data set, replacement adjacency. ``"proved"``: two (ε0, δ0)-close reports of user 1 are within total
-        variation t of two ε0-close ones (give t of the mass that one has alone to the other). The mean M of these exceeds e^ε0
-        times another user's distribution by at most δ0 + t, so that distribution is within e^(−ε0)·(δ0 + t) of one that is a
-        clone of M with probability e^(−ε0). Mending all n reports on both sides costs (1 + e^ε) times the sum; Theorem 3.2 does
-        the rest.
+        Proved for every data set, replacement adjacency; ``"proved"`` is Theorem 7.1 of docs/proofs/07_clones_of_any_report.md.
 
     Source:
         Feldman, McMillan, Talwar, "Hiding among the clones", Theorem 3.8, arXiv 2012.12803; ``"proved"`` is ours.
@@ -211,16 +172,12 @@ def compute_epsilon_approximate(
         raise ValueError(f"local_delta must lie in [0, 1), got {local_delta!r}; pass 0 for none")
     num_users = integer("num_users", num_users)
     delta = open_unit_interval("delta", delta)
-    one_of("method", method, ("numeric", "closed_form"))
     one_of("conversion", conversion, ("proved", "theorem_3_8"))
-    lost = _lost(local_epsilon=local_epsilon, local_delta=local_delta, num_users=num_users, conversion=conversion)
     if num_users == 1 and local_delta <= delta:
-        return local_epsilon  # nobody to hide among, whatever the method
+        return local_epsilon  # nobody to hide among
+    lost = _lost(local_epsilon=local_epsilon, local_delta=local_delta, num_users=num_users, conversion=conversion)
     chance = math.exp(-local_epsilon)
-    if method == "closed_form":
-        epsilon = _closed_form(local_epsilon=local_epsilon, num_users=num_users, delta=delta, lost=lost)
-    else:
-        epsilon = _numeric(local_epsilon=local_epsilon, probability=chance, num_users=num_users, delta=delta, lost=lost)
+    epsilon = _numeric(local_epsilon=local_epsilon, probability=chance, num_users=num_users, delta=delta, lost=lost)
     if epsilon is not None:
         return epsilon
     if local_delta <= delta:
@@ -234,7 +191,7 @@ def compute_epsilon_approximate(
 def gaussian_epsilon(
     *, noise_multiplier: float, num_users: int, delta: float, adjacency: str = "replace", conversion: str = "proved"
 ) -> float:
-    """The best ε that clones give for one round of shuffled Gaussian reports, over all (ε0, δ0) of the Gaussian's exact curve.
+    """Returns the best ε that clones give for one round of shuffled Gaussian reports, over all (ε0, δ0) of their exact curve.
 
     Args:
         noise_multiplier: σ of one report over the clipping norm.
@@ -251,10 +208,7 @@ def gaussian_epsilon(
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        Proved for every data set. Zero-out: user 1's two reports N(0), N(x) are (ε_a, δ_a)-close at distance 1; another user's
-        distribution is up to 1 from N(0) and 2 from N(x), so the mean of these two exceeds e^ε_b times it by at most
-        δ_b = (δ(ε_b; 1) + δ(ε_b; 2))/2. Hence the pair of Theorem 3.2 with ε_a for user 1's coin D and clones of probability
-        e^(−ε_b), at a loss of (1 + e^ε)·(t + (n − 1)·e^(−ε_b)·(δ_b + t)), t = δ_a/(1 + e^ε_a). We take ε_a such that t = δ_b.
+        Proved for every data set; zero-out is Theorem 7.2 of docs/proofs/07_clones_of_any_report.md.
 
     Source:
         Feldman, McMillan, Talwar, "Hiding among the clones", Theorems 3.2 and 3.8, arXiv 2012.12803; Balle and Wang 2018,

@@ -98,24 +98,6 @@ def test_binomial_tails_are_as_accurate_as_the_margin_assumes(trials):
 
 def test_the_public_figures_come_out():
     assert 0.16754 <= clones.compute_epsilon(**PUBLIC) <= 0.17279
-    printed = clones.compute_epsilon(**PUBLIC, method="closed_form")
-    growth = math.exp(4) / 1e5
-    spread = 8 * (math.sqrt(growth * math.log(4e6)) + growth)
-    assert printed == pytest.approx(math.log1p(math.expm1(4) / (math.exp(4) + 1) * spread), rel=1e-8)
-    # The authors' released program: another denominator than the printed theorem, and a little more.
-    released = math.log1p((1 - math.exp(-4)) / (1 + math.exp(-4) / (1 + spread)) * spread)
-    assert round(released, 4) == 0.5378
-    assert released * 0.99 < printed < released
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.floats(0.01, 5), st.integers(1000, 10**7), st.floats(1e-12, 1e-2))
-def test_numeric_epsilon_never_exceeds_closed_form_nor_local_epsilon(local_epsilon, users, delta):
-    numeric = clones.compute_epsilon(local_epsilon=local_epsilon, num_users=users, delta=delta)
-    assert 0 <= numeric <= local_epsilon
-    if local_epsilon <= math.log(users / (16 * math.log(2 / delta))):
-        closed = clones.compute_epsilon(local_epsilon=local_epsilon, num_users=users, delta=delta, method="closed_form")
-        assert numeric <= closed <= local_epsilon
 
 
 @settings(deadline=None, max_examples=40)
@@ -130,9 +112,8 @@ def test_epsilon_falls_with_users_and_delta_and_grows_with_local_epsilon(local_e
     assert epsilon(local_epsilon / factor, users, delta) <= here
 
 
-@pytest.mark.parametrize("method", ["numeric", "closed_form"])
-def test_one_user_has_nobody_to_hide_among(method):
-    assert clones.compute_epsilon(local_epsilon=1.5, num_users=1, delta=1e-6, method=method) == 1.5
+def test_one_user_has_nobody_to_hide_among():
+    assert clones.compute_epsilon(local_epsilon=1.5, num_users=1, delta=1e-6) == 1.5
 
 
 @pytest.mark.parametrize("local_epsilon", [1e-12, 1e-3, 30.0, 499.0, 501.0, 1e300])
@@ -143,10 +124,9 @@ def test_extreme_arguments_give_a_finite_epsilon_within_the_local_one(local_epsi
 
 
 @pytest.mark.parametrize("conversion", ["proved", "theorem_3_8"])
-@pytest.mark.parametrize("method", ["numeric", "closed_form"])
-def test_no_local_delta_is_pure_local_privacy(method, conversion):
-    answer = clones.compute_epsilon_approximate(**PUBLIC, local_delta=0.0, method=method, conversion=conversion)
-    assert answer == clones.compute_epsilon(**PUBLIC, method=method)
+def test_no_local_delta_is_pure_local_privacy(conversion):
+    answer = clones.compute_epsilon_approximate(**PUBLIC, local_delta=0.0, conversion=conversion)
+    assert answer == clones.compute_epsilon(**PUBLIC)
 
 
 @settings(deadline=None, max_examples=25)
@@ -248,17 +228,6 @@ def test_gaussian_epsilon_survives_extreme_noise(sigma, adjacency):
         assert math.isfinite(clones.gaussian_epsilon(noise_multiplier=sigma, num_users=10**6, delta=delta, adjacency=adjacency))
 
 
-def test_closed_form_beyond_its_range_is_refused_with_the_remedy():
-    with pytest.raises(ValueError, match=r"local_epsilon .* method='numeric'"):
-        clones.compute_epsilon(local_epsilon=8.0, num_users=1000, delta=1e-6, method="closed_form")
-
-
-def test_a_delta_below_the_smallest_normal_double_is_no_arithmetic_error():
-    with pytest.raises(ValueError, match="method='numeric'"):
-        clones.compute_epsilon(local_epsilon=8.0, num_users=1000, delta=5e-324, method="closed_form")
-    assert clones.compute_epsilon(local_epsilon=0.5, num_users=10**6, delta=5e-324, method="closed_form") <= 0.5
-
-
 def test_a_local_delta_that_eats_all_of_delta_is_refused_or_falls_back_to_the_local_bound():
     with pytest.raises(ValueError, match="local_delta"):
         clones.compute_epsilon_approximate(local_epsilon=1.0, local_delta=1e-4, num_users=1000, delta=1e-5)
@@ -272,12 +241,11 @@ def test_a_local_delta_that_eats_all_of_delta_is_refused_or_falls_back_to_the_lo
         *[("num_users", value) for value in (0, 1.5, math.nan, None)],
         *[("delta", value) for value in (0, 1, math.nan, -1e-9)],
         *[("local_delta", value) for value in (-1e-9, 1, math.nan)],
-        ("method", "exact"),
         ("conversion", "none"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(argument, value):
-    good = {"local_epsilon": 1.0, "local_delta": 1e-12, "num_users": 1000, "delta": 1e-6, "method": "numeric"}
+    good = {"local_epsilon": 1.0, "local_delta": 1e-12, "num_users": 1000, "delta": 1e-6}
     with pytest.raises(ValueError, match=argument):
         clones.compute_epsilon_approximate(**{**good, argument: value})
 

@@ -6,14 +6,43 @@ import math
 
 import mpmath
 import pytest
-from clones_table import strong_composition_epsilon, table_epsilon
+from clones_table import closed_form_epsilon, strong_composition_epsilon, table_epsilon
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opacus_shuffle.analysis import gaussian
+from opacus_shuffle.analysis import clones, gaussian
 
 PRINTED = [0.18623, 0.38461, 0.59516, 0.79355, 1.02241, 1.22689, 1.43138]
 SETTING = {"num_users": 60_000, "delta": 1 / 60_000}
+
+
+def test_the_closed_form_is_the_theorem_as_printed():
+    printed = closed_form_epsilon(local_epsilon=4.0, num_users=100_000, delta=1e-6)
+    growth = math.exp(4) / 1e5
+    spread = 8 * (math.sqrt(growth * math.log(4e6)) + growth)
+    assert printed == pytest.approx(math.log1p(math.expm1(4) / (math.exp(4) + 1) * spread), rel=1e-8)
+    # The authors' released program: another denominator than the printed theorem, and a little more.
+    released = math.log1p((1 - math.exp(-4)) / (1 + math.exp(-4) / (1 + spread)) * spread)
+    assert round(released, 4) == 0.5378
+    assert released * 0.99 < printed < released
+    assert closed_form_epsilon(local_epsilon=1.5, num_users=1, delta=1e-6) == 1.5
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.floats(0.01, 5), st.integers(1000, 10**7), st.floats(1e-12, 1e-2))
+def test_numeric_epsilon_never_exceeds_closed_form_nor_local_epsilon(local_epsilon, users, delta):
+    numeric = clones.compute_epsilon(local_epsilon=local_epsilon, num_users=users, delta=delta)
+    assert 0 <= numeric <= local_epsilon
+    if local_epsilon <= math.log(users / (16 * math.log(2 / delta))):
+        closed = closed_form_epsilon(local_epsilon=local_epsilon, num_users=users, delta=delta)
+        assert numeric <= closed <= local_epsilon
+
+
+def test_the_closed_form_beyond_its_range_is_refused_with_the_remedy():
+    for delta in (1e-6, 5e-324):
+        with pytest.raises(ValueError, match=r"local_epsilon .* clones.compute_epsilon"):
+            closed_form_epsilon(local_epsilon=8.0, num_users=1000, delta=delta)
+    assert closed_form_epsilon(local_epsilon=0.5, num_users=10**6, delta=5e-324) <= 0.5
 
 
 @pytest.mark.parametrize(("rounds", "published"), list(enumerate(PRINTED, start=1)))
