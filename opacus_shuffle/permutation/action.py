@@ -1,4 +1,4 @@
-"""A group of permutations acting on a network: which tensors move, by which factors, and with what belongs to them.
+"""Moving a network by a group of permutations: which tensors move, by which factors, and with what belongs to them.
 
 >>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
 >>> rows, columns = (Block(axis, axis + 1, 6, (Term(0, ((0, 1),)),)) for axis in (0, 1))

@@ -1,4 +1,4 @@
-"""``find_permutations``: the permutations that leave a network's function alone, found by tracing it once.
+"""Finding the permutations that leave a network's function alone, by tracing it once: ``find_permutations``.
 
 >>> import torch
 >>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
@@ -117,4 +117,4 @@ def _forward(run: TracedRun, network: nn.Module, args: tuple[Any, ...], kwargs: 
             raise ValueError(
                 f"sample_input does not run through {type(network).__name__} in {mode} mode: {type(error).__name__}: {error}"
             ) from error
-    run.fix_results([*results(outputs), *kept_activations(network)])
+    run.fix([*results(outputs), *kept_activations(network)])

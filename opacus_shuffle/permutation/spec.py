@@ -1,4 +1,4 @@
-"""``PermutationSpec``: which entries of a network's parameters may be permuted together without changing its function.
+"""Describing which entries of a network's parameters may be permuted together: ``PermutationSpec``.
 
 It is data: factors (what is permuted, inside of what) and blocks (which axes of which tensors are made of them). It draws
 permutations (:class:`~opacus_shuffle.permutation.group.PermutationGroup`) and moves networks by them

@@ -1,1 +1,1 @@
-"""Which axes of which parameters may move together: tracing, rules, labels."""
+"""Finding which axes of which parameters may move together: labels of axes, rules of operations, and a tracer."""

@@ -1,4 +1,4 @@
-"""What an axis is made of: labels that say which coordinates of different tensors are one and the same.
+"""Labels of axes, which say what coordinates of different tensors are one and the same.
 
 An axis is an *atom*, a product of axes (a view split it, major factor first) or a sum of axes (a concatenation). Atoms that
 meet in one operation become one; an atom that an operation tells apart by position is *fixed*. What is left free at the end
@@ -28,7 +28,7 @@ _order = itertools.count()
 
 
 class Axis:
-    """A node of the label algebra; ``kind`` is ``"atom"``, ``"product"`` or ``"sum"``."""
+    """An axis or a part of one: an atom, a product or a sum, as ``kind`` says."""
 
     __slots__ = ("_same_as", "fixed", "kind", "order", "parts", "size")
 
@@ -42,7 +42,7 @@ class Axis:
 
     @property
     def root(self) -> Axis:
-        """The node that stands for all that were found to be the same."""
+        """The axis that stands for all that were found to be the same."""
         node = self
         while node._same_as is not None:
             node = node._same_as
@@ -51,7 +51,7 @@ class Axis:
         return node
 
     def become(self, other: Axis) -> None:
-        """From now on this atom is the other node."""
+        """Makes this atom the same as another axis."""
         self._same_as = other
 
 
@@ -60,33 +60,34 @@ class IncompatibleError(Exception):
 
 
 def fixed_factors(size: int) -> Factors:
-    """A dimension that nothing may permute."""
+    """Returns the factors of a dimension that nothing may permute."""
     return [Axis(size, fixed=True)] if size > 1 else []
 
 
+def fixed_dimensions(sizes: Iterable[int]) -> Dimensions:
+    """Returns the labels of a tensor that nothing may permute."""
+    return [fixed_factors(size) for size in sizes]
+
+
 def free_factors(size: int) -> Factors:
-    """A dimension along which everything is equal, so that any permutation changes nothing."""
+    """Returns the factors of a dimension along which everything is equal, so that any permutation changes nothing."""
     return [Axis(size)] if size > 1 else []
 
 
-def fix(axis: Axis) -> None:
-    """Nothing may permute this axis, nor any part of it."""
-    axis = axis.root
-    if axis.kind == "atom":
-        axis.fixed = True
-    else:
-        for part in axis.parts:
-            fix(part)
-
-
 def fix_all(axes: Iterable[Axis]) -> None:
-    """:func:`fix` for several."""
-    for axis in axes:
-        fix(axis)
+    """Lets nothing permute these axes, nor any part of them."""
+    for atom in atoms(axes):
+        atom.fixed = True
+
+
+def fix_dimensions(dimensions: Iterable[Factors]) -> None:
+    """Lets nothing permute these dimensions."""
+    for factors_ in dimensions:
+        fix_all(factors_)
 
 
 def atoms(axes: Iterable[Axis]) -> list[Axis]:
-    """All atoms below, in order."""
+    """Returns the atoms that these axes are made of, in order."""
     found: list[Axis] = []
     for axis in axes:
         axis = axis.root
@@ -94,13 +95,8 @@ def atoms(axes: Iterable[Axis]) -> list[Axis]:
     return found
 
 
-def all_fixed(axes: Iterable[Axis]) -> bool:
-    """Whether no atom below is free."""
-    return all(atom.fixed for atom in atoms(axes))
-
-
 def factors(axes: Iterable[Axis]) -> Factors:
-    """Products opened, sizes of one dropped."""
+    """Opens products and drops sizes of one."""
     found: Factors = []
     for axis in axes:
         axis = axis.root
@@ -112,7 +108,7 @@ def factors(axes: Iterable[Axis]) -> Factors:
 
 
 def product(axes: Sequence[Axis]) -> Axis:
-    """One axis for a sequence of factors."""
+    """Returns one axis for a sequence of factors."""
     axes = factors(axes)
     if len(axes) == 1:
         return axes[0]
@@ -120,32 +116,32 @@ def product(axes: Sequence[Axis]) -> Axis:
 
 
 def summands(axis: Axis) -> list[Axis]:
-    """Sums opened."""
+    """Opens a sum."""
     axis = axis.root
     return [summand for part in axis.parts for summand in summands(part)] if axis.kind == "sum" else [axis]
 
 
 def concatenation(parts: Sequence[Axis]) -> Axis:
-    """One axis for several laid end to end."""
+    """Returns one axis for several laid end to end."""
     if len(parts) == 1:
         return parts[0]
     return Axis(sum(part.size for part in parts), kind="sum", parts=parts)
 
 
 def split_product(axis: Axis, sizes: Sequence[int]) -> Factors:
-    """The axis seen as a product, one factor per size."""
+    """Sees the axis as a product, one factor per size."""
     axis = axis.root
     if axis.kind == "atom":
         axis.kind, axis.parts = "product", [Axis(size, fixed=axis.fixed) for size in sizes]
         return axis.parts
     if axis.kind == "product":
         return [product(each) if each else Axis(1) for each in regroup(axis.parts, sizes)]
-    fix(axis)
+    fix_all([axis])
     return [Axis(size, fixed=True) for size in sizes]
 
 
 def split_sum(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
-    """The axis seen as a concatenation, one part per size."""
+    """Sees the axis as a concatenation, one part per size."""
     axis = axis.root
     if axis.kind == "atom":
         if len(sizes) == 1:
@@ -155,7 +151,7 @@ def split_sum(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
     if axis.kind == "product":
         if len(sizes) == 1:
             return [axis]
-        fix(axis)
+        fix_all([axis])
         return [Axis(size, fixed=True) for size in sizes]
     waiting = deque(summands(axis))
     found = []
@@ -175,7 +171,7 @@ def split_sum(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
 
 
 def regroup(axes: Sequence[Axis], sizes: Sequence[int]) -> list[Factors]:
-    """A row of factors seen with other sizes (``view``): the factors of each size, splitting atoms where needed.
+    """Sees a row of factors with other sizes, as ``view`` does; returns the factors of each size, atoms split where needed.
 
     Where sizes do not divide, the factors concerned are fixed, and only they.
     """
@@ -199,7 +195,7 @@ def regroup(axes: Sequence[Axis], sizes: Sequence[int]) -> list[Factors]:
 
 
 def _regroup_block(inside: Factors, outside: Sequence[int]) -> list[Factors]:
-    """:func:`regroup` between two places where old and new boundaries coincide."""
+    """Regroups factors between two places where old and new boundaries coincide."""
     waiting = deque(inside)
     result = []
     for size in outside:
@@ -224,7 +220,7 @@ def _regroup_block(inside: Factors, outside: Sequence[int]) -> list[Factors]:
 
 
 def unify(one: Axis, other: Axis) -> None:
-    """The coordinates of two axes are the same: whatever permutes one permutes the other."""
+    """Makes the coordinates of two axes the same: whatever permutes one permutes the other."""
     one, other = one.root, other.root
     if one is other:
         return
@@ -234,7 +230,7 @@ def unify(one: Axis, other: Axis) -> None:
         one, other = other, one
     if other.kind == "atom":
         if other.fixed:
-            fix(one)
+            fix_all([one])
         elif one.kind == "atom" and other.order < one.order and not one.fixed:
             one, other = other, one  # the older one stays: names and nesting follow it
         other.become(one)
@@ -245,12 +241,11 @@ def unify(one: Axis, other: Axis) -> None:
         for part, match in zip(parts, split_sum(other, [part.size for part in parts]), strict=True):
             unify(part, match)
     else:
-        fix(one)
-        fix(other)
+        fix_all([one, other])
 
 
 def unify_all(ones: Iterable[Axis], others: Iterable[Axis]) -> None:
-    """:func:`unify` for two rows of factors of the same total size, refining both to common factors."""
+    """Makes two rows of factors of the same total size the same, refining both to common factors."""
     left, right = deque(factors(ones)), deque(factors(others))
     while left and right:
         one, other = left.popleft().root, right.popleft().root
@@ -272,7 +267,7 @@ def unify_all(ones: Iterable[Axis], others: Iterable[Axis]) -> None:
 
 
 def terms(axes: Iterable[Axis]) -> list[tuple[Axis, ...]]:
-    """The alternatives of a dimension: each a product of atoms, free of sums."""
+    """Returns the alternatives of a dimension, each a product of atoms: a sum is one of its parts at a time."""
     result: list[tuple[Axis, ...]] = [()]
     for axis in axes:
         axis = axis.root

@@ -1,4 +1,4 @@
-"""Names for what is permuted, in plain words: where it is in the network and what it is.
+"""Naming what is permuted in plain words: where it is in the network and what it is.
 
 >>> common_place(["encoder.0.attention.query.weight", "encoder.0.attention.key.bias"])
 'encoder.0.attention'
@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -15,14 +16,9 @@ from opacus_shuffle.permutation.finding.labels import Axis
 
 
 def common_place(names: Sequence[str]) -> str:
-    """The innermost module that holds all these parameters, without numbers of layers where they differ."""
-    paths = [name.split(".")[:-1] for name in names]
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+    """Returns the innermost module that holds all these parameters."""
+    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return ".".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, levels))
 
 
 def name_factors(
@@ -34,7 +30,7 @@ def name_factors(
     contracted: set[Axis],
     outer: set[Axis],
 ) -> dict[Axis, str]:
-    """A unique name per free factor.
+    """Returns a unique name per free factor.
 
     Args:
         places: Per factor the (tensor, axis) pairs that it is found at.

@@ -1,4 +1,4 @@
-"""From the labels of one traced run to a :class:`PermutationSpec`: what is free, inside of what, and at which level.
+"""Making a :class:`PermutationSpec` of the labels of one traced run: what is free, inside of what, and at which level.
 
 A factor may have a permutation of its own for every position along another axis exactly if that position is known wherever the
 factor occurs: query dimensions inside a head, channels inside a normalisation group.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from opacus_shuffle.permutation.finding.labels import Axis, Dimensions, atoms, fix_all, terms
 from opacus_shuffle.permutation.finding.naming import name_factors
@@ -29,7 +29,7 @@ LARGEST_JOINT_AXIS = 2**24
 
 
 def known_positions(occurrences: Iterable[Dimensions]) -> dict[Axis, set[Axis]]:
-    """Per atom the atoms (itself included) whose position is known wherever it occurs."""
+    """Returns per atom the atoms (itself included) whose position is known wherever it occurs."""
     known: dict[Axis, set[Axis]] = {}
     seen = set()
     for dimensions in occurrences:
@@ -51,7 +51,7 @@ def known_positions(occurrences: Iterable[Dimensions]) -> dict[Axis, set[Axis]]:
 
 
 def _most(each: Iterable[tuple[Axis, ...]]) -> Counter[Axis]:
-    """How often each atom occurs in a term, at most."""
+    """Counts how often each atom occurs in a term, at most."""
     found: Counter[Axis] = Counter()
     for term in each:
         found |= Counter(term)
@@ -59,7 +59,7 @@ def _most(each: Iterable[tuple[Axis, ...]]) -> Counter[Axis]:
 
 
 def _alternate(term: tuple[Axis, ...], atom: Axis, other: Axis) -> bool:
-    """Whether every occurrence of the atom in a product has its own occurrence of the other beside it."""
+    """Returns whether every occurrence of the atom in a product has its own occurrence of the other beside it."""
     if atom is other:
         return True
     row = [each for each in term if each is atom or each is other]
@@ -67,9 +67,9 @@ def _alternate(term: tuple[Axis, ...], atom: Axis, other: Axis) -> bool:
 
 
 def build_spec(run: TracedRun, level: str) -> PermutationSpec:
-    """The specification that the labels allow, at one of :data:`LEVELS`.
+    """Returns the specification that the labels allow at one of :data:`LEVELS`.
 
-    Fixes what the run never reached, and what the level leaves out.
+    What the run never reached, and what the level leaves out, is fixed.
     """
     reached = {atom for dimensions in run.occurrences for each in dimensions for atom in atoms(each)}
     for dimensions in run.parameters.values():
@@ -92,7 +92,7 @@ def build_spec(run: TracedRun, level: str) -> PermutationSpec:
 
 
 def _outer(atom: Axis, known: Mapping[Axis, set[Axis]]) -> set[Axis]:
-    """The atoms that this one is inside of; of two that always occur together, the older one is outside."""
+    """Returns the atoms that this one is inside of; of two that always occur together, the older one is outside."""
     found = set()
     for other in known[atom]:
         mutual = not other.fixed and atom in known[other]
@@ -102,7 +102,7 @@ def _outer(atom: Axis, known: Mapping[Axis, set[Axis]]) -> set[Axis]:
 
 
 def _joints(dimensions: Dimensions, inside: Mapping[Axis, set[Axis]]) -> list[tuple[Axis, Axis, int, int]]:
-    """Where an atom is inside of one on another axis of the same tensor: (atom, outer, first axis, last axis)."""
+    """Returns where an atom is inside of one on another axis of the same tensor: (atom, outer, first axis, last axis)."""
     found = []
     rows = [terms(each) for each in dimensions]
     for axis, each in enumerate(rows):
@@ -135,7 +135,7 @@ def _drop_wide_joints(run: TracedRun, inside: dict[Axis, set[Axis]]) -> None:
 
 
 def _spans(dimensions: Dimensions, inside: Mapping[Axis, set[Axis]]) -> list[tuple[int, int, bool]]:
-    """The axes in groups that must be seen as one: (start, stop, whether there was a reason to join)."""
+    """Returns the axes in groups that must be seen as one: (start, stop, whether there was a reason to join)."""
     spans = [[axis, axis + 1, 0] for axis in range(len(dimensions))]
     for _, _, first, last in _joints(dimensions, inside):
         touched = [span for span in spans if span[0] <= last and span[1] > first]
@@ -164,7 +164,7 @@ def _assemble(
             moving = [atom for atom in atoms(row) if atom in inside]
             if moving:
                 size = math.prod(shape[start:stop])
-                found.append(Block(start, stop, size, tuple(_terms(row, size, numbers))))
+                found.append(Block(start, stop, size, tuple(_terms(row, numbers))))
                 for atom in moving:
                     places.setdefault(atom, []).append((name, start))
         if found:
@@ -199,40 +199,28 @@ def _assemble(
     )
 
 
-def _terms(row: list[Axis], size: int, numbers: dict[Axis, int]) -> list[Term]:
-    """The grids that tile a row of factors, with strides and offsets."""
-    found: list[tuple[int, tuple[tuple[Axis, int], ...]]] = [(0, ())]
-    stride = size
-    for axis in row:
-        stride //= axis.root.size
-        found = [
-            (offset + more * stride, (*grid, *[(atom, inner * stride) for atom, inner in tail]))
-            for offset, grid in found
-            for more, tail in _positions(axis)
-        ]
+def _terms(row: list[Axis], numbers: dict[Axis, int]) -> list[Term]:
+    """Returns the grids that tile a row of factors, with strides and offsets; numbers the atoms."""
     return [
-        Term(offset, tuple((numbers.setdefault(atom, len(numbers)), step) for atom, step in grid)) for offset, grid in found
+        Term(offset, tuple((numbers.setdefault(atom, len(numbers)), step) for atom, step in grid))
+        for offset, grid in _grids(row, "product")
     ]
 
 
-def _positions(axis: Axis) -> list[tuple[int, tuple[tuple[Axis, int], ...]]]:
-    """The grids of one axis in units of its own entries: (offset, (atom, stride) pairs)."""
-    axis = axis.root
-    if axis.kind == "atom":
-        return [(0, ((axis, 1),))]
-    if axis.kind == "product":
-        found: list[tuple[int, tuple[tuple[Axis, int], ...]]] = [(0, ())]
-        stride = axis.size
-        for part in axis.parts:
-            stride //= part.size
+def _grids(axes: Sequence[Axis], kind: str) -> list[tuple[int, tuple[tuple[Axis, int], ...]]]:
+    """Returns the grids of a product or a sum of axes in units of its own entries: (offset, (atom, stride) pairs)."""
+    found: list[tuple[int, tuple[tuple[Axis, int], ...]]] = [] if kind == "sum" else [(0, ())]
+    start, stride = 0, math.prod(axis.root.size for axis in axes)
+    for axis in (each.root for each in axes):
+        grids = [(0, ((axis, 1),))] if axis.kind == "atom" else _grids(axis.parts, axis.kind)
+        if kind == "sum":
+            found += [(start + offset, grid) for offset, grid in grids]
+            start += axis.size
+        else:
+            stride //= axis.size
             found = [
                 (offset + more * stride, (*grid, *[(atom, inner * stride) for atom, inner in tail]))
                 for offset, grid in found
-                for more, tail in _positions(part)
+                for more, tail in grids
             ]
-        return found
-    found, start = [], 0
-    for part in axis.parts:
-        found += [(start + offset, grid) for offset, grid in _positions(part)]
-        start += part.size
     return found

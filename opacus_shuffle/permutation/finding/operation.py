@@ -1,4 +1,4 @@
-"""One operation of a traced run, with its arguments by the names of the operator's schema.
+"""Seeing one operation of a traced run with its arguments by the names of the operator's schema.
 
 >>> import torch
 >>> x = torch.ones(2, 3)
@@ -38,7 +38,7 @@ class Call:
 
 
 def bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Call:
-    """The call with every argument under its schema's name."""
+    """Returns the call with every argument under its schema's name."""
     arguments: dict[str, Any] = {}
     for position, argument in enumerate(func._schema.arguments):
         if position < len(args):
@@ -61,7 +61,7 @@ RESTRIDE = (torch.ops.aten.as_strided, torch.ops.aten.as_strided_)
 
 
 def same_entries(result: torch.Tensor, args: Sequence[Any], strides: Sequence[int]) -> bool:
-    """Whether new strides changed nothing but the memory order of axes of size 1."""
+    """Returns whether new strides changed nothing but the memory order of axes of size 1."""
     source, size, stride = args[:3]
     offset = args[3] if len(args) > 3 and args[3] is not None else source.storage_offset()
     moving = [dim for dim, each in enumerate(size) if each > 1]

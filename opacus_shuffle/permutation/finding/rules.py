@@ -1,4 +1,4 @@
-"""What each ATen operation does to axis labels: a small rule per operation, and none on a guess.
+"""Rules say what each ATen operation does to axis labels: a small one per operation, and none on a guess.
 
 A rule holds if permuting the operands along their labels permutes the result along its labels. Where an operation sums over an
 axis it also notes the intermediate result without it, because a permutation of one axis may depend on the position along
@@ -10,16 +10,12 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from opacus_shuffle.permutation.finding.labels import (
-    Dimensions,
-    fixed_factors,
-    unify_all,
-)
+from opacus_shuffle.permutation.finding.labels import Dimensions, fix_all, fixed_dimensions, fixed_factors, unify_all
 from opacus_shuffle.permutation.finding.operation import Call
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
 
@@ -27,11 +23,11 @@ Rule = Callable[[TracedRun, Call], None]
 RULES: dict[str, Rule] = {}
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(names: str) -> Callable[[Rule], Rule]:
     """Registers a function as the rule of these operations (without their ``aten.``; in-place twins are meant too)."""
 
     def register(function: Rule) -> Rule:
-        for name in names:
+        for name in names.split():
             RULES[f"aten.{name}"] = function
         return function
 
@@ -39,31 +35,19 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def find_rule(call: Call) -> Rule | None:
-    """The rule of an operation, None if there is none."""
+    """Returns the rule of an operation, None if there is none."""
     found = RULES.get(call.name) or RULES.get(call.name.removesuffix("_"))
     return elementwise if found is None and call.pointwise else found
 
 
-@rule(
-    "copy",
-    "native_dropout",
-    "fill",
-    "bernoulli",
-    "rand_like",
-    "randn_like",
-    "uniform",
-    "normal",
-    "rrelu_with_noise",
-    "hardswish",
-    "zero",
-)
-@rule("log_sigmoid_forward", "_prelu_kernel", "prelu", "polar", "complex")
+@rule("copy fill zero native_dropout bernoulli rand_like randn_like uniform normal rrelu_with_noise hardswish")
+@rule("log_sigmoid_forward _prelu_kernel prelu polar complex")
 def elementwise(run: TracedRun, call: Call) -> None:
-    """Entry by entry, with broadcasting; random entries are independent and alike, so they may be permuted too."""
+    """Works entry by entry, with broadcasting; random entries are independent and alike, so they may be permuted too."""
     operands = [tensor for tensor in call.inputs if tensor.dim()]
     for tensor in call.outputs:
         if not tensor.numel():  # a buffer that this device has no use for
-            run.set(tensor, [fixed_factors(size) for size in tensor.shape])
+            run.set(tensor, fixed_dimensions(tensor.shape))
             continue
         if len(operands) == 1 and operands[0].shape == tensor.shape:
             run.set(tensor, run.labels(operands[0]))
@@ -81,35 +65,29 @@ def elementwise(run: TracedRun, call: Call) -> None:
 
 
 def _note_stream(run: TracedRun, operands: Sequence[torch.Tensor], result: torch.Tensor) -> None:
-    """A sum of results of different layers is a skip connection."""
+    """Notes that a sum of results of different layers is a skip connection."""
     origins = {run.origins(tensor) for tensor in operands} - {frozenset()}
     if len(origins) > 1:
         run.streams += [axis for each in run.dimensions(result) for axis in each]
 
 
-@rule(
-    *(
-        "zeros",
-        "ones",
-        "full",
-        "empty",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-    ),
-    *("empty_like", "rand", "randn"),
-)
+@rule("zeros ones full empty rand randn new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like")
 def uniform(run: TracedRun, call: Call) -> None:
-    """All entries alike, or independent and alike: any permutation will do."""
+    """Makes entries that are all alike, or independent and alike: any permutation will do."""
     run.equal_entries(call.out)
 
 
+def with_fixed(run: TracedRun, call: Call, where: Iterable[int]) -> Dimensions:
+    """Returns the labels of an operation's first input, along some dimensions fixed and of the result's size."""
+    dims = list(run.dimensions(call.inputs[0]))
+    for dim in where:
+        fix_all(dims[dim])
+        dims[dim] = fixed_factors(call.out.shape[dim])
+    return dims
+
+
 def as_list(value: Any) -> list[int]:
-    """One dimension or several."""
+    """Returns one dimension or several as a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]

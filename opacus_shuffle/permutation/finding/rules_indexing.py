@@ -1,4 +1,4 @@
-"""Label rules of operations that choose entries by position: indexing, gathering, embeddings, rearranged pixels.
+"""Rules of operations that choose entries by position: indexing, gathering, embeddings, rearranged pixels.
 
 What is chosen by position is fixed; the axes that only come along are untouched. Index tensors hold positions of fixed axes, so
 their values are the same whatever is permuted.
@@ -10,36 +10,39 @@ True
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from opacus_shuffle.permutation.finding.labels import Dimensions, IncompatibleError, fix_all, fixed_factors, regroup, unify_all
+from opacus_shuffle.permutation.finding.labels import (
+    Dimensions,
+    IncompatibleError,
+    fix_all,
+    fix_dimensions,
+    fixed_dimensions,
+    fixed_factors,
+    regroup,
+    unify_all,
+)
 from opacus_shuffle.permutation.finding.operation import Call
-from opacus_shuffle.permutation.finding.rules import rule
+from opacus_shuffle.permutation.finding.rules import rule, with_fixed
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
 
 
 @rule("index_select")
 def index_selected(run: TracedRun, call: Call) -> None:
-    """Chosen by position: fixed along the dimension."""
-    dims = list(run.dimensions(call["self"]))
-    dim = call["dim"] % len(dims)
-    fix_all(dims[dim])
-    _fix_values(run, call["index"])
-    dims[dim] = fixed_factors(call.out.shape[dim])
-    run.set(call.out, dims)
+    """Chooses by position along the dimension, which is fixed."""
+    run.fix([call["index"]])
+    run.set(call.out, with_fixed(run, call, [call["dim"]]))
 
 
 @rule("index")
 def indexed(run: TracedRun, call: Call) -> None:
-    """Chosen by positions or by a mask along some dimensions: fixed there, untouched elsewhere."""
+    """Chooses by positions or by a mask along some dimensions: fixed there, untouched elsewhere."""
     run.set(call.out, _chosen(run, call, list(call.out.shape)))
 
 
-@rule("index_put", "_index_put_impl")
+@rule("index_put _index_put_impl")
 def index_put(run: TracedRun, call: Call) -> None:
-    """Written at positions along some dimensions: fixed there; elsewhere the values' axes are those of the target."""
+    """Writes at positions along some dimensions: fixed there; elsewhere the values' axes are those of the target."""
     target, values = call["self"], call["values"]
     given = [index for index in call["indices"] if index is not None]
     chosen = [1] * target.dim() if any(index.dtype in MASKS for index in given) else None
@@ -67,31 +70,30 @@ MASKS = (torch.bool, torch.uint8)
 
 
 def _chosen(run: TracedRun, call: Call, shape: list[int]) -> Dimensions:
-    """Labels of ``self[indices]``, which has this shape (0 stands for a size that the values decide)."""
+    """Returns the labels of ``self[indices]``, which has this shape (0 stands for a size that the values decide)."""
     dims, used = run.dimensions(call["self"]), []
     dim = 0
     for index in call["indices"]:
         width = index.dim() if index is not None and index.dtype in MASKS else 1
         if index is not None:
             used += list(range(dim, dim + width))
-            for each in [*dims[dim : dim + width], *run.dimensions(index)]:
-                fix_all(each)
+            fix_dimensions([*dims[dim : dim + width], *run.dimensions(index)])
         dim += width
     left = [each for dim, each in enumerate(dims) if dim not in used]
     place = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
     count = len(shape) - len(left)
     if count < 0:
         raise IncompatibleError
-    return [*left[:place], *[fixed_factors(size) for size in shape[place : place + count]], *left[place:]]
+    return [*left[:place], *fixed_dimensions(shape[place : place + count]), *left[place:]]
 
 
-@rule("index_add", "index_copy", "index_fill")
+@rule("index_add index_copy index_fill")
 def index_add(run: TracedRun, call: Call) -> None:
-    """Rows added at positions: fixed along the dimension; the others agree."""
+    """Adds rows at positions: fixed along the dimension; the others agree."""
     target = run.dimensions(call["self"])
     dim = call["dim"] % len(target)
     fix_all(target[dim])
-    _fix_values(run, call["index"])
+    run.fix([call["index"]])
     source = call.arguments.get("source")
     if source is not None:
         for axis, each in enumerate(run.dimensions(source)):
@@ -102,9 +104,9 @@ def index_add(run: TracedRun, call: Call) -> None:
     run.set(call.out, target)
 
 
-@rule("gather", "take_along_dim")
+@rule("gather take_along_dim")
 def gathered(run: TracedRun, call: Call) -> None:
-    """Chosen by positions along one dimension: fixed there; index and source agree in the others."""
+    """Chooses by positions along one dimension: fixed there; index and source agree in the others."""
     source, index = call["self"], call["index"]
     dims, chosen = run.dimensions(source), run.dimensions(index)
     along = call["dim"] % source.dim()
@@ -116,40 +118,31 @@ def gathered(run: TracedRun, call: Call) -> None:
     run.set(call.out, chosen)
 
 
-def _fix_values(run: TracedRun, index: torch.Tensor) -> None:
-    """An index tensor's own axes are fixed: its entries choose positions one by one."""
-    for each in run.dimensions(index):
-        fix_all(each)
-
-
 @rule("embedding")
 def embedded(run: TracedRun, call: Call) -> None:
-    """Rows chosen by the input: fixed; columns are free."""
+    """Chooses rows by the input: fixed; columns are free."""
     rows, columns = run.dimensions(call["weight"])
     fix_all(rows)
     run.set(call.out, [*run.dimensions(call["indices"]), columns])
     run.contraction(call.out)
 
 
-@rule("_embedding_bag", "_embedding_bag_forward_only")
+@rule("_embedding_bag _embedding_bag_forward_only")
 def embedding_bag(run: TracedRun, call: Call) -> None:
-    """Sums of rows chosen by the input."""
+    """Sums rows chosen by the input."""
     rows, columns = run.dimensions(call["weight"])
     fix_all(rows)
-    for tensor in call.inputs[1:]:
-        _fix_values(run, tensor)
+    run.fix(call.inputs[1:])
     for tensor in call.outputs:
         follows = tensor.dim() == 2 and tensor.shape[1] == call["weight"].shape[1]
-        run.set(
-            tensor,
-            [fixed_factors(size) for size in tensor.shape[:-1]] + [columns if follows else fixed_factors(tensor.shape[-1])],
-        )
+        last = columns if follows else fixed_factors(tensor.shape[-1])
+        run.set(tensor, [*fixed_dimensions(tensor.shape[:-1]), last])
     run.contraction(*call.outputs)
 
 
-@rule("view_as_complex", "view_as_real", "view_as_complex_copy", "view_as_real_copy")
+@rule("view_as_complex view_as_real view_as_complex_copy view_as_real_copy")
 def complex_view(run: TracedRun, call: Call) -> None:
-    """Real and imaginary part are a fixed axis."""
+    """Takes real and imaginary part as a fixed axis."""
     dims = run.dimensions(call["self"])
     if "complex" in call.name:
         fix_all(dims[-1])
@@ -158,32 +151,26 @@ def complex_view(run: TracedRun, call: Call) -> None:
         run.set(call.out, [*dims, fixed_factors(2)])
 
 
-@rule("unfold", "unfold_copy")
+@rule("unfold unfold_copy")
 def windows(run: TracedRun, call: Call) -> None:
-    """Windows along one dimension, which is fixed."""
-    dims = list(run.dimensions(call["self"]))
-    dim = call["dimension"] % len(dims)
-    fix_all(dims[dim])
-    dims[dim] = fixed_factors(call.out.shape[dim])
-    run.set(call.out, [*dims, fixed_factors(call["size"])])
+    """Makes windows along one dimension, which is fixed."""
+    run.set(call.out, [*with_fixed(run, call, [call["dimension"]]), fixed_factors(call["size"])])
 
 
-@rule("pixel_shuffle", "pixel_unshuffle")
+@rule("pixel_shuffle pixel_unshuffle")
 def pixels(run: TracedRun, call: Call) -> None:
-    """Places inside a block become channels, or the other way round: (channel, place)."""
+    """Makes channels of the places inside a block, or the other way round: (channel, place)."""
     source, out = call.inputs[0], call.out
     dims = list(run.dimensions(source))
     fewer = min(source.shape[-3], out.shape[-3])
     channels, places = regroup(dims[-3], [fewer, source.shape[-3] // fewer])
-    for each in (places, dims[-2], dims[-1]):
-        fix_all(each)
-    more = fixed_factors(math.prod(out.shape[-3:-2]) // fewer)
-    run.set(out, [*dims[:-3], [*channels, *more], fixed_factors(out.shape[-2]), fixed_factors(out.shape[-1])])
+    fix_dimensions((places, dims[-2], dims[-1]))
+    run.set(out, [*dims[:-3], [*channels, *fixed_factors(out.shape[-3] // fewer)], *fixed_dimensions(out.shape[-2:])])
 
 
-@rule("channel_shuffle", "native_channel_shuffle")
+@rule("channel_shuffle native_channel_shuffle")
 def channel_shuffle(run: TracedRun, call: Call) -> None:
-    """(group, channel) becomes (channel, group)."""
+    """Makes (channel, group) of (group, channel)."""
     dims = list(run.dimensions(call.inputs[0]))
     groups = int(call["groups"])
     group, inside = regroup(dims[1], [groups, call.out.shape[1] // groups])

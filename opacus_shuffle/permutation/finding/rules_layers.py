@@ -1,4 +1,4 @@
-"""Label rules of the operations that sum: products, convolutions, normalisation, softmax, reductions, pooling.
+"""Rules of the operations that sum: products, convolutions, normalisation, softmax, reductions, pooling.
 
 >>> from opacus_shuffle.permutation.finding.rules import RULES
 >>> "aten.convolution" in RULES
@@ -7,6 +7,7 @@ True
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,8 @@ from opacus_shuffle.permutation.finding.labels import (
     IncompatibleError,
     factors,
     fix_all,
+    fix_dimensions,
+    fixed_dimensions,
     fixed_factors,
     product,
     regroup,
@@ -28,9 +31,9 @@ from opacus_shuffle.permutation.finding.rules import as_list, rule
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
 
 
-@rule("mm", "bmm", "matmul", "mv", "dot", "vdot", "addmm", "baddbmm", "addmv", "linear")
+@rule("mm bmm matmul mv dot vdot addmm baddbmm addmv linear")
 def matrix_product(run: TracedRun, call: Call) -> None:
-    """The contracted axes are one, batch axes too; a bias follows the result."""
+    """Makes the contracted axes one, and batch axes too; a bias follows the result."""
     name = call.name.removesuffix("_").removeprefix("aten.")
     bias: torch.Tensor | None = None
     if name == "linear":
@@ -67,7 +70,7 @@ def matrix_product(run: TracedRun, call: Call) -> None:
 
 @rule("_grouped_mm")
 def grouped_product(run: TracedRun, call: Call) -> None:
-    """Rows of each group with a matrix of its own (experts)."""
+    """Multiplies the rows of each group by a matrix of its own (experts)."""
     one, other = call.inputs[:2]
     left, right = run.dimensions(one), run.dimensions(other)
     if len(left) != 2 or len(right) != 3 or call.arguments.get("bias") is not None:
@@ -79,15 +82,14 @@ def grouped_product(run: TracedRun, call: Call) -> None:
     run.contraction(call.out)
 
 
-@rule("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution")
+@rule("convolution _convolution cudnn_convolution mkldnn_convolution")
 def convolution(run: TracedRun, call: Call) -> None:
-    """Channels in and out, group by group; kernel taps and places are fixed."""
+    """Links channels in and out, group by group; kernel taps and places are fixed."""
     source, kernel, groups = call.inputs[0], call.inputs[1], int(call["groups"])
     places = kernel.dim() - 2
     dims, weight = run.dimensions(source), run.dimensions(kernel)
     channels = dims[-places - 1]
-    for each in [*weight[2:], *dims[-places:]]:
-        fix_all(each)
+    fix_dimensions([*weight[2:], *dims[-places:]])
     first, second = weight[0], weight[1]
     if call.arguments.get("transposed"):  # (in, out / groups, ...)
         if groups > 1:
@@ -111,13 +113,13 @@ def convolution(run: TracedRun, call: Call) -> None:
         unify_all(run.dimensions(bias)[0], result)
     out = call.out
     head = [dims[0]] if source.dim() == places + 2 else []
-    run.set(out, [*head, result, *[fixed_factors(size) for size in out.shape[-places:]]])
+    run.set(out, [*head, result, *fixed_dimensions(out.shape[-places:])])
     run.contraction(out)
 
 
-@rule("native_layer_norm", "rms_norm", "_fused_rms_norm", "layer_norm")
+@rule("native_layer_norm rms_norm _fused_rms_norm layer_norm")
 def layer_norm(run: TracedRun, call: Call) -> None:
-    """Symmetric in the normalised axes; scale and shift follow them."""
+    """Treats the normalised axes alike; scale and shift follow them."""
     source = call["input"]
     dims = run.dimensions(source)
     count = len(call["normalized_shape"])
@@ -130,7 +132,7 @@ def layer_norm(run: TracedRun, call: Call) -> None:
 
 @rule("native_group_norm")
 def group_norm(run: TracedRun, call: Call) -> None:
-    """Symmetric in the channels of a group, and in the groups."""
+    """Treats the channels of a group alike, and the groups; scale and shift follow."""
     dims, groups = run.dimensions(call["input"]), int(call["group"])
     channels = dims[1]
     group, inside = regroup(channels, [groups, int(call["C"]) // groups])
@@ -144,12 +146,10 @@ def group_norm(run: TracedRun, call: Call) -> None:
         run.set(tensor, [dims[0], group])
 
 
-@rule(
-    *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "cudnn_batch_norm"),
-    *("_batch_norm_with_update", "_batch_norm_no_update", "batch_norm"),
-)
+@rule("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm")
+@rule("_batch_norm_with_update _batch_norm_no_update batch_norm")
 def batch_norm(run: TracedRun, call: Call) -> None:
-    """Channel by channel; scale, shift and running statistics follow."""
+    """Works channel by channel; scale, shift and running statistics follow."""
     source, *statistics = call.inputs
     dims = run.dimensions(source)
     for parameter in statistics:
@@ -157,19 +157,21 @@ def batch_norm(run: TracedRun, call: Call) -> None:
     run.reduced(dims, [i for i in range(len(dims)) if i != 1])
     run.set(call.out, dims)
     for tensor in call.outputs[1:]:
-        run.set(tensor, [dims[1]] if tensor.dim() == 1 and tensor.shape[0] == source.shape[1] else _fixed(tensor))
+        run.set(
+            tensor, [dims[1]] if tensor.dim() == 1 and tensor.shape[0] == source.shape[1] else fixed_dimensions(tensor.shape)
+        )
 
 
-@rule("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
+@rule("_softmax _log_softmax _safe_softmax softmax log_softmax")
 def softmax(run: TracedRun, call: Call) -> None:
-    """Symmetric along its dimension."""
+    """Treats all entries along its dimension alike."""
     _symmetric(run, call, run.dimensions(call["self"]), [call["dim"]])
 
 
-@rule("linalg_vector_norm", "norm", "mean", "sum", "nansum", "prod", "amax", "amin", "any", "all", "logsumexp", "aminmax")
-@rule("var", "std", "var_mean", "std_mean", "count_nonzero")
+@rule("linalg_vector_norm norm mean sum nansum prod amax amin any all logsumexp aminmax")
+@rule("var std var_mean std_mean count_nonzero")
 def reduction(run: TracedRun, call: Call) -> None:
-    """Symmetric in what is reduced."""
+    """Treats all that is reduced alike."""
     source = call.inputs[0]
     rank = source.dim()
     asked = call.arguments.get("dim")
@@ -181,20 +183,20 @@ def reduction(run: TracedRun, call: Call) -> None:
         run.set(tensor, [[] if dim in gone else each for dim, each in enumerate(dims) if keep or dim not in gone])
 
 
-@rule("max", "min", "median", "argmax", "argmin", "mode", "kthvalue", "cummax", "cummin")
+@rule("max min median argmax argmin mode kthvalue cummax cummin")
 def arg_reduction(run: TracedRun, call: Call) -> None:
-    """Says where the winner is, so what is reduced is fixed; without ``dim`` and with one result it is symmetric."""
+    """Says where the winner is, so what is reduced is fixed; with one result and no ``dim``, only how large it is."""
     source = call.inputs[0]
     if len(call.inputs) == 2:
         raise IncompatibleError
-    if call.arguments.get("dim") is None and "arg" not in call.name:
+    asked = call.arguments.get("dim")
+    if asked is None and "arg" not in call.name:
         run.set(call.out, [])
         return
     rank = source.dim()
-    gone = set(range(rank)) if call.arguments.get("dim") is None else {call["dim"] % rank}
-    dims = list(run.dimensions(source))
-    for dim in gone:
-        fix_all(dims[dim])
+    gone = set(range(rank)) if asked is None else {asked % rank}
+    dims = run.dimensions(source)
+    fix_dimensions(dims[dim] for dim in gone)
     for tensor in call.outputs:
         keep = tensor.dim() == rank
         same = keep and tensor.shape == source.shape
@@ -206,7 +208,7 @@ def arg_reduction(run: TracedRun, call: Call) -> None:
 
 @rule("glu")
 def glu(run: TracedRun, call: Call) -> None:
-    """Two halves of one axis, multiplied."""
+    """Multiplies two halves of one axis."""
     dims = list(run.dimensions(call["self"]))
     dim = call["dim"] % len(dims)
     half = call.out.shape[dim]
@@ -216,52 +218,34 @@ def glu(run: TracedRun, call: Call) -> None:
     run.set(call.out, dims)
 
 
-@rule(
-    *(
-        "max_pool2d_with_indices",
-        "max_pool3d_with_indices",
-        "max_pool2d",
-        "max_pool1d",
-        "avg_pool1d",
-        "avg_pool2d",
-        "avg_pool3d",
-    ),
-    *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d", "adaptive_avg_pool1d"),
-    *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d"),
-    *("upsample_bicubic2d", "upsample_trilinear3d", "_upsample_nearest_exact2d", "_upsample_bilinear2d_aa"),
-    *("_upsample_bicubic2d_aa", "replication_pad1d", "replication_pad2d", "grid_sampler_2d", "mkldnn_max_pool2d"),
-)
+@rule("max_pool2d_with_indices max_pool3d_with_indices max_pool2d max_pool1d avg_pool1d avg_pool2d avg_pool3d")
+@rule("_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d")
+@rule("upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d")
+@rule("upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact2d _upsample_bilinear2d_aa")
+@rule("_upsample_bicubic2d_aa replication_pad1d replication_pad2d grid_sampler_2d mkldnn_max_pool2d")
 def pooling(run: TracedRun, call: Call) -> None:
-    """Channel by channel; places are fixed."""
+    """Works channel by channel; places are fixed."""
     source = call.inputs[0]
     places = 1 if "1d" in call.name else 3 if "3d" in call.name else 2
-    if "linear1d" in call.name or "nearest1d" in call.name:
-        places = 1
     dims = run.dimensions(source)
-    for each in dims[-places:]:
-        fix_all(each)
-    for other in call.inputs[1:]:
-        for each in run.dimensions(other):
-            fix_all(each)
+    fix_dimensions(dims[-places:])
+    run.fix(call.inputs[1:])
     for tensor in call.outputs:
-        run.set(tensor, [*dims[:-places], *[fixed_factors(size) for size in tensor.shape[-places:]]])
+        run.set(tensor, [*dims[:-places], *fixed_dimensions(tensor.shape[-places:])])
 
 
 @rule("im2col")
 def unfolded(run: TracedRun, call: Call) -> None:
-    """Patches: (channel, tap) by place."""
+    """Makes patches: (channel, tap) by place."""
     dims = run.dimensions(call["self"])
-    taps = 1
-    for size in call["kernel_size"]:
-        taps *= size
-    for each in dims[-2:]:
-        fix_all(each)
-    run.set(call.out, [*dims[:-3], [*dims[-3], *fixed_factors(taps)], fixed_factors(call.out.shape[-1])])
+    fix_dimensions(dims[-2:])
+    taps = fixed_factors(math.prod(call["kernel_size"]))
+    run.set(call.out, [*dims[:-3], [*dims[-3], *taps], fixed_factors(call.out.shape[-1])])
 
 
-@rule("_weight_norm_interface", "_weight_norm")
+@rule("_weight_norm_interface _weight_norm")
 def weight_norm(run: TracedRun, call: Call) -> None:
-    """A direction and a length for each entry of one axis."""
+    """Makes a weight of a direction and a length for each entry of one axis."""
     dims = run.dimensions(call["v"])
     dim = call["dim"] % len(dims)
     unify_all(run.dimensions(call["g"])[dim], dims[dim])
@@ -274,7 +258,7 @@ def weight_norm(run: TracedRun, call: Call) -> None:
 
 @rule("_trilinear")
 def trilinear(run: TracedRun, call: Call) -> None:
-    """The product of three tensors, each with axes of size 1 put in, summed over some axes (``torch.nn.Bilinear``)."""
+    """Multiplies three tensors, with axes of size 1 put in, and sums over some axes (``torch.nn.Bilinear``)."""
     rank = call["i1"].dim() + len(call["expand1"])
     result: Dimensions = [[] for _ in range(rank)]
     for name in "123":
@@ -293,17 +277,11 @@ def trilinear(run: TracedRun, call: Call) -> None:
 
 
 def _symmetric(run: TracedRun, call: Call, dims: Dimensions, over: Sequence[int] | range) -> None:
-    """The same axes come out; statistics inside have lost the dimensions that they are taken over."""
+    """Labels a result with the same axes; statistics inside have lost the dimensions that they are taken over."""
     run.reduced(dims, list(over))
     run.set(call.out, dims)
     rank = len(dims)
     gone = {dim % rank for dim in over}
     for tensor in call.outputs[1:]:
-        run.set(
-            tensor, [[] if dim in gone else each for dim, each in enumerate(dims)] if tensor.dim() == rank else _fixed(tensor)
-        )
-
-
-def _fixed(tensor: torch.Tensor) -> Dimensions:
-    """Fixed in every dimension."""
-    return [fixed_factors(size) for size in tensor.shape]
+        reduced = [[] if dim in gone else each for dim, each in enumerate(dims)]
+        run.set(tensor, reduced if tensor.dim() == rank else fixed_dimensions(tensor.shape))

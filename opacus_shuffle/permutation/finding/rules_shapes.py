@@ -1,4 +1,4 @@
-"""Label rules of operations that rearrange, cut and join tensors.
+"""Rules of operations that rearrange, cut and join tensors.
 
 >>> from opacus_shuffle.permutation.finding.rules import RULES
 >>> "aten.permute" in RULES
@@ -26,11 +26,11 @@ from opacus_shuffle.permutation.finding.labels import (
     unify_all,
 )
 from opacus_shuffle.permutation.finding.operation import Call
-from opacus_shuffle.permutation.finding.rules import as_list, rule
+from opacus_shuffle.permutation.finding.rules import as_list, rule, with_fixed
 from opacus_shuffle.permutation.finding.traced_run import Stacked, TracedRun
 
 
-def shape_rule(*names: str) -> Callable[[Callable[[Call, Dimensions], Dimensions]], Callable[[Call, Dimensions], Dimensions]]:
+def shape_rule(names: str) -> Callable[[Callable[[Call, Dimensions], Dimensions]], Callable[[Call, Dimensions], Dimensions]]:
     """Registers a rule of operations with one tensor in and one out that only rearrange dimensions."""
 
     def register(function: Callable[[Call, Dimensions], Dimensions]) -> Callable[[Call, Dimensions], Dimensions]:
@@ -43,46 +43,39 @@ def shape_rule(*names: str) -> Callable[[Callable[[Call, Dimensions], Dimensions
             elif isinstance(labels, list):
                 run.set(call.out, function(call, labels))
             else:
-                run.set(call.out, type(labels)(labels.marker, [function(call, each) for each in labels.alternatives]))
+                run.set(call.out, Stacked(labels.marker, [function(call, each) for each in labels.alternatives]))
 
-        rule(*names)(apply)
+        rule(names)(apply)
         return function
 
     return register
 
 
-@shape_rule(
-    "detach", "alias", "clone", "_to_copy", "contiguous", "lift_fresh", "lift_fresh_copy", "lift", "dropout", "to", "_conj"
-)
+@shape_rule("detach alias clone _to_copy contiguous lift_fresh lift_fresh_copy lift dropout to _conj")
 def same(call: Call, dims: Dimensions) -> Dimensions:
-    """The same axes."""
+    """Keeps the axes."""
     return list(dims)
 
 
-@shape_rule("t", "numpy_T", "adjoint", "mT")
-def turned(call: Call, dims: Dimensions) -> Dimensions:
-    """The last two axes change places."""
-    return [*dims[:-2], *reversed(dims[-2:])]
-
-
-@shape_rule("transpose", "swapaxes", "swapdims")
+@shape_rule("t numpy_T adjoint mT transpose swapaxes swapdims")
 def transposed(call: Call, dims: Dimensions) -> Dimensions:
-    """Two axes change places."""
+    """Exchanges two axes, the last two if none are named."""
     result = list(dims)
-    one, other = (value for name, value in call.arguments.items() if name != "self")
-    result[one], result[other] = result[other], result[one]
+    if len(dims) > 1:
+        one, other = [value for name, value in call.arguments.items() if name != "self"] or (-2, -1)
+        result[one], result[other] = result[other], result[one]
     return result
 
 
 @shape_rule("permute")
 def permuted(call: Call, dims: Dimensions) -> Dimensions:
-    """Axes in another order."""
+    """Brings the axes into another order."""
     return [dims[dim] for dim in call["dims"]]
 
 
 @shape_rule("unsqueeze")
 def unsqueezed(call: Call, dims: Dimensions) -> Dimensions:
-    """One more axis, of size 1."""
+    """Adds an axis of size 1."""
     result = list(dims)
     result.insert(call["dim"] % (len(dims) + 1), [])
     return result
@@ -90,21 +83,16 @@ def unsqueezed(call: Call, dims: Dimensions) -> Dimensions:
 
 @shape_rule("squeeze")
 def squeezed(call: Call, dims: Dimensions) -> Dimensions:
-    """Axes of size 1 go."""
+    """Drops axes of size 1."""
     rank = len(dims)
     asked = call.arguments.get("dim")
     drop = set(range(rank)) if asked is None else {dim % rank for dim in as_list(asked)}
     return [each for dim, each in enumerate(dims) if each or dim not in drop]
 
 
-def viewed(call: Call, dims: Dimensions) -> Dimensions:
-    """Factors in the same order, cut into other sizes."""
-    return regroup([axis for each in dims for axis in each], list(call.out.shape))
-
-
-@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy", "view_copy")
+@rule("view _unsafe_view reshape _reshape_alias _reshape_copy view_copy")
 def view(run: TracedRun, call: Call) -> None:
-    """As :func:`viewed`; equal parts laid end to end that become a dimension of their own stay different things."""
+    """Cuts the same factors into other sizes; equal parts laid end to end that become an axis of their own stay different."""
     labels = run.labels(call.inputs[0])
     if call.inputs[0].dtype != call.out.dtype or not call.out.numel():
         raise IncompatibleError
@@ -124,13 +112,14 @@ def view(run: TracedRun, call: Call) -> None:
                     run.set(call.out, Stacked(marker, alternatives))
                     return
             before *= axis.size
-        run.set(call.out, viewed(call, labels))
+        run.set(call.out, regroup([axis for each in labels for axis in each], call.out.shape))
     else:
-        run.set(call.out, type(labels)(labels.marker, [viewed(call, each) for each in labels.alternatives]))
+        rows = ([axis for each in dims for axis in each] for dims in labels.alternatives)
+        run.set(call.out, Stacked(labels.marker, [regroup(row, call.out.shape) for row in rows]))
 
 
 def _dimension_at(shape: Sequence[int], before: int, size: int) -> int | None:
-    """The dimension of this size with so many coordinates before it."""
+    """Returns the dimension of this size with so many coordinates before it."""
     count = 1
     for dim, each in enumerate(shape):
         if count == before and each == size:
@@ -141,7 +130,7 @@ def _dimension_at(shape: Sequence[int], before: int, size: int) -> int | None:
 
 @rule("expand")
 def expanded(run: TracedRun, call: Call) -> None:
-    """Copies along new or stretched dimensions are alike: any permutation of them will do."""
+    """Makes copies along new or stretched dimensions: they are alike, so any permutation of them will do."""
     source, out = call.inputs[0], call.out
     new = out.dim() - source.dim()
     dims = run.dimensions(source)
@@ -152,27 +141,27 @@ def expanded(run: TracedRun, call: Call) -> None:
 
 @rule("repeat")
 def repeated(run: TracedRun, call: Call) -> None:
-    """Copies laid end to end: (copy, position)."""
+    """Lays copies end to end: (copy, position)."""
     source, out = call.inputs[0], call.out
     new = out.dim() - source.dim()
     dims: Dimensions = [*([] for _ in range(new)), *run.dimensions(source)]
     run.set(out, [[*free_factors(count), *each] for count, each in zip(call["repeats"], dims, strict=True)])
 
 
-@rule("select", "select_copy")
+@rule("select select_copy")
 def selected(run: TracedRun, call: Call) -> None:
-    """One slice."""
+    """Takes one slice."""
     _take_apart(run, call, call["dim"], [call["index"]], call.outputs)
 
 
-@rule("unbind", "unbind_copy")
+@rule("unbind unbind_copy")
 def unbound(run: TracedRun, call: Call) -> None:
-    """All slices."""
+    """Takes all slices."""
     _take_apart(run, call, call["dim"], range(len(call.outputs)), call.outputs)
 
 
 def _take_apart(run: TracedRun, call: Call, dim: int, indices: Sequence[int], outputs: Sequence[torch.Tensor]) -> None:
-    """Slices along a dimension: different things where they are known to be, else the dimension is fixed."""
+    """Labels slices along a dimension: different things where they are known to be, else the dimension is fixed."""
     source = call.inputs[0]
     dim %= source.dim()
     labels = run.labels(source)
@@ -191,9 +180,9 @@ def _take_apart(run: TracedRun, call: Call, dim: int, indices: Sequence[int], ou
         run.set(tensor, [*labels[:dim], *labels[dim + 1 :]])
 
 
-@rule("slice", "slice_copy")
+@rule("slice slice_copy")
 def sliced(run: TracedRun, call: Call) -> None:
-    """A contiguous piece is a part of a sum; with steps the axis is fixed."""
+    """Cuts out a piece, a part of a sum; with steps the axis is fixed."""
     source, out = call.inputs[0], call.out
     dim = call["dim"] % source.dim()
     size, step = source.shape[dim], call["step"]
@@ -201,19 +190,14 @@ def sliced(run: TracedRun, call: Call) -> None:
     if start == 0 and end >= size and step == 1:
         run.set(out, run.labels(source))
     elif step != 1 or end <= start:
-        dims = list(run.dimensions(source))
-        fix_all(dims[dim])
-        dims[dim] = fixed_factors(out.shape[dim])
-        run.set(out, dims)
+        run.set(out, with_fixed(run, call, [dim]))
     else:
         _cut(run, source, dim, [start, end - start, size - end], [None, out, None])
 
 
-@rule(
-    "split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "chunk", "unsafe_split", "unsafe_chunk", "tensor_split"
-)
+@rule("split split_with_sizes split_copy split_with_sizes_copy chunk unsafe_split unsafe_chunk tensor_split")
 def split(run: TracedRun, call: Call) -> None:
-    """Pieces of a sum."""
+    """Cuts a sum into pieces."""
     dim = call["dim"] % call.inputs[0].dim()
     _cut(run, call.inputs[0], dim, [tensor.shape[dim] for tensor in call.outputs], call.outputs)
 
@@ -246,9 +230,9 @@ def _cut(run: TracedRun, source: torch.Tensor, dim: int, sizes: Sequence[int], p
             run.set(piece, [*dims[:dim], factors([part]) if size else [], *dims[dim + 1 :]])
 
 
-@rule("cat", "concat", "concatenate")
+@rule("cat concat concatenate")
 def concatenated(run: TracedRun, call: Call) -> None:
-    """A sum along one dimension; the others agree."""
+    """Joins axes to a sum along one dimension; the others agree."""
     tensors = [tensor for tensor in call["tensors"] if tensor.numel()]
     dim = call["dim"] % call.out.dim()
     if len(tensors) > 1 and all(tensor.shape[dim] == 1 for tensor in tensors):
@@ -268,12 +252,12 @@ def concatenated(run: TracedRun, call: Call) -> None:
 
 @rule("stack")
 def stacked(run: TracedRun, call: Call) -> None:
-    """A new dimension."""
+    """Stacks tensors along a new dimension."""
     _stack(run, call.out, call["dim"] % call.out.dim(), [run.dimensions(tensor) for tensor in call["tensors"]])
 
 
 def _stack(run: TracedRun, out: torch.Tensor, dim: int, slices: Sequence[Dimensions]) -> None:
-    """Slices that stay different things until they are treated alike."""
+    """Labels slices that stay different things until they are treated alike."""
     if len(slices) == 1:
         run.set(out, [*slices[0][:dim], [], *slices[0][dim:]])
         return
@@ -282,27 +266,14 @@ def _stack(run: TracedRun, out: torch.Tensor, dim: int, slices: Sequence[Dimensi
 
 
 def _without(dims: Dimensions, dim: int) -> Dimensions:
-    """All dimensions but one."""
+    """Returns all dimensions but one."""
     return [*dims[:dim], *dims[dim + 1 :]]
 
 
-@rule(
-    "flip",
-    "roll",
-    "cumsum",
-    "cumprod",
-    "logcumsumexp",
-    "constant_pad_nd",
-    "tril",
-    "triu",
-    "reflection_pad1d",
-    "reflection_pad2d",
-)
+@rule("flip roll cumsum cumprod logcumsumexp constant_pad_nd tril triu reflection_pad1d reflection_pad2d")
 def along(run: TracedRun, call: Call) -> None:
-    """Order matters along some dimensions (all that change their size, at least): fixed there, untouched elsewhere."""
-    source, out = call.inputs[0], call.out
-    rank = source.dim()
-    dims = list(run.dimensions(source))
+    """Depends on the order along some dimensions (all that change their size, at least): fixed there, untouched elsewhere."""
+    rank = call.inputs[0].dim()
     name = call.name.removesuffix("_").removeprefix("aten.")
     if name in ("tril", "triu"):
         touched = {rank - 2, rank - 1}
@@ -312,14 +283,11 @@ def along(run: TracedRun, call: Call) -> None:
         touched = {rank - 1 - i for i in range(len(call["padding"]) // 2)}
     else:
         touched = {dim % rank for dim in as_list(call.arguments.get("dims", call.arguments.get("dim")))} or set(range(rank))
-    for dim in touched:
-        fix_all(dims[dim])
-        dims[dim] = fixed_factors(out.shape[dim])
-    run.set(out, dims)
+    run.set(call.out, with_fixed(run, call, touched))
 
 
 def _clamp(value: int | None, default: int, size: int) -> int:
-    """A slice's bound as a position."""
+    """Returns a slice's bound as a position."""
     if value is None:
         return default
     return min(max(value + size if value < 0 else value, 0), size)

@@ -102,7 +102,7 @@ class _Leaving(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No warnings."""
+    """Silences warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""What is known of the tensors of one run of a network: which coordinates of which are the same, and what they came from.
+"""Knowing the tensors of one run of a network: which coordinates of which are the same, and what they came from.
 
 :mod:`~opacus_shuffle.permutation.finding.trace` tells it every operation, and the rules of the operations say here what they
 do to the labels. An operation without a rule *fixes* every axis that it touches: nothing is permuted on a guess.
@@ -12,6 +12,7 @@ do to the labels. An operation without a rule *fixes* every axis that it touches
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
@@ -27,8 +28,8 @@ from opacus_shuffle.permutation.finding.labels import (
     atoms,
     concatenation,
     factors,
-    fix_all,
-    fixed_factors,
+    fix_dimensions,
+    fixed_dimensions,
     free_factors,
     product,
     summands,
@@ -141,7 +142,7 @@ class TracedRun:
         try:
             if rule is None:
                 for tensor in call.outputs:
-                    self.set(tensor, [fixed_factors(size) for size in tensor.shape])
+                    self.set(tensor, fixed_dimensions(tensor.shape))
             else:
                 rule(self, call)
         except (IncompatibleError, IndexError, KeyError, ValueError, AttributeError, TypeError, AssertionError) as error:
@@ -155,7 +156,7 @@ class TracedRun:
                 self._origins[tensor] = origins
 
     def dimensions(self, tensor: torch.Tensor) -> Dimensions:
-        """The tensor's labels; slices that were different things become the same thing."""
+        """Returns the tensor's labels; slices that were different things become the same thing."""
         labels = self.labels(tensor)
         if isinstance(labels, Stacked):
             first, *rest = labels.alternatives
@@ -166,7 +167,7 @@ class TracedRun:
         return labels
 
     def labels(self, tensor: torch.Tensor) -> Dimensions | Stacked:
-        """The tensor's labels as they are; a tensor never met before is a constant, so fixed."""
+        """Returns the tensor's labels as they are; a tensor never met before is a constant, so fixed."""
         if tensor in self._equal_entries:
             return [free_factors(size) for size in tensor.shape]
         if tensor not in self._labels:
@@ -175,11 +176,10 @@ class TracedRun:
         return labels
 
     def leaves(self, tensor: torch.Tensor, way: str) -> None:
-        """The tensor's values leave PyTorch, so nobody knows what becomes of them."""
+        """Fixes a tensor whose values leave PyTorch, so that nobody knows what becomes of them."""
         if not self.is_constant(tensor):
             self.unknown[way] += 1
-            for each in self.dimensions(tensor):
-                fix_all(each)
+            self.fix([tensor])
             self.occurrences.append(self.dimensions(tensor))
 
     def set(self, tensor: torch.Tensor, labels: Dimensions | Stacked) -> None:
@@ -203,7 +203,7 @@ class TracedRun:
             self._labels[tensor] = labels
 
     def equal_entries(self, tensor: torch.Tensor) -> None:
-        """A new constant whose entries are all equal, or independent and alike."""
+        """Labels a new constant whose entries are all equal, or independent and alike."""
         self._constants += 1
         if self._written is None or self._constants in self._written:
             self.set(tensor, [free_factors(size) for size in tensor.shape])
@@ -215,7 +215,7 @@ class TracedRun:
         self._labels[tensor], self._origins[tensor] = self.labels(source), self.origins(source)
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """The tensor is to be labelled anew."""
+        """Forgets a tensor's labels: it is to be labelled anew."""
         del self._labels[tensor]
 
     def reduced(self, dimensions: Dimensions, gone: Sequence[int]) -> None:
@@ -224,29 +224,26 @@ class TracedRun:
         drop = {dim % rank for dim in gone}
         self.occurrences.append([[] if i in drop else each for i, each in enumerate(dimensions)])
 
-    def fix_everything(self, call: Call) -> None:
-        """Nothing that this operation touches may be permuted."""
-        for tensor in [*call.inputs, *call.outputs]:
-            for each in self.dimensions(tensor):
-                fix_all(each)
-            self.occurrences.append(self.dimensions(tensor))
+    def fix(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Lets nothing permute these tensors."""
+        for tensor in tensors:
+            fix_dimensions(self.dimensions(tensor))
 
-    def fix_results(self, results: Iterable[torch.Tensor]) -> None:
-        """What the network returns stays as it is."""
-        for tensor in results:
-            for each in self.dimensions(tensor):
-                fix_all(each)
+    def fix_everything(self, call: Call) -> None:
+        """Lets nothing permute what an operation touches."""
+        self.fix(touched := [*call.inputs, *call.outputs])
+        self.occurrences += [self.dimensions(tensor) for tensor in touched]
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether no axis of the tensor is free."""
+        """Returns whether no axis of the tensor is free."""
         return all(atom.fixed for each in self.dimensions(tensor) for atom in atoms(each))
 
     def is_parameter(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's values come from parameters or constants alone."""
+        """Returns whether the tensor's values come from parameters or constants alone."""
         return not self.origins(tensor)
 
     def origins(self, tensor: torch.Tensor) -> Origins:
-        """Which contractions the tensor was computed from by operations entry by entry."""
+        """Returns which contractions the tensor was computed from by operations entry by entry."""
         found: Origins = self._origins.get(tensor, frozenset())  # type: ignore[no-untyped-call]
         return found
 
@@ -257,7 +254,7 @@ class TracedRun:
             self._origins[tensor] = frozenset([self._contractions])
 
     def note_packing(self, axis: Axis) -> None:
-        """A free factor of a parameter's axis is about to be taken apart by position: its parts are different things."""
+        """Notes that a free factor of a parameter's axis is taken apart by position: its parts are different things."""
         axis = axis.root
         if axis.kind != "atom" or axis.fixed or axis.size > 16:
             return
@@ -274,7 +271,7 @@ class TracedRun:
                     offset += piece.size
 
     def _first_label(self, name: str, axis: int, size: int) -> Factors:
-        """A free atom, or packed parts."""
+        """Returns the label that an axis begins with: a free atom, or packed parts."""
         if size == 1:
             return []
         pieces: list[Axis] = []
@@ -289,20 +286,19 @@ class TracedRun:
         return [concatenation([*pieces, Axis(size - place)] if size > place else pieces)]
 
     def _adopt(self, tensor: torch.Tensor) -> Dimensions:
-        """Labels of a tensor made out of sight: a constant, unless it is the memory of a known one."""
+        """Labels a tensor made out of sight: a constant, unless it is the memory of a known one."""
         pointer = _storage(tensor)
         shape = (tensor.shape, tensor.stride(), tensor.storage_offset())
         for known in list(self._labels.keys()) if pointer else ():  # type: ignore[no-untyped-call]
             if _storage(known) == pointer:  # as ``.data`` makes it
                 if (known.shape, known.stride(), known.storage_offset()) == shape:
                     return self.dimensions(known)
-                for each in self.dimensions(known):
-                    fix_all(each)
-        return [fixed_factors(size) for size in tensor.shape]
+                self.fix([known])
+        return fixed_dimensions(tensor.shape)
 
 
 def _movable_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, and buffers that a checkpoint holds: numbers and masks, but no indices."""
+    """Yields parameters, and buffers that a checkpoint holds: numbers and masks, but no indices."""
     yield from module.named_parameters(remove_duplicate=False)
     kept = {
         f"{place}.{name}" if place else name
@@ -321,7 +317,7 @@ def _movable_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Where the tensor's memory begins, or 0 if it has none of its own."""
+    """Returns where the tensor's memory begins, or 0 if it has none of its own."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
@@ -329,8 +325,5 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _size(axes: Sequence[Axis]) -> int:
-    """The number of coordinates of a row of factors."""
-    size = 1
-    for axis in axes:
-        size *= axis.root.size
-    return size
+    """Returns the number of coordinates of a row of factors."""
+    return math.prod(axis.root.size for axis in axes)
