@@ -1,4 +1,4 @@
-"""``shuffle_accelerated_sgd``: accelerated SGD (AC-SA), every user in one round.
+"""``shuffle_accelerated_sgd``: accelerated SGD, every user in one round.
 
 Algorithm 4 and Theorems 4.3 and 4.7 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO): for a β-smooth
 loss directly; for one that is not smooth, on its Moreau envelope, where every user smooths its own loss.
@@ -45,7 +45,7 @@ def shuffle_accelerated_sgd(
     batches: Iterable[Any] | None = None,
     inverse_step_sizes: Sequence[float] | None = None,
 ) -> Estimate:
-    """Minimises users' mean loss by one pass of AC-SA, each batch's gradients summed by a shuffle protocol.
+    """Minimises users' mean loss by one pass of accelerated SGD, each batch's gradients summed by a shuffle protocol.
 
     Args:
         problem: What is to be minimised: directly if ``problem.smoothness`` is known (Theorem 4.3), else smoothed
@@ -88,7 +88,7 @@ class AcceleratedPlan:
 
 
 class AcceleratedSGD(Solver):
-    """SCO Algorithm 4."""
+    """Accelerated SGD on one group of users after another (SCO Algorithm 4)."""
 
     algorithm = "accelerated SGD"
 

@@ -1,4 +1,4 @@
-r"""AC-SA, the accelerated stochastic approximation of Lan (2012): its iteration, its step sizes and its proved excess loss.
+"""Accelerated stochastic approximation (AC-SA, Lan 2012): its iteration, its step sizes and its proved excess loss.
 
 The theorems of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO) hide constants in O(). Every bound here
 is a number that the proof gives (``docs/proofs/20_accelerated_sgd.md``), with the noise that the protocol really has.

@@ -1,4 +1,4 @@
-"""The sets that optimisers stay in: Euclidean projections, and the diameter that every bound of SCO asks for.
+"""The convex sets that optimisers stay in, with their Euclidean projections and diameters.
 
 >>> import torch
 >>> ball = L2Ball(radius=2.0)
@@ -216,7 +216,7 @@ def _vector(name: str, value: Any) -> Tensor:
 
 
 def _check_point(theta: Any, dimension: int | None, where: str) -> None:
-    """Refuses what cannot be projected."""
+    """Refuses points that cannot be projected."""
     if not isinstance(theta, Tensor) or not theta.is_floating_point() or theta.ndim not in (1, 2):
         found = f"{theta.dtype} of shape {tuple(theta.shape)}" if isinstance(theta, Tensor) else type(theta).__name__
         raise ValueError(f"theta must be a floating-point tensor of shape (d,), got {found}")

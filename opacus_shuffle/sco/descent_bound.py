@@ -1,4 +1,4 @@
-"""``DescentBound``: the excess loss proved for gradient descent on all users, and the step sizes and rounds that suit it.
+"""``DescentBound``: the excess loss proved for gradient descent on all users, and the best step.
 
 >>> bound = DescentBound(rounds=200, num_users=500, oracle=Oracle(lipschitz=1.0, dimension=10, variance=50.0), granularity=6,
 ...                      distance=1.0, diameter=2.0)

@@ -85,7 +85,7 @@ class DescentPlan:
 
 
 class GradientDescent(Solver):
-    """SCO Algorithm 5."""
+    """Gradient descent on one group of users after another (SCO Algorithm 5)."""
 
     algorithm = "gradient descent"
     interaction = "full"

@@ -78,7 +78,7 @@ class Link:
             raise ValueError(f"y must hold -1 and +1 only, in shape (B,), for the {self.name} loss; use 2 * y - 1 for 0 and 1")
 
     def _separate_records(self) -> None:
-        """Has the functions called on batches of one."""
+        """Replaces the functions by ones that are called on batches of one."""
         remedy = "; if it treats records one by one as it is, say so by Link(..., elementwise=True)"
         for name in ("value", "derivative", "coefficient"):
             function = getattr(self, name)

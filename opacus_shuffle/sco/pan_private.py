@@ -1,4 +1,4 @@
-"""``pan_private_accelerated_sgd``: AC-SA on a stream of records, by an algorithm whose inner state may be seen once.
+"""``pan_private_accelerated_sgd``: accelerated SGD on a stream, by an algorithm whose inner state may be seen once.
 
 Appendix C of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO). The algorithm itself is in
 :mod:`opacus_shuffle.sco.pan_private_stream`; here its parameters are chosen and it is run on data.
@@ -39,7 +39,7 @@ def pan_private_accelerated_sgd(
     batch_size: int | None = None,
     inverse_step_sizes: Sequence[float] | None = None,
 ) -> Estimate:
-    """Minimises the mean loss of a stream of records by pan-private AC-SA, in one pass and in the order given.
+    """Minimises the mean loss of a stream of records by pan-private accelerated SGD, in one pass and in the order given.
 
     Args:
         problem: What is to be minimised: directly if ``problem.smoothness`` is known (Theorem C.3, 2), else smoothed (Theorem
@@ -64,7 +64,7 @@ def pan_private_accelerated_sgd(
 
 
 class PanPrivate(AcceleratedSGD):
-    """SCO Algorithm 6 on data at hand."""
+    """Pan-private accelerated SGD on records at hand (SCO Algorithm 6)."""
 
     algorithm = "pan-private accelerated SGD"
     interaction = "pan"
@@ -98,7 +98,7 @@ class PanPrivate(AcceleratedSGD):
     def iterate(
         self, plan: AcceleratedPlan, groups: list[Tensor], start: Start
     ) -> tuple[Tensor, list[Round], dict[str, Any], int | None]:
-        """Has the stream read by the algorithm."""
+        """Lets the algorithm read the stream; returns what the method that it replaces does."""
         size = len(groups[0])
         noise = self.noise(size, plan.gradients)
         algorithm = PanPrivateAcceleratedSGD(

@@ -93,7 +93,7 @@ class PanState:
 
 
 class PanPrivateAcceleratedSGD:
-    """AC-SA on a stream, one record after the other (SCO Algorithm 6).
+    """Accelerated SGD on a stream, one record after the other (SCO Algorithm 6).
 
     Args:
         objective: Gives a record's gradient.
@@ -188,14 +188,14 @@ class PanPrivateAcceleratedSGD:
         return whole
 
     def state(self) -> PanState:
-        """What an intruder sees now."""
+        """Returns what an intruder sees now."""
         found = self._iterates
         return PanState(
             self._records, found.theta.clone(), found.aggregate.clone(), found.middle.clone(), self._gradient.clone()
         )
 
     def output(self) -> Tensor:
-        """The estimate, shape (d,).
+        """Returns the estimate, shape (d,).
 
         Raises:
             ValueError: If the stream has not ended.
@@ -205,6 +205,6 @@ class PanPrivateAcceleratedSGD:
         return self._iterates.aggregate.clone()
 
     def _draw(self) -> Tensor:
-        """A noise vector."""
+        """Returns a noise vector."""
         generator = secret_generator("cpu") if self._generator is None else self._generator
         return self._noise * torch.randn(self._reported.objective.dimension, generator=generator, dtype=torch.float64)

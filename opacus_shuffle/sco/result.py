@@ -129,7 +129,7 @@ class Estimate:
 
 
 def _short(value: Any) -> str:
-    """A parameter in a few characters."""
+    """Returns a value in a few characters."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, torch.Tensor | list | tuple) and len(value) > 4:

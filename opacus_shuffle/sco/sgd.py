@@ -65,7 +65,7 @@ def shuffle_sgd(
 
 
 class _SGD(Solver):
-    """SCO Algorithm 3."""
+    """Mini-batch SGD (SCO Algorithm 3)."""
 
     algorithm = "SGD"
 

@@ -146,7 +146,7 @@ def _next_start(start: Start, theta: Tensor, bound: float | None, convexity: flo
 
 
 def _check_combination(method: str, rounds: int | None, batch_size: int | None) -> None:
-    """Refuses what the method would not read."""
+    """Refuses arguments that the method would not read."""
     if rounds is not None and method != "gradient_descent":
         raise ValueError(f"rounds goes with method='gradient_descent', got rounds={rounds!r} for {method!r}: pass batch_size")
     if batch_size is not None and method == "gradient_descent":

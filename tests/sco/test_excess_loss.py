@@ -73,8 +73,8 @@ def test_the_mean_excess_is_below_the_bound_where_the_loss_is_smoothed():
 
 
 def test_acceleration_beats_plain_sgd_on_a_smooth_loss():
-    plain, plain_bound = mean_excesses(shuffle_sgd, 40)
-    fast, fast_bound = mean_excesses(shuffle_accelerated_sgd, 40, smoothness=1.0)
+    plain, plain_bound = mean_excesses(shuffle_sgd, 40, users=1500)
+    fast, fast_bound = mean_excesses(shuffle_accelerated_sgd, 40, users=1500, smoothness=1.0)
     assert fast_bound < plain_bound
     error = math.sqrt((plain.var() + fast.var()) / 40)
     assert plain.mean() - fast.mean() > ERRORS * error

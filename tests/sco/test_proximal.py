@@ -97,7 +97,7 @@ def test_soft_thresholding_is_found_in_any_dimension():
 
 
 @given(dimension=st.integers(1, 12), count=st.integers(1, 12), beta=st.floats(1e-3, 1e3), seed=st.integers(0, 2**31))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_what_is_promised_beforehand_is_certified_afterwards(dimension, count, beta, seed):
     data = pieces(3, count, dimension, seed=seed)
     objective = Objective.from_loss(largest, dimension=dimension)
