@@ -30,9 +30,10 @@ import torch
 from torch import Tensor
 
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.analysis.calibration import smallest_noise_multiplier
 from opacus_shuffle.core.randomness import check_generator, secret_generator
+from opacus_shuffle.core.solve import bracket, safe_root
 from opacus_shuffle.core.validation import boolean, finite_number, instance_of, integer, one_of, open_unit_interval, positive
+from opacus_shuffle.protocols.calibration import CALIBRATIONS
 from opacus_shuffle.sco.acceleration import AcceleratedIterates
 from opacus_shuffle.sco.bounded_gradients import BoundedGradients
 from opacus_shuffle.sco.constraints import Constraint, as_constraint
@@ -41,7 +42,7 @@ from opacus_shuffle.sco.problem import real_vector, sized
 from opacus_shuffle.sco.records import number_of_users
 from opacus_shuffle.sco.solver import positive_numbers
 
-CALIBRATIONS = ("published", "tight")
+_TOLERANCE = 2.5e-8
 
 
 def pan_private_noise(*, lipschitz: float, batch_size: int, epsilon: float, delta: float, calibration: str = "tight") -> float:
@@ -69,8 +70,24 @@ def pan_private_noise(*, lipschitz: float, batch_size: int, epsilon: float, delt
                 f"epsilon must be below 1 for calibration='published' (SCO Lemma C.5), got {epsilon!r}; use 'tight'"
             )
         return math.nextafter(shift * math.sqrt(2 * math.log(2 / delta)) / epsilon, math.inf)
-    multiplier = smallest_noise_multiplier(lambda s: gaussian.compute_epsilon(mu=1 / s, delta=delta), target_epsilon=epsilon)
-    return math.nextafter(shift * multiplier, math.inf)
+    return math.nextafter(shift * _gaussian_multiplier(epsilon, delta), math.inf)
+
+
+def _gaussian_multiplier(epsilon: float, delta: float) -> float:
+    """Returns the smallest noise multiplier with which a Gaussian mechanism is (ε, δ)-DP, rounded up."""
+
+    def excess(log_multiplier: float) -> float:
+        found = gaussian.compute_epsilon(mu=1 / math.exp(log_multiplier), delta=delta)
+        difference = math.log(max(found, 1e-300)) - math.log(epsilon)
+        return max(difference, 1e-16) if found > epsilon else difference  # logarithms may agree where the numbers do not
+
+    walk = [times * math.log(4) for times in range(1, 40)]
+    unsafe, safe = bracket(excess, 0.0, towards_safe=walk, towards_unsafe=[-point for point in walk])
+    if unsafe is None or safe is None:
+        raise ValueError(
+            f"epsilon must be met by some Gaussian noise, got {epsilon!r} at delta={delta!r}; take one in (1e-9, 1e9)"
+        )
+    return math.exp(safe_root(excess, unsafe=unsafe, safe=safe, tolerance=_TOLERANCE, step=_TOLERANCE))
 
 
 @dataclasses.dataclass(frozen=True)
