@@ -1,7 +1,8 @@
-r"""WS Theorems 1 and 2: composing (ε_j, δ_j) steps whatever they are, and sampling before each of them.
+r"""Composes (ε_j, δ_j) steps, whatever they are, with sampling before each of them.
 
-WS composes by them because its own Theorem 6 speaks of one ε and one δ only. For Gaussian steps the PRV accountant is far
-better; these are here to compute what WS computes. Theorem 1: k steps are (ε, δ)-DP together for
+These are Theorems 1 and 2 of Yang, Ji and Xiang's weight shuffling (WS), which composes by them because its own Theorem 6
+speaks of one ε and one δ only. For Gaussian steps the PRV accountant is far better; these are here to compute what WS computes.
+Theorem 1: k steps are (ε, δ)-DP together for
 
     ε = min{Σ ε_j,  ½ Σ ε_j² + √(2·log(1/δ′)·Σ ε_j²)},   δ′ = δ − Σ δ_j > 0,
 

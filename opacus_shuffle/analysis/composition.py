@@ -1,9 +1,9 @@
-r"""From the RDP of many rounds to one (ε, δ), over as many Rényi orders as it takes.
+r"""Converts the RDP of many rounds to one (ε, δ), over as many Rényi orders as it takes.
 
-The conversion is Opacus's own (Balle et al. 2020, Canonne et al. 2020), which is SG Lemma 2 (where "1 < δ < 0" should read
-0 < δ < 1). What is ours is the choice of orders. The function to minimise is a convex function of λ over λ − 1, so it falls and
-then rises: the grid grows until its minimum is inside. At SG's Table 1 setting orders up to 30 give ε = 0.22820, which is no
-more than the conversion's floor at order 30; all useful orders give 0.0014063:
+The conversion is Opacus's own (Balle et al. 2020, Canonne et al. 2020), which is Lemma 2 of Liew and Takahashi's shuffle
+Gaussian mechanism (SG). The function to minimise is a convex function of λ over λ − 1, so it falls and then rises: the grid
+grows until its minimum is inside. At SG's Table 1 setting orders up to 30 give ε = 0.22820, which is no more than the
+conversion's floor at order 30; all useful orders give 0.0014063:
 
 >>> from opacus_shuffle.analysis import composition, mean_ratio
 >>> def one_round(orders):

@@ -1,4 +1,4 @@
-r"""WS Theorem 6: what shuffled weights are published to be worth, an **estimate** and no upper bound on ε.
+r"""Computes Theorem 6 of Yang, Ji and Xiang's weight shuffling (WS): an **estimate** and no upper bound on ε.
 
 The shuffled Gaussian releases P(f) + z, P uniform on the permutations of d coordinates, z ~ N(0, σ²I), where ‖f(x)‖ ≤ c′ and
 ‖f(x) − f(x′)‖ ≤ c. WS bounds the δ of a pair of data sets *from below*, replaces a sum of log-normals in that bound by one
@@ -73,17 +73,17 @@ def compute_epsilon(
     """The smallest ε ≥ 0 from which on WS Theorem 6 keeps δ within ``delta``, rounded up; 0 where the formula says so.
 
     Args:
-        noise_std: As :func:`compute_delta`, like every argument not named here.
+        noise_std: Absolute standard deviation of the noise on each coordinate of the sum.
         delta: δ in (0, 1).
-        dimension: See there.
-        clip: See there.
-        batch_clip: See there.
+        dimension: d, or one number per layer.
+        clip: c, the norm of one record's gradient.
+        batch_clip: c′, the norm of a batch's sum.
 
     Raises:
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        None, see :func:`compute_delta`.
+        None: an approximation of a lower bound.
     """
     delta = open_unit_interval("delta", delta)
     ratio, norm = _scale(noise_std, clip, batch_clip)
@@ -98,9 +98,9 @@ def compute_noise_std(
     Args:
         epsilon: ε > 0 of one step.
         delta: δ in (0, 1) of one step.
-        dimension: As :func:`compute_delta`; of several layers the one that asks for most counts.
-        clip: See there.
-        batch_clip: See there.
+        dimension: d, or one number per layer: the one that asks for most counts.
+        clip: c, the norm of one record's gradient.
+        batch_clip: c′, the norm of a batch's sum.
 
     Returns:
         Absolute standard deviation, in the units of ``clip``; at least 1e-6·clip.
@@ -109,7 +109,7 @@ def compute_noise_std(
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        None, see :func:`compute_delta`.
+        None: an approximation of a lower bound.
     """
     epsilon = positive("epsilon", epsilon)
     delta = open_unit_interval("delta", delta)
@@ -164,7 +164,7 @@ def _delta(epsilon: Numbers, ratio: Numbers, d: int, norm: float) -> Vector:
 
 
 def _epsilon(ratio: float, delta: float, d: int, norm: float) -> float:
-    """See :func:`compute_epsilon`; beyond ``high`` the first term alone is within δ."""
+    """Returns ε for one d, c = 1; beyond ``high`` the first term alone is within δ."""
     _, first, s1 = _parts(ratio, d, norm)
     high = float(s1**2 / 2 - ndtri(delta) * s1 - first)
     if high <= 0:
@@ -174,7 +174,7 @@ def _epsilon(ratio: float, delta: float, d: int, norm: float) -> float:
 
 
 def _noise_ratio(epsilon: float, delta: float, d: int, norm: float) -> float:
-    """See :func:`compute_noise_std`; as ζ₁ ≤ 0 and s₁ ≤ c/σ, Φ(c/2σ − εσ/c) ≤ δ is enough, a quadratic equation."""
+    """Returns σ/c for one d; as ζ₁ ≤ 0 and s₁ ≤ c/σ, Φ(c/2σ − εσ/c) ≤ δ is enough, a quadratic equation."""
     z = float(ndtri(delta))
     root = math.sqrt(z * z + 2 * epsilon)
     high = min(max((root - z) / (2 * epsilon), 2e-6), 1e12)  # = 1/(z + root) without cancellation

@@ -35,11 +35,10 @@ from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import mean_distribution
-from opacus_shuffle.analysis.shuffled_rounds import Rounds, ShuffledRound, coarsen, merge, tail_for, unshuffled_epsilon
+from opacus_shuffle.analysis.shuffled_rounds import Merged, Rounds, ShuffledRound, coarsen, merge, tail_for, unshuffled_epsilon
 from opacus_shuffle.core.validation import one_of, open_unit_interval
 
 Counts = npt.NDArray[np.int64]
-Merged = tuple[tuple[ShuffledRound, int], ...]
 Clones = Literal["mended", "truncated"]
 ADJACENCIES = ("zero_out", "replace")
 

@@ -1,4 +1,4 @@
-r"""Exact Rényi moments of the mean ratio R, which is all the shuffle Gaussian mechanism is.
+r"""Computes exact Rényi moments of the mean ratio R, which is all that Liew and Takahashi's shuffle Gaussian mechanism (SG) is.
 
 A user's report has likelihood ratio X = exp((2x − 1)/2σ²), x ~ N(0, σ²), between "my record has norm C" and "my record is
 zero". When n such reports are shuffled and the other records are all zero, the view's likelihood ratio is the mean of n

@@ -103,7 +103,7 @@ def compute_epsilon(rounds: Rounds, *, delta: float) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _compute_epsilon(rounds: tuple[tuple[SampledRound, int], ...], delta: float) -> float:
-    """See :func:`compute_epsilon`."""
+    """Returns ε of merged rounds."""
     if all(each.sample_rate == 1.0 for each, _ in rounds):
         lost = math.fsum(each.lost * count for each, count in rounds)
         total = math.sqrt(math.fsum(each.mu**2 * count for each, count in rounds))

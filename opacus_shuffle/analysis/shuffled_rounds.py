@@ -1,9 +1,9 @@
-r"""Rounds of shuffled Gaussian reports, and the two ends of what can be said about them: the papers' pair, and no shuffler.
+r"""Computes ε of shuffled Gaussian reports: for the papers' pair of data sets, without a shuffler, and for a trusted sum.
 
-``pair_epsilon`` is tight for one pair of data sets (all others at zero, one record at norm C becomes zero), in both directions,
-with a lower value beside it. ``unshuffled_epsilon`` is what remains if the shuffler is not trusted: the adversary sees who
-reports in a round and what. It covers every data set, and is exact for the worst one. A user who takes part in a round with
-probability γ loses nothing in the other rounds, so T rounds count as little more than γT.
+``pair_epsilon`` encloses the exact value for one pair of data sets (all others at zero, one record at norm C becomes zero), in
+both directions. ``unshuffled_epsilon`` is what remains if the shuffler is not trusted: the adversary sees who reports in a
+round and what. ``sampled_gaussian_epsilon`` is DP-SGD's, where a trusted server adds the reports up. The latter two cover every
+data set.
 
 >>> rounds = [(ShuffledRound(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1, sampling="poisson"), 5540)]
 >>> lower, upper = pair_epsilon(rounds, delta=1 / 60_000)
@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from scipy.special import ndtr
@@ -35,7 +35,14 @@ _COARSE = 64.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShuffledRound:
-    """One round, in the words of :func:`opacus_shuffle.analysis.mean_ratio.compute_rdp`; the noise multiplier is local."""
+    """One round of n Gaussian reports that are shuffled together (n = 1: a Gaussian mechanism as it is).
+
+    Attributes:
+        noise_multiplier: σ of one report over the clipping norm.
+        num_users: n, the whole population.
+        sample_rate: γ. Without replacement, m = round(γ·n) users take part and γ becomes m/n.
+        sampling: How the users are drawn: ``None`` (all of them), ``"fixed_size"`` or ``"poisson"``.
+    """
 
     noise_multiplier: float
     num_users: int
@@ -69,10 +76,11 @@ class ShuffledRound:
 
 
 Rounds = Sequence[tuple[ShuffledRound, int]]
+Merged = tuple[tuple[ShuffledRound, int], ...]
 
 
 def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
-    """A lower and an upper value of the pair's ε at δ, larger direction, after all rounds.
+    """Returns a lower and an upper value of the pair's ε at δ, in the larger direction, after all rounds.
 
     Args:
         rounds: Rounds of any kinds, each with its number of repetitions, at least 1.
@@ -91,28 +99,38 @@ def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
     """
     delta = open_unit_interval("delta", delta)
     merged = merge(rounds)
-    if not merged:
-        return 0.0, 0.0
-    return _pair_epsilon(merged, delta)
+    return enclosed(merged, delta, _distribution, unshuffled_epsilon) if merged else (0.0, 0.0)
 
 
-@functools.lru_cache(maxsize=256)
-def _pair_epsilon(rounds: tuple[tuple[ShuffledRound, int], ...], delta: float) -> tuple[float, float]:
-    """See :func:`pair_epsilon`."""
-    unshuffled = unshuffled_epsilon(rounds, delta=delta)
+@functools.lru_cache(maxsize=512)
+def enclosed(
+    rounds: Merged,
+    delta: float,
+    distribution: Callable[[ShuffledRound, Side, float], RatioDistribution],
+    largest: Callable[..., float],
+) -> tuple[float, float]:
+    """Returns a lower and an upper value of ε for rounds with these distributions of R.
+
+    Args:
+        rounds: Merged rounds, at least one.
+        delta: δ in (0, 1).
+        distribution: Maps a round, ``"upper"`` or ``"lower"``, and a tail to a distribution on that side of the round's R.
+        largest: Maps rounds and δ to an ε that holds anyhow; no upper value exceeds it.
+    """
+    most = largest(rounds, delta=delta)
     tail = tail_for(rounds, delta)
-    if tail is None or unshuffled == 0:
-        return 0.0, unshuffled
+    if tail is None or most == 0:
+        return 0.0, most
 
     def composition(side: Side) -> list[tuple[Mixture, int]]:
-        return [(Mixture.of(_distribution(each, side, tail)), count) for each, count in coarsen(rounds, side)]
+        return [(Mixture.of(distribution(each, side, tail)), count) for each, count in coarsen(rounds, side)]
 
-    upper = min(privacy_loss.compute_epsilon(composition("upper"), delta=delta), unshuffled)
+    upper = min(privacy_loss.compute_epsilon(composition("upper"), delta=delta), most)
     return min(privacy_loss.lower_epsilon(composition("lower"), delta=delta), upper), upper
 
 
 def unshuffled_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> float:
-    """ε at δ for an adversary who sees who sends what, rounded up; every data set.
+    """Returns ε at δ for an adversary who sees who sends what, rounded up.
 
     Args:
         rounds: As :func:`pair_epsilon`.
@@ -124,7 +142,8 @@ def unshuffled_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -
 
     Formal Guarantees:
         Proved for every data set: what the shuffler does to these reports is post-processing. Exact for the worst one (up to
-        0.1 % where γ < 1).
+        0.1 % where γ < 1). A user who takes part with probability γ loses nothing in the other rounds, so T rounds count as
+        little more than γT.
     """
     delta = open_unit_interval("delta", delta)
     rounds = merge(rounds)
@@ -142,8 +161,8 @@ def unshuffled_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -
 
 
 @functools.lru_cache(maxsize=256)
-def _participation_epsilon(rounds: tuple[tuple[ShuffledRound, int], ...], delta: float, tail: float) -> float:
-    """ε where it is seen in which rounds the user takes part, each with probability γ."""
+def _participation_epsilon(rounds: Merged, delta: float, tail: float) -> float:
+    """Returns ε where it is seen in which rounds the user takes part, each with probability γ."""
     mixtures = []
     for each, count in coarsen(rounds, "upper"):
         report = mean_distribution(noise_multiplier=each.noise_multiplier, num_users=1, tail=tail)
@@ -153,7 +172,7 @@ def _participation_epsilon(rounds: tuple[tuple[ShuffledRound, int], ...], delta:
 
 
 def sampled_gaussian_epsilon(rounds: Rounds, *, delta: float) -> float:
-    """ε at δ of DP-SGD: each round adds its noise to a sum that user 1's record enters with probability γ, in secret.
+    """Returns ε at δ of DP-SGD: each round adds its noise to a sum that user 1's record enters with probability γ, in secret.
 
     Args:
         rounds: As :func:`pair_epsilon`; ``noise_multiplier`` is that of the **sum**, ``num_users`` is not used.
@@ -185,16 +204,16 @@ def sampled_gaussian_epsilon(rounds: Rounds, *, delta: float) -> float:
     return min(everyone, privacy_loss.compute_epsilon(mixtures, delta=delta))
 
 
-def merge(rounds: Rounds) -> tuple[tuple[ShuffledRound, int], ...]:
-    """Equal rounds counted together, in order of first appearance; repetitions checked."""
+def merge(rounds: Rounds) -> Merged:
+    """Counts equal rounds together, in order of first appearance, and checks the repetitions."""
     counts: dict[ShuffledRound, int] = {}
     for each, count in rounds:
         counts[each] = counts.get(each, 0) + integer("repetitions", count)
     return tuple(counts.items())
 
 
-def coarsen(rounds: tuple[tuple[ShuffledRound, int], ...], side: Side) -> tuple[tuple[ShuffledRound, int], ...]:
-    """At most some tens of different σ: rounded down for an upper ε and up for a lower one (X grows with 1/σ²)."""
+def coarsen(rounds: Merged, side: Side) -> Merged:
+    """Leaves some tens of different σ at most: rounded down for an upper ε and up for a lower one (X grows with 1/σ²)."""
     if len(rounds) <= _MOST_KINDS:
         return rounds
     towards = math.floor if side == "upper" else math.ceil
@@ -207,7 +226,7 @@ def coarsen(rounds: tuple[tuple[ShuffledRound, int], ...], side: Side) -> tuple[
 
 
 def tail_for(rounds: Rounds, delta: float) -> float | None:
-    """How far out a report's tails matter, in standard deviations; ``None`` if σ is too small to compute with that."""
+    """Returns how far out a report's tails matter, in standard deviations; ``None`` if σ is too small to compute with that."""
     smallest = 1e-6 * delta / sum(count for _, count in rounds)
     tail = next((tail for tail in TAILS if ndtr(-tail) <= smallest), None)
     # A tenth of σ leaves room for coarsening.
@@ -216,7 +235,7 @@ def tail_for(rounds: Rounds, delta: float) -> float | None:
 
 
 def _distribution(each: ShuffledRound, side: Side, tail: float) -> RatioDistribution:
-    """The distribution of R of one round."""
+    """Returns the distribution of R of one round."""
     return mean_distribution(
         noise_multiplier=each.noise_multiplier,
         num_users=each.num_users,

@@ -1,4 +1,4 @@
-r"""The papers' own bounds for subsampled and checked-in shuffling: SG ICLR Theorems 2 and 3, as printed.
+r"""Computes Liew and Takahashi's (SG) own bounds for subsampled and checked-in shuffling, ICLR Theorems 2 and 3 as printed.
 
 They carry a term 2γ^j·C(λ, j) for j ≥ 3 that does not vanish as n grows; :mod:`.mean_ratio` has the exact value of the same
 pair, often a hundred times smaller. They are here because ``bound="published"`` means what the paper prints.

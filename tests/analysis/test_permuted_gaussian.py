@@ -13,7 +13,8 @@ from scipy.stats import norm as normal
 from opacus_shuffle.accountants import compute_bound
 from opacus_shuffle.accountants.mechanisms import ShuffledWeights
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.analysis.permuted_gaussian import PermutedStep, pair_epsilon
+from opacus_shuffle.analysis.permuted_gaussian import pair_epsilon
+from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound
 
 DELTA = 1e-5
 
@@ -103,9 +104,13 @@ def test_the_largest_coordinate_is_a_test_that_the_pair_s_epsilon_covers():
     assert answer(noise_multiplier=sigma, sample_rate=rate, dimension=d, delta=1e-4, steps=500).epsilon > epsilon
 
 
+def permuted_step(**fields):
+    return ShuffledRound(**fields, sampling="poisson")
+
+
 def test_nothing_ran_costs_nothing_and_order_does_not_matter():
     assert pair_epsilon([], delta=DELTA) == (0.0, 0.0)
-    one, other = (PermutedStep(noise_multiplier=sigma, dimension=50, sample_rate=0.1) for sigma in (0.5, 0.8))
+    one, other = (permuted_step(noise_multiplier=sigma, num_users=50, sample_rate=0.1) for sigma in (0.5, 0.8))
     assert pair_epsilon([(one, 3), (other, 4)], delta=DELTA) == pytest.approx(
         pair_epsilon([(other, 4), (one, 1), (one, 2)], delta=DELTA), rel=1e-12
     )
@@ -115,11 +120,10 @@ def test_nothing_ran_costs_nothing_and_order_does_not_matter():
     ("change", "named"),
     [
         ({"noise_multiplier": 0.0}, "noise_multiplier"),
-        ({"dimension": 0}, "num_users|dimension"),
+        ({"num_users": 0}, "num_users"),
         ({"sample_rate": 1.5}, "sample_rate"),
     ],
 )
 def test_a_step_that_cannot_be_is_refused(change, named):
-    step = PermutedStep(**{"noise_multiplier": 1.0, "dimension": 10, "sample_rate": 0.5, **change})
     with pytest.raises(ValueError, match=named):
-        pair_epsilon([(step, 1)], delta=DELTA)
+        permuted_step(**{"noise_multiplier": 1.0, "num_users": 10, "sample_rate": 0.5, **change})

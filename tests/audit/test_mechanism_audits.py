@@ -14,7 +14,6 @@ import torch
 from scipy import stats
 from scipy.special import log_ndtr, logsumexp, ndtri
 
-from opacus_shuffle.analysis.permuted_gaussian import PermutedStep
 from opacus_shuffle.analysis.permuted_gaussian import pair_epsilon as permuted_pair
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, pair_epsilon
 from opacus_shuffle.audit import (
@@ -170,7 +169,12 @@ def best_of_the_largest_coordinate(*, noise_multiplier, dimension, delta, steps=
 def test_the_test_is_hardly_weaker_than_any_other_at_the_papers_settings():
     # So the likelihood ratio of all steps would find little more.
     for settings in (VIT, {**VIT, "steps": 1, "sample_rate": 1.0, "delta": 2.5e-7}):
-        step = PermutedStep(**{name: settings[name] for name in ("noise_multiplier", "dimension", "sample_rate")})
+        step = ShuffledRound(
+            noise_multiplier=settings["noise_multiplier"],
+            num_users=settings["dimension"],
+            sample_rate=settings["sample_rate"],
+            sampling="poisson",
+        )
         lower, upper = permuted_pair([(step, settings["steps"])], delta=settings["delta"])
         assert 0.97 * lower <= best_of_the_largest_coordinate(**settings) <= upper
 
@@ -185,7 +189,7 @@ def test_the_papers_vit_run_has_more_than_its_formula_says():
 
 
 def test_audits_exceed_the_exact_epsilon_of_the_pair_no_more_often_than_stated():
-    step = PermutedStep(noise_multiplier=0.5, dimension=20, sample_rate=0.5)
+    step = ShuffledRound(noise_multiplier=0.5, num_users=20, sample_rate=0.5, sampling="poisson")
     _, truth = permuted_pair([(step, 3)], delta=0.05)
     rng = np.random.default_rng(3)
     audits, confidence = 300, 0.5

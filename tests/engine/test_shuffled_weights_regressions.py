@@ -19,7 +19,8 @@ from opacus_shuffle import PrivacyEngine
 from opacus_shuffle.accountants import ShuffledCheckInAccountant
 from opacus_shuffle.accountants.compute import privacy_bound, privacy_report
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.analysis.permuted_gaussian import PermutedStep, pair_epsilon
+from opacus_shuffle.analysis.permuted_gaussian import pair_epsilon
+from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound
 from opacus_shuffle.audit import audit_training
 from opacus_shuffle.permutation import find_permutations
 
@@ -220,8 +221,8 @@ def test_without_shuffling_the_clipping_norm_may_change():
 
 @pytest.mark.parametrize("sigma", [0.29, 0.32, 0.35])
 def test_the_exact_pair_is_resolved_where_its_losses_are_rare_and_large(sigma):
-    steps = [(PermutedStep(noise_multiplier=sigma, dimension=85_800_000, sample_rate=0.02), 500)]
-    lower, upper = pair_epsilon(steps, delta=5e-6)
+    step = ShuffledRound(noise_multiplier=sigma, num_users=85_800_000, sample_rate=0.02, sampling="poisson")
+    lower, upper = pair_epsilon([(step, 500)], delta=5e-6)
     assert 0 < lower <= upper <= 1.1 * lower
 
 

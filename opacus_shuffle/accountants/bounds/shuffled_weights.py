@@ -32,7 +32,7 @@ from opacus_shuffle.accountants.bounds.registry import BoundValue, Guarantee, No
 from opacus_shuffle.accountants.bounds.shuffle_gaussian import EVERY, refuse_orders
 from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledWeights
 from opacus_shuffle.analysis import advanced_composition, fenton_wilkinson, gaussian
-from opacus_shuffle.analysis.permuted_gaussian import PermutedStep, pair_epsilon
+from opacus_shuffle.analysis.permuted_gaussian import pair_epsilon
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, sampled_gaussian_epsilon, unshuffled_epsilon
 from opacus_shuffle.core.solve import safe_root
 
@@ -91,12 +91,13 @@ def _tight(rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[flo
     _zero_out_only("pair", adjacency)
     steps = [
         (
-            PermutedStep(
+            ShuffledRound(
                 noise_multiplier=min(
                     each.noise_multiplier / weights(each).record_norm, 1e12
                 ),  # the most that has a distribution
-                dimension=weights(each).orbit or min(weights(each).layers),
+                num_users=weights(each).orbit or min(weights(each).layers),
                 sample_rate=each.sample_rate,
+                sampling="poisson",
             ),
             count,
         )
@@ -107,7 +108,7 @@ def _tight(rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[flo
         "one pair of data sets: the other gradients sum to zero, one record's gradient is a single coordinate as large as both "
         "clippings let it"
     )
-    places = min(step.dimension for step, _ in steps)
+    places = min(step.num_users for step, _ in steps)
     mixed = f"it may be in any of {places:,} places" if places > 1 else "it stays where it is"
     meaning = f"the exact value, from above, for {covers}, which becomes zero; {mixed}; for the same adversary as paper"
     return BoundValue(upper, Guarantee.PAIR, covers, lower, trusted=SERVER, adversary=ALONE, meaning=meaning)
