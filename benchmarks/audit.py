@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine
+from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine, WeightShuffling
 from opacus_shuffle.audit import AuditResult, audit_gaussian, audit_shuffle_gauss
 from opacus_shuffle.commands.image_datasets import load_image_dataset
 from opacus_shuffle.commands.small_audits import AuditSettings, audit_published_setting, audit_small_training
@@ -125,9 +125,8 @@ def utility(seeds: int) -> None:
                     target_delta=5e-6,
                     epochs=10,
                     max_grad_norm=1.0,
-                    batch_clip=batch_clip,
-                    shuffle_weights=True,
-                    shuffle_mode=mode,
+                    shuffle_weights=WeightShuffling(mode=mode, batch_clip=batch_clip),
+                    bound="published",
                 )
                 for _ in range(10):
                     for x, y in loader:

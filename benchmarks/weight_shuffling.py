@@ -136,7 +136,7 @@ def main() -> None:
 def measure(name: str, build: Callable[[], nn.Module], data: Records, options: argparse.Namespace) -> None:
     """Prints one network's figures."""
     modes = {
-        mode: Run(build(), data, options.batch, options.device, shuffle_weights=True, shuffle_mode=mode)
+        mode: Run(build(), data, options.batch, options.device, shuffle_weights=opacus_shuffle.WeightShuffling(mode=mode))
         for mode in ("every_step", "on_release")
     }
     for mode, run in modes.items():

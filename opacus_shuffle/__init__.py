@@ -17,6 +17,7 @@ from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.engine.prepare_model import prepare_model
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine, ShuffleMixin
 from opacus_shuffle.engine.weights.module import ShuffleGradSampleModule
+from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 from opacus_shuffle.permutation import PermutationSpec
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "PrivacyReport",
     "ShuffleGradSampleModule",
     "ShuffleMixin",
+    "WeightShuffling",
     "__version__",
     "accountants",
     "analysis",

@@ -24,6 +24,7 @@ from opacus_shuffle.commands.image_datasets import DATASETS, load_image_dataset
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.validation import integer, one_of, open_unit_interval, positive, sampling_rate
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
+from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 
 NUMBERS = 10**8
 """Sums of coordinates drawn under each hypothesis, at most: some ten seconds of one core."""
@@ -141,9 +142,10 @@ def audit_small_training(settings: AuditSettings) -> AuditResult:
             epochs=10,
             bound="published",
             max_grad_norm=1.0,
-            batch_clip=settings.batch_clip or (1.0 if settings.others == "zero" else float(BATCH)),
-            shuffle_weights=True,
-            shuffle_generator=settings.generator(2),
+            shuffle_weights=WeightShuffling(
+                generator=settings.generator(2),
+                batch_clip=settings.batch_clip or (1.0 if settings.others == "zero" else float(BATCH)),
+            ),
             noise_generator=settings.generator(3),
         )
     share = 0.0 if settings.others == "zero" else 1.0

@@ -22,6 +22,7 @@ from opacus_shuffle.commands.flags import BOUNDS, noise_is_local, setting
 from opacus_shuffle.commands.image_datasets import DATASETS, load_image_dataset
 from opacus_shuffle.core.validation import integer, one_of, open_unit_interval, positive
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
+from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 
 # The physical batch at which two CPU cores take the least time per record.
 PHYSICAL_BATCH = 300
@@ -152,6 +153,9 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
     sgd = torch.optim.SGD(network.parameters(), lr=settings.learning_rate)
     data_loader = DataLoader(train_set, batch_size=batch_size, shuffle=True, generator=sampling_generator)
 
+    shuffling: bool | WeightShuffling = bool(settings.shuffle_weights)
+    if settings.batch_clip is not None:
+        shuffling = WeightShuffling(groups=shuffling, batch_clip=settings.batch_clip)
     engine = PrivacyEngine(accountant=settings.accountant)
     run: dict[str, Any] = {
         "module": network,
@@ -160,8 +164,7 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
         "max_grad_norm": settings.max_grad_norm,
         "noise_generator": noise_generator,
         "local_noise": settings.local_noise,
-        "shuffle_weights": settings.shuffle_weights,
-        "batch_clip": settings.batch_clip,
+        "shuffle_weights": shuffling,
     }
     if settings.target_epsilon is None:
         usual = DEFAULT_NOISE_MULTIPLIER * (1 if settings.local_noise else batch_size**0.5)

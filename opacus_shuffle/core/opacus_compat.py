@@ -76,7 +76,7 @@ class OpenEngine(opacus.PrivacyEngine):
         return self.build_optimizer(**keywords)
 
 
-def stock_engine_loader(ours: str) -> DataLoader | None:
+def stock_engine_loader(ours: str = "") -> DataLoader | None:
     """The loader in the ``make_private`` of a stock engine that asks its accountant for a step hook, up to six calls above.
 
     Opacus tells accountants nothing of the data but a batch size that float arithmetic has rounded down (98 records in batches

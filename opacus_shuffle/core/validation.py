@@ -24,13 +24,21 @@ class UnknownKeywordError(ValueError, TypeError):
 def reject_unknown(
     function: str, unknown: Mapping[str, Any], known: Iterable[str] = (), *, parameters: Iterable[str] = ()
 ) -> None:
-    """Refuses leftover keywords, which stock Opacus would swallow without effect; suggests ``parameters`` of a like name."""
+    """Refuses leftover keywords, which stock Opacus would swallow without effect.
+
+    Args:
+        function: What was called.
+        unknown: The leftover keywords.
+        known: All that would have been right, to be listed.
+        parameters: Of these the one with the likest name is suggested; a mapping says how to write it.
+    """
     if unknown:
         names = ", ".join(
             f"{name}={reprlib.repr(value) if _is_plain(value) else type(value).__name__}" for name, value in unknown.items()
         )
         hint = ", ".join(sorted(known))
-        close = [match for name in unknown for match in difflib.get_close_matches(name, list(parameters), 1)]
+        written = parameters if isinstance(parameters, Mapping) else {name: name for name in parameters}
+        close = [written[match] for name in unknown for match in difflib.get_close_matches(name, list(written), 1)]
         raise UnknownKeywordError(
             f"{function} got unknown keyword(s): {names}; remove or correct them"
             + (f" (known: {hint})" if hint else "")

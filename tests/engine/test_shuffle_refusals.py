@@ -14,6 +14,7 @@ from helpers.shuffled_runs import (
     build,
     contents,
     distance,
+    in_record,
     prepare,
     records,
     unshuffle,
@@ -68,7 +69,7 @@ def refused(keywords, match: str, engine=None) -> None:
     engine = PrivacyEngine(accountant="rdp") if engine is None else engine
     before, values = traces(engine, keywords), weights(keywords["module"])
     with pytest.raises(ValueError, match=match):
-        engine.make_private(**keywords)
+        engine.make_private(**in_record(**keywords))
     assert traces(engine, keywords) == before
     now = weights(keywords["module"])
     assert all(torch.equal(values[name], now[name]) for name in values)
@@ -119,11 +120,11 @@ def tied() -> nn.Module:
         ({"shuffle_weights": 1}, "shuffle_weights must be True, False"),
         ({"shuffle_weights": None}, "shuffle_weights"),
         ({"shuffle_weights": {"0.weight": 0}}, "PermutationSpec"),
-        ({"shuffle_mode": "sometimes"}, "shuffle_mode must be one of 'every_step', 'on_release'"),
-        ({"shuffle_weights": False, "shuffle_mode": "on_release"}, "shuffle_mode.*need shuffle_weights"),
-        ({"shuffle_weights": False, "shuffle_mode": "never"}, "shuffle_mode"),
-        ({"shuffle_weights": False, "shuffle_generator": torch.Generator()}, "need shuffle_weights"),
-        ({"shuffle_generator": 5}, "shuffle_generator must be a Generator"),
+        ({"shuffle_mode": "sometimes"}, "mode .of WeightShuffling. must be one of 'every_step', 'on_release'"),
+        ({"shuffle_weights": False, "shuffle_mode": "on_release"}, "mode='on_release' is about shuffled parameters"),
+        ({"shuffle_weights": False, "shuffle_mode": "never"}, "mode"),
+        ({"shuffle_weights": False, "shuffle_generator": torch.Generator()}, "generator=.* is about shuffled parameters"),
+        ({"shuffle_generator": 5}, "generator .of WeightShuffling. must be a Generator"),
         ({"shuffle_seed": 5}, "shuffle_seed"),
         ({"grad_sample_mode": "hook"}, "grad_sample_mode.*'hooks'.*got 'hook'"),
         ({"grad_sample_mode": "ghost_fsdp"}, "grad_sample_mode"),

@@ -17,14 +17,18 @@ from helpers.shuffled_runs import (
     build,
     contents,
     distance,
+    in_record,
     prepare,
 )
 from helpers.toy import make_toy, run_epoch
 from torch import nn
 
 from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine, compute_noise_multiplier
-from opacus_shuffle.accountants import ShuffledWeightsAccountant
-from opacus_shuffle.engine.shuffled_dpsgd import Noise, calibrate, plan_sum
+from opacus_shuffle.accountants.mechanisms import ShuffledWeights
+from opacus_shuffle.engine.run import Budget
+from opacus_shuffle.engine.schemes.shuffled_weights import CalibratedNoise, calibrated_noise
+from opacus_shuffle.engine.weights.batch_clip_plan import plan_batch_clip
+from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 from opacus_shuffle.permutation import find_permutations
 
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
@@ -45,7 +49,7 @@ def calibrated(**options):
     """Engine and what it returned for the toy network and the budget."""
     engine = engine_for_weights()
     keywords = {**make_toy(), **BUDGET, "shuffle_weights": True, **options}
-    return engine, engine.make_private_with_epsilon(**keywords)
+    return engine, engine.make_private_with_epsilon(**in_record(**keywords))
 
 
 def algorithm(name="mlp", *, sigma=1e-6, **options):
@@ -105,21 +109,21 @@ def test_nothing_stays_without_parameters_that_stay():
 
 
 def test_without_shuffling_it_is_dp_sgd_and_proved():
-    engine, (model, optimizer, loader) = calibrated(shuffle_weights=False)
+    engine, (model, optimizer, loader) = calibrated(shuffle_weights=False, bound="published")
     run_epoch(model, optimizer, loader)
-    assert optimizer.noise_multiplier == compute_noise_multiplier("shuffled_fw", dimension=1, **TOY)
+    assert optimizer.noise_multiplier == compute_noise_multiplier("shuffled_fw", dimension=1, bound="published", **TOY)
     assert engine.shuffler is None
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyAssumptionWarning)
-        assert engine.get_epsilon(DELTA) > 0
+        assert engine.get_epsilon(DELTA, bound="published") > 0
 
 
 def test_clippings_of_layers_count_together():
     norms = [0.3, 0.4, 1.2, 0.1]
-    engine, (_, optimizer, _) = calibrated(clipping="per_layer", max_grad_norm=norms, batch_clip=0.65)
+    engine, (_, optimizer, _) = calibrated(clipping="per_layer", max_grad_norm=norms, batch_clip=0.65, bound="published")
     clip = math.hypot(*norms)
     assert engine.accountant.clip == pytest.approx(clip)
-    expected = compute_noise_multiplier("shuffled_fw", dimension=MOVING, clip=clip, batch_clip=0.65, **TOY)
+    expected = compute_noise_multiplier("shuffled_fw", dimension=MOVING, clip=clip, batch_clip=0.65, bound="published", **TOY)
     assert optimizer.noise_multiplier == pytest.approx(expected, rel=1e-9)
 
 
@@ -139,16 +143,16 @@ def test_the_noise_of_what_stays_is_made_for_records_that_no_clipping_of_sums_ho
         ({"unshuffled_noise_multiplier": 2.0}, "unshuffled_noise_multiplier is what"),
         ({"noise_multiplier": 2.0}, "noise_multiplier is what"),
         ({"bound": "certified_sharp"}, "bound must be one of"),
-        ({"adjacency": "replace"}, "certified"),
+        ({"bound": "published", "adjacency": "replace"}, "certified"),
         ({"adjacency": "add"}, "adjacency"),
         ({"local_noise": True}, "local_noise"),
         ({"poisson_sampling": False}, "poisson_sampling"),
         ({"batch_clip": 0.0}, "batch_clip"),
         ({"dimension": "layer"}, "dimension must be one of 'model', 'layers'"),
         ({"shuffle_weights": "all"}, "shuffle_weights"),
-        ({"shuffle_mode": "sometimes"}, "shuffle_mode"),
+        ({"shuffle_mode": "sometimes"}, "mode"),
         ({"target_epsilon": 0.0}, "target_epsilon"),
-        ({"batch_clips": 1.0}, r"batch_clips.*did you mean batch_clip"),
+        ({"batch_clips": 1.0}, r"batch_clips.*did you mean shuffle_weights=WeightShuffling\(batch_clip="),
         ({"batch_clip": math.inf, "sigma": 1.0}, "sigma"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be positive"),
         ({"max_grad_norm": None}, "max_grad_norm"),
@@ -164,7 +168,7 @@ def test_budgets_that_make_no_sense_are_refused_by_name(change, named):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(ValueError, match=named):
-            engine.make_private_with_epsilon(**{**toy, **BUDGET, "shuffle_weights": True, **change})
+            engine.make_private_with_epsilon(**in_record(**{**toy, **BUDGET, "shuffle_weights": True, **change}))
     assert [type(each) for each in toy["module"].modules()] == before
     assert engine.accountant.state_dict() == engine_for_weights().accountant.state_dict()
     assert engine.shuffler is None
@@ -182,8 +186,8 @@ def test_where_shuffling_asks_for_no_less_noise_it_is_plain_dp_sgd(batch_clip):
 
     about_shuffling = {"shuffle_generator": torch.Generator(), "shuffle_mode": "on_release", "dimension": "layers"}
     with pytest.warns(UserWarning, match="falls back to plain DP-SGD"):
-        engine, (model, optimizer, loader) = calibrated(**toy(), **about_shuffling, batch_clip=batch_clip)
-    assert optimizer.noise_multiplier == compute_noise_multiplier("shuffled_fw", dimension=1, **TOY)
+        engine, (model, optimizer, loader) = calibrated(**toy(), **about_shuffling, batch_clip=batch_clip, bound="published")
+    assert optimizer.noise_multiplier == compute_noise_multiplier("shuffled_fw", dimension=1, bound="published", **TOY)
     assert engine.shuffler is None
     assert optimizer.unshuffled_noise_ratio == 1.0
     plain = PrivacyEngine(accountant="rdp").make_private(**toy(), noise_multiplier=optimizer.noise_multiplier)
@@ -192,7 +196,7 @@ def test_where_shuffling_asks_for_no_less_noise_it_is_plain_dp_sgd(batch_clip):
             run_epoch(*run)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), plain[0].parameters(), strict=True))
     assert engine.accountant.dimension == 1
-    assert 2.999 < engine.get_epsilon(DELTA) <= 3.0
+    assert 2.999 < engine.get_epsilon(DELTA, bound="published") <= 3.0
 
 
 @pytest.mark.parametrize("bound", ["pair", "certified"])
@@ -205,12 +209,12 @@ def test_bounds_that_hold_for_some_pair_at_least_do_not_fall_back(bound):
 
 
 def test_the_fallback_is_decided_by_the_noise():
-    assert Noise(1.0, 1.0).falls_back
-    assert Noise(1.1, 1.0).falls_back
-    assert not Noise(0.99, 1.0).falls_back
-    vit = ShuffledWeightsAccountant(dimension=85_800_000)
-    run = {"target_epsilon": 0.5, "target_delta": 5e-6, "steps": 500, "sample_rate": 0.02}
-    noise = calibrate(vit, **run)
+    assert CalibratedNoise(1.0, 1.0).falls_back
+    assert CalibratedNoise(1.1, 1.0).falls_back
+    assert not CalibratedNoise(0.99, 1.0).falls_back
+    vit = ShuffledWeights(noise_multiplier=1.0, num_users=1, sample_rate=0.02, dimension=85_800_000)
+    noise = calibrated_noise(vit, 500, Budget(0.5, 5e-6, epochs=1, bound="published"))
+    run = {"target_epsilon": 0.5, "target_delta": 5e-6, "steps": 500, "sample_rate": 0.02, "bound": "published"}
     assert noise.shuffled == pytest.approx(0.27372, abs=5e-6)
     assert noise.plain == pytest.approx(compute_noise_multiplier("shuffled_fw", dimension=1, num_users=1, **run), rel=1e-9)
 
@@ -257,14 +261,13 @@ def test_parameters_that_the_optimizer_does_not_hold_do_not_count():
     module = toy["module"]
     spec = find_permutations(module, torch.zeros(2, 5))
     first_layer = torch.optim.SGD(module[0].parameters(), lr=0.1)
-    accountant = engine_for_weights().accountant
     whole, part = (
-        plan_sum(accountant, spec, module, max_grad_norm=1.0, optimizer=optimizer)
+        plan_batch_clip(WeightShuffling(), spec, module, max_grad_norm=1.0, optimizer=optimizer)
         for optimizer in (toy["optimizer"], first_layer)
     )
     assert (whole.dimension, whole.unshuffled_noise_ratio) == (MOVING, 1.0)
     assert (part.dimension, part.unshuffled_noise_ratio) == (5 * 40 + 40, None)
-    assert plan_sum(accountant, spec, module, max_grad_norm=1.0) == whole
+    assert plan_batch_clip(WeightShuffling(), spec, module, max_grad_norm=1.0) == whole
 
 
 # ---- checkpoints and going on -----------------------------------------------------------------------------------------------
@@ -300,7 +303,7 @@ def test_a_resumed_run_is_the_one_that_went_on(own_generator):
         {"batch_clip": 0.4},
         {"unshuffled_noise_multiplier": 4.0},
         {"dimension": "layers"},
-        {"shuffle": "published", "name": "encoder"},
+        {"shuffle": "paper", "name": "encoder"},
     ],
 )
 def test_a_checkpoint_of_other_weights_is_refused(change):
@@ -321,7 +324,7 @@ def again(run, **changes):
         "batch_clip": 0.3,
         **changes,
     }
-    return run.engine.make_private(module=run.model, optimizer=run.optimizer, data_loader=run.loader, **keywords)
+    return run.engine.make_private(module=run.model, optimizer=run.optimizer, data_loader=run.loader, **in_record(**keywords))
 
 
 def test_training_goes_on_with_the_same_weights_and_not_with_others():
@@ -387,7 +390,7 @@ def frozen_but_the_last_bias():
         ("shuffled_fw", {"shuffle_weights": False, "batch_clip": 1.0}, r"batch_clip=1\.0 is about shuffled parameters"),
         ("shuffled_fw", {"shuffle_weights": False, "dimension": 5}, "dimension=5 is about shuffled parameters"),
         ("shuffled_fw", {"shuffle_weights": False, "unshuffled_noise_multiplier": 2.0}, "is about shuffled parameters"),
-        ("rdp", {"shuffle_weights": False, "batch_clip": 1.0}, "pass shuffle_weights=True too"),
+        ("rdp", {"shuffle_weights": False, "batch_clip": 1.0}, "must not be False"),
         ("rdp", {"batch_clip": 0.0}, "batch_clip"),
         ("rdp", {"dimension": 5}, "dimension=5 does not go with accountant 'rdp'"),
         ("rdp", {"unshuffled_noise_multiplier": 2.0}, "does not go with accountant 'rdp'"),
@@ -401,7 +404,7 @@ def test_what_does_not_go_together_is_refused_by_name_and_changes_nothing(name, 
     engine = PrivacyEngine(accountant=name)
     before = copy.deepcopy(engine.accountant.__dict__)
     with pytest.raises(ValueError, match=named):
-        engine.make_private(**{**toy, "noise_multiplier": 1.0, "shuffle_weights": True, **change})
+        engine.make_private(**in_record(**{**toy, "noise_multiplier": 1.0, "shuffle_weights": True, **change}))
     assert engine.accountant.__dict__ == before
     assert engine.shuffler is None
     assert type(toy["optimizer"]) is torch.optim.SGD
@@ -424,15 +427,13 @@ def test_a_sum_that_lies_on_several_processes_is_refused():
     spec = find_permutations(toy["module"], torch.zeros(2, 5))
     wrapped = Distributed(toy["module"])
     with pytest.raises(ValueError, match="batch_clip needs the whole sum in one process, got Distributed"):
-        plan_sum(PrivacyEngine(accountant="rdp").accountant, spec, wrapped, max_grad_norm=1.0, batch_clip=1.0)
+        plan_batch_clip(WeightShuffling(batch_clip=1.0), spec, wrapped, max_grad_norm=1.0)
     with pytest.raises(ValueError, match="distributed training"):
         engine_for_weights().make_private(**{**toy, "module": wrapped}, noise_multiplier=1.0, shuffle_weights=True)
 
 
 def test_other_accountants_clip_no_sum_unless_told():
-    toy = make_toy()
-    spec = find_permutations(toy["module"], torch.zeros(2, 5))
-    rdp = PrivacyEngine(accountant="rdp").accountant
-    assert plan_sum(rdp, spec, toy["module"], max_grad_norm=1.0) is None
-    assert plan_sum(rdp, None, toy["module"], max_grad_norm=1.0) is None
-    assert plan_sum(rdp, spec, toy["module"], max_grad_norm=1.0, batch_clip=2).batch_clip == 2.0
+    for shuffling, batch_clip in ((False, None), (True, None), (WeightShuffling(batch_clip=2), 2.0)):
+        engine = PrivacyEngine(accountant="rdp")
+        _, optimizer, _ = engine.make_private(**make_toy(), noise_multiplier=1.0, shuffle_weights=shuffling)
+        assert optimizer.batch_clip == batch_clip

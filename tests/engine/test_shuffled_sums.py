@@ -10,6 +10,7 @@ import warnings
 import opacus
 import pytest
 import torch
+from helpers.shuffled_runs import in_record
 from helpers.toy import make_toy, run_epoch
 from opacus.optimizers import DPOptimizer
 from opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -217,14 +218,14 @@ def test_a_run_learns_and_is_accounted():
         target_epsilon=2.0,
         target_delta=1e-5,
         epochs=4,
-        aggregator="tight",
+        adjacency="replace",
         noise_generator=torch.Generator().manual_seed(1),
     )
     for _ in range(4):
         run_epoch(model, optimizer, loader)
     assert (model(x).argmax(1) == y).float().mean() > 0.9
     assert engine.accountant.history == [(optimizer.noise_multiplier, 0.1, 40)]
-    assert 1.9 < engine.get_epsilon(1e-5, bound="certified") <= 2.0
+    assert 1.9 < engine.get_epsilon(1e-5, adjacency="replace") <= 2.0
     assert "certified" in str(engine.privacy_report(1e-5))
     # sampled protocols need less noise than rounds that everyone takes part in
     everyone = ShuffleVectorSum(200, 6, 1.0, 2.0, 1e-5, rounds=40, calibration="tight")
@@ -260,22 +261,54 @@ def test_epsilon_grows_with_every_epoch_and_the_certificate_is_below_the_paper()
     assert all(certified < paper for certified, paper in spent)
 
 
-@pytest.mark.parametrize("aggregator", ["tight", "published"])
-@pytest.mark.parametrize("adjacency", [None, "replace"])
-def test_the_budget_is_met(aggregator, adjacency):
+@pytest.mark.parametrize("bound", ["certified", "published"])
+@pytest.mark.parametrize("adjacency", [None, "zero_out", "replace"])
+def test_the_budget_is_met_and_used_up(bound, adjacency):
     engine = PrivacyEngine(accountant="shuffled_sums")
-    options = {} if adjacency is None else {"adjacency": adjacency}
+    options = {"bound": bound} if adjacency is None else {"bound": bound, "adjacency": adjacency}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model, optimizer, loader = engine.make_private_with_epsilon(
-            **make_toy(), target_epsilon=1.5, target_delta=1e-5, epochs=2, aggregator=aggregator, **options
+            **make_toy(), target_epsilon=1.5, target_delta=1e-5, epochs=2, **options
         )
     for _ in range(2):
         run_epoch(model, optimizer, loader)
-    bound = "published" if aggregator == "published" else "certified"
-    assert engine.get_epsilon(1e-5, bound=bound, **options) <= 1.5
-    if aggregator == "tight":
-        assert engine.get_epsilon(1e-5, bound=bound, adjacency="replace") > 1.45
+    assert optimizer.aggregator.calibration == ("published" if bound == "published" else "tight")
+    assert engine.get_epsilon(1e-5, **options) <= 1.5
+    if bound == "certified":  # a grid has at most 2.5 % more noise than asked for
+        assert engine.get_epsilon(1e-5, **options) > 1.42
+
+
+def test_a_record_that_becomes_zero_takes_about_half_the_noise_of_one_that_is_replaced():
+    noise = {}
+    for adjacency in ("zero_out", "replace"):
+        engine = PrivacyEngine(accountant="shuffled_sums")
+        toy = make_toy(records=6, batch_size=6)
+        budget = {"target_epsilon": 1.5, "target_delta": 1e-5, "epochs": 4, "adjacency": adjacency}
+        _, optimizer, _ = engine.make_private_with_epsilon(**toy, **budget)
+        noise[adjacency] = optimizer.noise_multiplier
+    assert noise["replace"] == pytest.approx(2 * noise["zero_out"], rel=0.06)
+
+
+def test_a_noise_multiplier_is_the_sum_s_as_in_opacus():
+    engine = PrivacyEngine(accountant="shuffled_sums")
+    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=1.1)
+    assert 1.1 <= optimizer.noise_multiplier <= 1.1 * 1.025
+    deviation = optimizer.aggregator.variance**0.5
+    assert 1.1 <= deviation <= 1.1 * 1.06  # noise as Gaussian as its covering one, and the rounding
+    run_epoch(model, optimizer, loader)
+    assert engine.accountant.history == [(optimizer.noise_multiplier, 0.25, 4)]
+
+
+def test_an_aggregator_of_your_own_is_held_to_the_budget():
+    budget = {"target_epsilon": 1.5, "target_delta": 1e-5, "epochs": 2}
+    found = PrivacyEngine(accountant="shuffled_sums").make_private_with_epsilon(**make_toy(), **budget)[1].aggregator
+    again = PrivacyEngine(accountant="shuffled_sums").make_private_with_epsilon(**make_toy(), **budget, aggregator=found)[1]
+    assert again.aggregator is found
+    with pytest.raises(ValueError, match=r"not met by the aggregator.*leave the aggregator out"):
+        PrivacyEngine(accountant="shuffled_sums").make_private_with_epsilon(
+            **make_toy(), **{**budget, "epochs": 4}, aggregator=found
+        )
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
@@ -341,8 +374,9 @@ def test_some_may_drop_out_where_everyone_takes_part_and_the_protocol_allows_it(
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"aggregator": None}, "needs an aggregator"),
-        ({"aggregator": None, "noise_multiplier": 1.0}, "needs an aggregator"),
+        ({"aggregator": None}, "noise_multiplier is missing"),
+        ({"aggregator": None, "noise_multiplier": 0.0}, "noise_multiplier must be positive"),
+        ({"aggregator": None, "noise_multiplier": 0.01}, "noise_multiplier of a shuffled sum must be at least"),
         ({"aggregator": "tight"}, "ShuffleVectorSum"),
         ({"noise_multiplier": 1.0}, "noise_multiplier=1.0"),
         ({"grad_sample_mode": "ghost"}, "grad_sample_mode"),
@@ -365,7 +399,7 @@ def test_what_does_not_go_together_is_refused_and_leaves_no_trace(changes, named
     toy = make_toy()
     before = copy.deepcopy(engine.accountant.__dict__)
     with pytest.raises(ValueError, match=named):
-        engine.make_private(**{**toy, "aggregator": protocol_for(), **changes})
+        engine.make_private(**in_record(**{**toy, "aggregator": protocol_for(), **changes}))
     assert engine.accountant.__dict__ == before
     assert not hasattr(next(toy["module"].parameters()), "grad_sample")
 
@@ -376,7 +410,7 @@ def test_aggregators_go_with_their_own_accountant_alone():
             PrivacyEngine(accountant=name).make_private(**make_toy(), aggregator=protocol_for())
         with pytest.raises(ValueError, match="accountant='shuffled_sums'"):
             PrivacyEngine(accountant=name).make_private_with_epsilon(
-                **make_toy(), target_epsilon=1.0, target_delta=1e-5, epochs=1, aggregator="tight"
+                **make_toy(), target_epsilon=1.0, target_delta=1e-5, epochs=1, aggregator=protocol_for()
             )
     with pytest.raises(ValueError, match="noise_multiplier is missing"):
         PrivacyEngine(accountant="prv").make_private(**make_toy())
@@ -385,9 +419,9 @@ def test_aggregators_go_with_their_own_accountant_alone():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"aggregator": None}, "aggregator"),
-        ({"aggregator": protocol_for()}, "builds the aggregator itself"),
-        ({"bound": "published"}, "aggregator='tight'"),
+        ({"aggregator": "tight"}, "aggregator must be a ShuffleVectorSum"),
+        ({"aggregator": protocol_for(5)}, "num_users=6"),
+        ({"aggregator": protocol_for(epsilon=5.0)}, "not met by the aggregator"),
         ({"bound": "tight"}, "bound"),
         ({"adjacency": "add"}, "adjacency"),
         ({"max_grad_norm": [1.0]}, "max_grad_norm"),
@@ -397,7 +431,7 @@ def test_aggregators_go_with_their_own_accountant_alone():
     ids=str,
 )
 def test_what_no_protocol_can_be_built_for_is_refused(changes, named):
-    budget = {"target_epsilon": 1.0, "target_delta": 1e-5, "epochs": 1, "aggregator": "tight"}
+    budget = {"target_epsilon": 1.0, "target_delta": 1e-5, "epochs": 1}
     with pytest.raises(ValueError, match=named):
         PrivacyEngine(accountant="shuffled_sums").make_private_with_epsilon(**{**make_toy(), **budget, **changes})
 

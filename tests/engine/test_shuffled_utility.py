@@ -5,11 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.shuffled_runs import (
-    BATCH,
-    build,
-    records,
-)
+from helpers.shuffled_runs import BATCH, build, in_record, records
 from helpers.toy import run_epoch
 from scipy.stats import ks_2samp
 from torch import nn
@@ -33,11 +29,13 @@ def final_losses(seeds, *, spec, sigma=1.0, **options):
             noise_multiplier=sigma,
             max_grad_norm=1.0,
             noise_generator=torch.Generator().manual_seed(3 * seed + 1),
-            shuffle_generator=torch.Generator().manual_seed(3 * seed + 2),
-            shuffle_weights=spec,
-            batch_clip=2.0,
             wrap_model=False,
-            **options,
+            **in_record(
+                shuffle_weights=spec,
+                shuffle_generator=torch.Generator().manual_seed(3 * seed + 2),
+                batch_clip=2.0,
+                **options,
+            ),
         )
         assert engine.shuffler is not None
         for _ in range(2):
@@ -48,8 +46,8 @@ def final_losses(seeds, *, spec, sigma=1.0, **options):
 
 
 def test_shuffling_does_not_change_how_well_a_run_ends():
-    # Equal seeds put the noise on other units after the first permutation, so runs differ; their distribution does not. The level of
-    # each Kolmogorov-Smirnov test is 1e-3.
+    # Equal seeds put the noise on other units after the first permutation, so runs differ; their distribution does not. The level
+    # of each Kolmogorov-Smirnov test is 1e-3.
     spec = find_permutations(build("mlp"))
     shuffled = final_losses(range(40), spec=spec)
     still = final_losses(range(40, 80), spec=spec, shuffle_mode="on_release")

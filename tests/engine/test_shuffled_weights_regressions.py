@@ -10,6 +10,7 @@ import mpmath
 import opacus
 import pytest
 import torch
+from helpers.shuffled_runs import in_record
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,6 +23,7 @@ from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.analysis.permuted_gaussian import pair_epsilon
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound
 from opacus_shuffle.audit import audit_training
+from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 from opacus_shuffle.permutation import find_permutations
 
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
@@ -37,7 +39,7 @@ def parts(hidden=4):
 def made(engine, **options):
     network, sgd, loader = parts()
     return engine.make_private(
-        module=network, optimizer=sgd, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0, **options
+        module=network, optimizer=sgd, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0, **in_record(**options)
     )
 
 
@@ -95,8 +97,7 @@ def test_noise_for_parameters_that_stay_is_refused_where_none_stay():
             data_loader=loader,
             noise_multiplier=1.0,
             max_grad_norm=1.0,
-            shuffle_weights=True,
-            unshuffled_noise_multiplier=5.0,
+            shuffle_weights=WeightShuffling(unshuffled_noise_multiplier=5.0),
         )
 
 

@@ -17,6 +17,7 @@ from helpers.shuffled_runs import (
     distance,
     drawn,
     in_order,
+    in_record,
     left,
     logits,
     moved,
@@ -35,6 +36,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus_shuffle import PrivacyEngine, ShuffleGradSampleModule
 from opacus_shuffle.core.randomness import KeyChain
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
+from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 from opacus_shuffle.permutation import find_permutations
 
 # Setting up again, and by hand ------------------------------------------------------------------------------------------------
@@ -50,7 +52,7 @@ def again(run, **changes):
         "max_grad_norm": 1.0,
         **changes,
     }
-    results = run.engine.make_private(**keywords)
+    results = run.engine.make_private(**in_record(**keywords))
     run.returned, run.optimizer, run.loader = results[0], results[1], results[-1]
     run.model = run.returned if isinstance(run.returned, nn.Module) else run.model
     return run
@@ -168,7 +170,7 @@ def test_a_target_epsilon_goes_with_shuffling():
             target_delta=1e-5,
             epochs=1,
             max_grad_norm=1.0,
-            **({"shuffle_weights": "heads", "shuffle_mode": "on_release"} if shuffle else {}),
+            **({"shuffle_weights": WeightShuffling(groups="heads", mode="on_release")} if shuffle else {}),
         )
         for x, y in loader:
             optimizer.zero_grad()

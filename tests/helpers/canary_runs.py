@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_shuffle
+from helpers.shuffled_runs import in_record
 from opacus_shuffle.audit.training_audit import audit_training
 from opacus_shuffle.permutation.network import unwrap
 
@@ -48,7 +49,7 @@ def private(
         noise_generator=torch.Generator().manual_seed(seed + 3),
         grad_sample_mode=mode,
         **({"criterion": nn.CrossEntropyLoss()} if mode == "ghost" else {}),
-        **options,
+        **in_record(**options),
     )
     model, optimizer, loader = results[0], results[1], results[-1]
     criterion = results[2] if mode == "ghost" else cross_entropy

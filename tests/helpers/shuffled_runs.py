@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle import PrivacyEngine, prepare_model
 from opacus_shuffle.engine.weights.shuffler import MODES, WeightShuffler
+from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 from opacus_shuffle.permutation.network import plain_name
 
@@ -173,6 +174,18 @@ STATE = {
     "Adagrad": {"sum"},
 }
 
+
+def in_record(**keywords: Any) -> dict[str, Any]:
+    """The same keywords of ``make_private``, with those about shuffling in the record that it takes."""
+    fields = {
+        name: keywords.pop(name) for name in ("batch_clip", "dimension", "unshuffled_noise_multiplier") if name in keywords
+    }
+    fields |= {name: keywords.pop(f"shuffle_{name}") for name in ("mode", "generator") if f"shuffle_{name}" in keywords}
+    if fields:
+        keywords["shuffle_weights"] = WeightShuffling(groups=keywords.get("shuffle_weights", False), **fields)
+    return keywords
+
+
 # Runs -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -254,7 +267,7 @@ def prepare(
         noise_generator=torch.Generator().manual_seed(4),
         grad_sample_mode=mode,
         criterion=nn.CrossEntropyLoss(),
-        **options,
+        **in_record(**options),
     )
     returned, private_optimizer, loader = results[0], results[1], results[-1]
     criterion = results[2] if mode == "ghost" else nn.CrossEntropyLoss()

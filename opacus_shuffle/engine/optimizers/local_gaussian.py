@@ -1,7 +1,8 @@
 """Local Gaussian noise: every record's report carries its own N(0, σ²C²I), so the sum of k reports carries √k·σ·C.
 
-The sum of k independent local noises is drawn at once: the same distribution, one draw per parameter. k is the number of records really
-in the logical batch: Poisson batches vary, ``BatchMemoryManager`` splits them, and an empty one sends nothing, no noise either.
+The sum of k independent local noises is drawn at once: the same distribution, one draw per parameter. k is the number of
+records really in the logical batch: Poisson batches vary, ``BatchMemoryManager`` splits them, and an empty one sends nothing,
+no noise either.
 
 >>> import torch
 >>> from opacus import GradSampleModule

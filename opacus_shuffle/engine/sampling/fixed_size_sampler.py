@@ -32,6 +32,9 @@ class FixedSizeSampler(EpochStart, BatchSampler):
         ValueError: If a number is out of range.
     """
 
+    sampling = "fixed_size"
+    """What accountants ask for."""
+
     def __init__(self, *, num_samples: int, batch_size: int, steps: int, generator: torch.Generator | None = None) -> None:
         self.num_samples = integer("num_samples", num_samples)
         if integer("batch_size", batch_size) > self.num_samples:

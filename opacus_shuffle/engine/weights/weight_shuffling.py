@@ -1,94 +1,146 @@
-"""Weight shuffling for a private engine: what ``make_private(shuffle_weights=...)`` will do, and every reason to refuse it.
+"""``WeightShuffling`` says how weights are shuffled; ``find_spec`` finds what of a network is, or refuses by name.
 
 >>> import torch
 >>> from torch.utils.data import DataLoader, TensorDataset
 >>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
 >>> loader = DataLoader(TensorDataset(torch.zeros(8, 4), torch.zeros(8, dtype=torch.long)), batch_size=2)
->>> spec = plan_shuffling(network, torch.optim.SGD(network.parameters(), lr=0.1), loader, shuffle_weights=True)
+>>> spec = find_spec(WeightShuffling(), network, torch.optim.SGD(network.parameters(), lr=0.1), loader)
 >>> round(2 ** spec.log2_size())
 720
 """
 
 from __future__ import annotations
 
-import copy
+import dataclasses
+import math
 from typing import Any
 
-import opacus
 import torch
 import torch.distributed
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from opacus_shuffle.accountants import ShuffleAccountant
 from opacus_shuffle.core.opacus_compat import refuse_broken_attention, refuse_tied_ghost, refuse_unclipped_engine
 from opacus_shuffle.core.randomness import check_generator
-from opacus_shuffle.core.validation import one_of
+from opacus_shuffle.core.validation import integer, one_of, positive
 from opacus_shuffle.engine.prepare_model import check_position_ids
-from opacus_shuffle.engine.weights.module import make_shuffled
 from opacus_shuffle.engine.weights.optimizer_checks import innermost, refuse_optimizer
-from opacus_shuffle.engine.weights.shuffler import MODES, WeightShuffler, detach_shuffler
+from opacus_shuffle.engine.weights.shuffler import MODES
 from opacus_shuffle.permutation import PermutationSpec, find_permutations
 from opacus_shuffle.permutation.finding.nesting import LEVELS
 from opacus_shuffle.permutation.network import require_ready, unwrap
 from opacus_shuffle.permutation.sample_input import first_records, from_batch, run_quietly
 from opacus_shuffle.permutation.self_check import check_call
 
+PARALLEL = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel, FSDPModule)
 GRAD_SAMPLE_MODES = ("hooks", "functorch", "ew", "ghost", "no_op")
+DIMENSIONS = ("model", "layers")
 
 
-def plan_shuffling(
+@dataclasses.dataclass(frozen=True)
+class WeightShuffling:
+    """How ``make_private(shuffle_weights=...)`` shuffles; ``shuffle_weights=True`` is ``WeightShuffling()``.
+
+    The last three fields are those of Yang, Ji and Xiang's weight shuffling (WS), Algorithm 1.
+
+    Attributes:
+        groups: What moves. True, the same as ``"residual"``, for every permutation that :func:`find_permutations` finds on the
+            first records; ``"heads"`` or ``"paper"`` for fewer; a ``PermutationSpec``, such as that of your own sample. False
+            for nothing at all, which tells ``shuffled_fw`` that plain DP-SGD is meant.
+        mode: ``"every_step"``, or ``"on_release"``: only when ``state_dict`` or a checkpoint is asked for, which releases the
+            same joint distribution at no cost per step.
+        generator: On the CPU; by default secret, from the operating system.
+        batch_clip: c′, the norm that the **sum** of the shuffled parameters' gradients is clipped to before the noise (line
+            12), in the units of ``max_grad_norm``. With ``shuffled_fw`` it is ``max_grad_norm`` itself by default, which takes
+            a batch's sum down to the size of one record's gradient; ``math.inf`` clips nothing (and leaves WS Theorem 6 no
+            gain). With Opacus's own accountants there is none by default.
+        dimension: ``shuffled_fw`` alone: the d of WS Theorem 6. ``"model"``: all shuffled parameters together; ``"layers"``:
+            each by itself, the smallest asking for most; or a number.
+        unshuffled_noise_multiplier: ``shuffled_fw`` alone: σ₀ ≥ σ of parameters that are not shuffled (line 16); by default σ.
+
+    Raises:
+        ValueError: If a field is out of range.
+    """
+
+    groups: bool | str | PermutationSpec = True
+    mode: str = "every_step"
+    generator: torch.Generator | None = None
+    batch_clip: float | None = None
+    dimension: str | int = "model"
+    unshuffled_noise_multiplier: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.groups, bool | str | PermutationSpec):
+            raise ValueError(
+                f"shuffle_weights must be True, False, one of {', '.join(map(repr, LEVELS))}, a PermutationSpec or a "
+                f"WeightShuffling, got {self.groups!r}"
+            )
+        if isinstance(self.groups, str):
+            one_of("shuffle_weights", self.groups, (True, False, *LEVELS))
+        one_of("mode (of WeightShuffling)", self.mode, MODES)
+        check_generator("generator (of WeightShuffling)", self.generator)
+        if self.batch_clip is not None and self.batch_clip != math.inf:
+            positive("batch_clip", self.batch_clip)
+        if isinstance(self.dimension, str):
+            one_of("dimension", self.dimension, DIMENSIONS)
+        else:
+            integer("dimension", self.dimension)
+        if self.groups is False and (given := self.given()):
+            raise ValueError(
+                f"{_listed(given)} is about shuffled parameters: shuffle_weights or groups must not be False then, or leave it out"
+            )
+
+    @classmethod
+    def of(cls, shuffle_weights: Any) -> WeightShuffling:
+        """Reads what ``make_private`` got for ``shuffle_weights``."""
+        return shuffle_weights if isinstance(shuffle_weights, cls) else cls(groups=shuffle_weights)
+
+    def given(self) -> dict[str, Any]:
+        """The fields besides ``groups`` that are not the default."""
+        fields = dataclasses.fields(self)[1:]
+        return {each.name: value for each in fields if (value := getattr(self, each.name)) != each.default}
+
+    def refuse(self, names: tuple[str, ...], accountant: str) -> None:
+        """Refuses fields that an accountant does not know of."""
+        if given := {name: value for name, value in self.given().items() if name in names}:
+            raise ValueError(f"{_listed(given)} does not go with accountant {accountant!r}: use accountant='shuffled_fw'")
+
+
+def find_spec(
+    shuffling: WeightShuffling,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     data_loader: DataLoader,
     *,
-    shuffle_weights: bool | str | PermutationSpec,
-    shuffle_mode: str = "every_step",
-    shuffle_generator: torch.Generator | None = None,
     grad_sample_mode: str = "hooks",
     batch_first: bool = True,
     engine: Any = None,
 ) -> PermutationSpec | None:
-    """What will be shuffled, None if nothing.
+    """Finds what will be shuffled, None if nothing; changes nothing.
 
     Args:
-        module: As handed to ``make_private``.
-        optimizer: As handed to ``make_private``.
+        shuffling: What was asked for.
+        module: As handed to ``make_private``, like the next four.
+        optimizer: Its state must be able to follow.
         data_loader: Its first records are what the network is traced on; no sampler and no random state is touched.
-        shuffle_weights: True, a level of :func:`find_permutations`, or a specification.
-        shuffle_mode: See :class:`opacus_shuffle.engine.weights.shuffler.WeightShuffler`.
-        shuffle_generator: See there.
-        grad_sample_mode: As handed to ``make_private``.
-        batch_first: As handed to ``make_private``.
+        grad_sample_mode: Ghost clipping trains no tied parameters.
+        batch_first: Else position ids are not looked at.
         engine: To be checked for defects that would make its run not private.
 
     Raises:
-        ValueError: If anything does not fit; nothing has been changed.
+        ValueError: If anything does not fit.
     """
-    one_of("shuffle_mode", shuffle_mode, MODES)
-    if not isinstance(shuffle_weights, bool | str | PermutationSpec):
-        raise ValueError(
-            f"shuffle_weights must be True, False, one of {', '.join(map(repr, LEVELS))} or a PermutationSpec, got "
-            f"{shuffle_weights!r}"
-        )
-    if isinstance(shuffle_weights, str):
-        one_of("shuffle_weights", shuffle_weights, (True, False, *LEVELS))
-    if shuffle_weights is False:
-        if shuffle_mode != "every_step" or shuffle_generator is not None:
-            raise ValueError("shuffle_mode and shuffle_generator need shuffle_weights: set it, or leave them out")
+    if shuffling.groups is False:
         return None
-    check_generator("shuffle_generator", shuffle_generator)
     one_of("grad_sample_mode (with shuffle_weights)", grad_sample_mode, GRAD_SAMPLE_MODES)
     network = unwrap(module)
     _refuse_sharded(module)
     refuse_optimizer(innermost(optimizer))
-    if engine is not None:
-        refuse_unclipped_engine(engine)
+    refuse_unclipped_engine(engine)
     refuse_broken_attention(network)
     if grad_sample_mode == "ghost":
         refuse_tied_ghost(network)
@@ -104,85 +156,16 @@ def plan_shuffling(
     if batch_first:
         check_position_ids(network, args, kwargs)
     sample = args if args and not kwargs else kwargs if kwargs and not args else None
-    if isinstance(shuffle_weights, PermutationSpec):
-        spec = shuffle_weights
+    if isinstance(shuffling.groups, PermutationSpec):
+        spec = shuffling.groups
         check_call(spec, network, args, kwargs)
     else:
-        spec = find_permutations(network, sample, groups="residual" if shuffle_weights is True else shuffle_weights)
+        spec = find_permutations(network, sample, groups="residual" if shuffling.groups is True else shuffling.groups)
     if is_distributed(module):
         spec = _same_everywhere(spec)
         check_call(spec, network, args, kwargs)
     spec.followers(spec.tensors(network), innermost(optimizer))
     return spec
-
-
-class WeightShufflingMixin(opacus.PrivacyEngine):
-    """What an engine does with its shuffler.
-
-    Attributes:
-        shuffler: Permutes the weights of the latest ``make_private``; None without ``shuffle_weights``.
-    """
-
-    shuffler: WeightShuffler | None = None
-
-    def save_checkpoint(self, *, checkpoint_dict: dict[str, Any] | None = None, **keywords: Any) -> None:
-        """As :meth:`opacus.PrivacyEngine.save_checkpoint`, with the secret of the permutations to come if weights are shuffled.
-
-        That secret says nothing about the permutations so far (a ``shuffle_generator`` of your own does). Still, publish
-        ``module.state_dict()``, not checkpoints.
-
-        Args:
-            checkpoint_dict: As Opacus's.
-            **keywords: As Opacus's.
-        """
-        checkpoint_dict = {} if checkpoint_dict is None else checkpoint_dict
-        if self.shuffler is not None:
-            keywords["module"].state_dict()  # draws a permutation if one is due, before the secret is written down
-            checkpoint_dict["opacus_shuffle"] = self.shuffler.state_dict()
-        super().save_checkpoint(checkpoint_dict=checkpoint_dict, **keywords)
-
-    def load_checkpoint(self, **keywords: Any) -> dict[str, Any]:
-        """As :meth:`opacus.PrivacyEngine.load_checkpoint`; permutations go on from where the saved run was.
-
-        Args:
-            **keywords: As Opacus's.
-        """
-        accounted = isinstance(self.accountant, ShuffleAccountant)
-        if self.shuffler is not None or accounted:  # looked at before anything is loaded
-            path = keywords["path"]
-            begin = path.tell() if hasattr(path, "seek") else None
-            saved = torch.load(path, map_location="cpu", weights_only=False)
-            if begin is not None:
-                path.seek(begin)
-            if accounted and "privacy_accountant_state_dict" in saved:
-                copy.deepcopy(self.accountant).load_state_dict(saved["privacy_accountant_state_dict"])
-            if self.shuffler is not None and saved.get("opacus_shuffle") is not None:
-                self.shuffler.check_state_dict(saved["opacus_shuffle"])
-        checkpoint: dict[str, Any] = super().load_checkpoint(**keywords)
-        if self.shuffler is not None and "opacus_shuffle" in checkpoint:
-            self.shuffler.load_state_dict(checkpoint["opacus_shuffle"])
-        return checkpoint
-
-    def _attach_shuffler(
-        self,
-        spec: PermutationSpec | None,
-        module: nn.Module,
-        private_module: Any,
-        private_optimizer: DPOptimizer,
-        mode: str,
-        generator: torch.Generator | None,
-    ) -> None:
-        """Starts shuffling, in place of what an earlier call has started."""
-        self.shuffler = None
-        if spec is None:
-            for each in (unwrap(module), innermost(private_optimizer)):
-                detach_shuffler(each)
-            return
-        self.shuffler = WeightShuffler(
-            module, spec, private_optimizer, mode=mode, generator=generator, synchronise=is_distributed(module)
-        )
-        if isinstance(private_module, nn.Module):
-            make_shuffled(private_module, self.shuffler)
 
 
 def is_distributed(module: nn.Module) -> bool:
@@ -192,18 +175,20 @@ def is_distributed(module: nn.Module) -> bool:
 
 def _refuse_sharded(module: nn.Module) -> None:
     """A shard does not hold the entries that a permutation would bring to it."""
-    for name, part in module.named_modules():
-        if isinstance(part, FSDPModule | FullyShardedDataParallel):
-            raise ValueError(
-                f"shuffle_weights does not go with sharded parameters: {name or 'module'} is {type(part).__name__}; use "
-                "DistributedDataParallel or Opacus's DifferentiallyPrivateDistributedDataParallel"
-            )
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"shuffle_weights does not go with sharded parameters: {name} is a DTensor (FSDP2 or tensor parallelism); use "
-                "DistributedDataParallel or Opacus's DifferentiallyPrivateDistributedDataParallel"
-            )
+    sharded = [
+        f"{name or 'module'} is {type(part).__name__}"
+        for name, part in module.named_modules()
+        if isinstance(part, FSDPModule | FullyShardedDataParallel)
+    ] + [
+        f"{name} is a DTensor (FSDP2 or tensor parallelism)"
+        for name, parameter in module.named_parameters()
+        if isinstance(parameter, DTensor)
+    ]
+    if sharded:
+        raise ValueError(
+            f"shuffle_weights does not go with sharded parameters: {sharded[0]}; use DistributedDataParallel or Opacus's "
+            "DifferentiallyPrivateDistributedDataParallel"
+        )
 
 
 def _same_everywhere(spec: PermutationSpec) -> PermutationSpec:
@@ -211,3 +196,8 @@ def _same_everywhere(spec: PermutationSpec) -> PermutationSpec:
     data = [spec.to_dict()]
     torch.distributed.broadcast_object_list(data, 0)
     return PermutationSpec.from_dict(data[0])
+
+
+def _listed(given: dict[str, Any]) -> str:
+    """Fields as the user wrote them."""
+    return ", ".join(f"{key}={value!r}" for key, value in given.items())

@@ -1,0 +1,94 @@
+"""One attempt to make things private: a copy of the engine that knows what it builds, and takes back what came to nothing.
+
+>>> engine = AttemptMixin(accountant="rdp")
+>>> vars(engine) == vars(copy.copy(engine))
+True
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from opacus.optimizers import DPOptimizer
+from torch import nn
+from torch.utils.data import DataLoader
+
+from opacus_shuffle.core.opacus_compat import OpenEngine, allow_empty_batches, forget_parameters
+from opacus_shuffle.engine.run import Run
+from opacus_shuffle.engine.schemes import Scheme
+from opacus_shuffle.engine.weights.module import ShuffleGradSampleModule, make_plain, make_shuffled
+
+Engine = TypeVar("Engine", bound="AttemptMixin")
+
+
+@dataclasses.dataclass
+class _Plan:
+    """What an attempt builds, and the wrapper that it has built."""
+
+    scheme: Scheme
+    run: Run
+    wrapped: Any = None
+
+
+class AttemptMixin(OpenEngine):
+    """Opacus's three builders, which follow the run that is attempted."""
+
+    _plan: _Plan | None = None
+
+    @contextmanager
+    def attempt(self: Engine, scheme: Scheme, run: Run) -> Iterator[Engine]:
+        """A copy of this engine whose ``make_private`` builds what the run needs; if it fails, all is as before.
+
+        Opacus refuses some things midway, an unsupported layer say, when the module is wrapped and the accountant was told.
+        """
+        module, accountant = run.request.module, dict(self.accountant.__dict__)
+        earlier = module.shuffler if isinstance(module, ShuffleGradSampleModule) else None
+        attempt = copy.copy(self)
+        attempt._plan = plan = _Plan(scheme, run)
+        try:
+            yield attempt
+        except BaseException:
+            self.accountant.__dict__.clear()
+            self.accountant.__dict__.update(accountant)
+            if earlier is not None and not isinstance(module, ShuffleGradSampleModule):
+                make_shuffled(module, earlier)
+            if plan.wrapped is not None and plan.wrapped is not module:
+                plan.wrapped.cleanup()
+                forget_parameters(module)
+            raise
+        self.__dict__.update({name: value for name, value in vars(attempt).items() if name != "_plan"})
+
+    def build_model(self, module: nn.Module, **keywords: Any) -> Any:
+        """Opacus's wrapper, which lets empty batches pass."""
+        make_plain(module)
+        wrapped = super().build_model(module, **keywords)
+        allow_empty_batches(wrapped)
+        if self._plan is not None:
+            self._plan.wrapped = wrapped
+        return wrapped
+
+    def build_data_loader(
+        self, data_loader: DataLoader, *, poisson_sampling: bool, distributed: bool, **keywords: Any
+    ) -> DataLoader:
+        """The loader with the scheme's sampler."""
+        loader = super().build_data_loader(data_loader, poisson_sampling=poisson_sampling, distributed=distributed, **keywords)
+        return loader if self._plan is None else self._plan.scheme.sampler(self._plan.run, loader, distributed=distributed)
+
+    def build_optimizer(
+        self, *, optimizer: torch.optim.Optimizer, expected_batch_size: float, distributed: bool = False, **keywords: Any
+    ) -> DPOptimizer:
+        """The scheme's optimizer."""
+        if self._plan is None:
+            raise RuntimeError("build_optimizer is called by make_private alone")
+        return self._plan.scheme.build_optimizer(
+            self._plan.run,
+            optimizer=optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
+            expected_batch_size=expected_batch_size,
+            distributed=distributed,
+            **keywords,
+        )

@@ -1,0 +1,191 @@
+"""What is asked for, what may be spent, what will run: the three records that a scheme works with.
+
+>>> Request.of(module=torch.nn.Linear(2, 1), optimizer=None, data_loader=None, max_grad_norm=1.0)
+Traceback (most recent call last):
+    ...
+ValueError: optimizer must be a Optimizer, got NoneType
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from opacus_shuffle.core.guarantees import Adjacency
+from opacus_shuffle.core.validation import (
+    boolean,
+    instance_of,
+    integer,
+    one_of,
+    open_unit_interval,
+    positive,
+    reject_unknown,
+)
+from opacus_shuffle.engine.sampling.sampling_plan import SamplingPlan
+from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan
+from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
+from opacus_shuffle.permutation import PermutationSpec
+from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
+
+ADAPTIVE_KEYWORDS = (  # what clipping="adaptive" takes besides: Opacus hands these to its optimizer
+    "target_unclipped_quantile",
+    "clipbound_learning_rate",
+    "max_clipbound",
+    "min_clipbound",
+    "unclipped_num_std",
+)
+OURS = ("local_noise", "shuffle_weights", "aggregator", "others")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """The keywords of ``make_private``, which describes them, each checked by itself.
+
+    Attributes:
+        others: What was given besides: the keywords of adaptive clipping.
+
+    Raises:
+        ValueError: If one of them is out of range or unknown.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    data_loader: DataLoader
+    max_grad_norm: float | Sequence[float]
+    noise_multiplier: float | None = None
+    criterion: Any = None
+    batch_first: bool = True
+    loss_reduction: str = "mean"
+    poisson_sampling: bool | None = None
+    clipping: str = "flat"
+    noise_generator: torch.Generator | None = None
+    grad_sample_mode: str = "hooks"
+    wrap_model: bool = True
+    rand_on_empty: bool = False
+    local_noise: bool = False
+    shuffle_weights: bool | str | PermutationSpec | WeightShuffling = False
+    aggregator: ShuffleVectorSum | None = None
+    others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unknown = {} if self.clipping == "adaptive" else dict(self.others)
+        unknown |= {name: value for name, value in self.others.items() if name not in ADAPTIVE_KEYWORDS}
+        reject_unknown("make_private", unknown, parameters=_hints())
+        instance_of("module", self.module, (nn.Module,))
+        instance_of("optimizer", self.optimizer, (torch.optim.Optimizer,))
+        instance_of("data_loader", self.data_loader, (DataLoader,))
+        for name in ("local_noise", "wrap_model", "batch_first", "rand_on_empty"):
+            boolean(name, getattr(self, name))
+        if self.poisson_sampling is not None:
+            boolean("poisson_sampling", self.poisson_sampling)
+        if self.criterion is not None and self.grad_sample_mode == "ghost":
+            one_of("criterion.reduction", getattr(self.criterion, "reduction", self.loss_reduction), [self.loss_reduction])
+        self._check_norms()
+        devices = {parameter.device for parameter in self.trainable}
+        if len(devices) != 1:
+            raise ValueError(f"optimizer must hold trainable parameters, all on one device, got {sorted(map(str, devices))}")
+        if self.noise_generator is not None:
+            instance_of("noise_generator", self.noise_generator, (torch.Generator,))
+        WeightShuffling.of(self.shuffle_weights)
+
+    @classmethod
+    def of(cls, **keywords: Any) -> Request:
+        """Reads keywords as they were given to ``make_private``."""
+        known = {each.name for each in dataclasses.fields(cls)} - {"others"}
+        others = {name: value for name, value in keywords.items() if name not in known}
+        return cls(**{name: value for name, value in keywords.items() if name in known}, others=others)
+
+    def _check_norms(self) -> None:
+        """Positive, and one per trainable parameter with per-layer clipping."""
+        if self.clipping != "per_layer":
+            positive("max_grad_norm", self.max_grad_norm)
+            return
+        count = len(self.trainable)
+        if not isinstance(self.max_grad_norm, Sequence) or len(self.max_grad_norm) != count:
+            raise ValueError(f"max_grad_norm must list {count} norms, one per trainable parameter, got {self.max_grad_norm!r}")
+        for norm in self.max_grad_norm:
+            positive("max_grad_norm", norm)
+
+    @property
+    def trainable(self) -> list[torch.Tensor]:
+        """What the optimizer trains."""
+        return [each for group in self.optimizer.param_groups for each in group["params"] if each.requires_grad]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the trainable parameters live."""
+        return self.trainable[0].device
+
+    @property
+    def shuffling(self) -> WeightShuffling:
+        """``shuffle_weights`` as a record."""
+        return WeightShuffling.of(self.shuffle_weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What ``make_private_with_epsilon`` has to stay within.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    target_epsilon: float
+    target_delta: float
+    epochs: int
+    bound: str = "certified"
+    adjacency: str = "zero_out"
+
+    def __post_init__(self) -> None:
+        positive("target_epsilon", self.target_epsilon)
+        open_unit_interval("target_delta", self.target_delta)
+        object.__setattr__(self, "epochs", integer("epochs", self.epochs))
+        Adjacency(self.adjacency)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one ``make_private`` will do, decided before anything is touched.
+
+    Attributes:
+        request: What was asked for.
+        sampling: How batches are drawn.
+        noise_multiplier: What Opacus calls so.
+        spec: What of the weights is shuffled; None for nothing.
+        batch_clip: How the sum of a batch is clipped; None if it is not.
+        aggregator: The protocol that sums in place of Gaussian noise, if any.
+    """
+
+    request: Request
+    sampling: SamplingPlan
+    noise_multiplier: float
+    spec: PermutationSpec | None = None
+    batch_clip: BatchClipPlan | None = None
+    aggregator: ShuffleVectorSum | None = None
+
+    def for_opacus(self, noise_generator: torch.Generator | None) -> dict[str, Any]:
+        """The keywords of Opacus's own ``make_private``."""
+        asked = self.request
+        keywords = {each.name: getattr(asked, each.name) for each in dataclasses.fields(asked) if each.name not in OURS}
+        if asked.criterion is None:
+            keywords["criterion"] = nn.CrossEntropyLoss(reduction=asked.loss_reduction)
+        return {
+            **keywords,
+            **asked.others,
+            "poisson_sampling": self.sampling.kind == "poisson",
+            "noise_multiplier": self.noise_multiplier,
+            "noise_generator": noise_generator,
+        }
+
+
+def _hints() -> dict[str, str]:
+    """For every keyword that could be meant, and every field of the record behind ``shuffle_weights``, how it is written."""
+    own = {each.name: each.name for each in dataclasses.fields(Request) if each.name != "others"}
+    fields = [each.name for each in dataclasses.fields(WeightShuffling)]
+    record = {name: f"shuffle_weights=WeightShuffling({each}=...)" for each in fields for name in (each, f"shuffle_{each}")}
+    return {**record, **own}

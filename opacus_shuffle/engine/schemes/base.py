@@ -1,0 +1,335 @@
+"""``Scheme``: one way of training, from the checks before it to the step that is accounted.
+
+A scheme is one file of this folder. It derives a class from :class:`Scheme`, names the mechanisms that it trains, and overrides
+what is its own; ``make_private`` goes through the verbs of the class in the order in which they are written here.
+
+>>> from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn
+>>> Scheme.of_mechanism(ShuffledCheckIn).__name__
+'GaussianReports'
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from opacus.optimizers import DPOptimizer, get_optimizer_class
+from torch.utils.data import DataLoader
+
+from opacus_shuffle.accountants.base import assumption
+from opacus_shuffle.accountants.bounds.registry import bounds_of, compute_bound
+from opacus_shuffle.accountants.mechanisms import Mechanism
+from opacus_shuffle.analysis.calibration import smallest_noise_multiplier
+from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning
+from opacus_shuffle.core.randomness import secret_generator
+from opacus_shuffle.core.validation import noise_level, one_of
+from opacus_shuffle.engine.optimizers import GhostLogicalBatch, LogicalBatch, optimizer_class
+from opacus_shuffle.engine.run import Budget, Request, Run
+from opacus_shuffle.engine.sampling.epoch_start import EpochStart, PoissonSampler, call_at_epoch_start
+from opacus_shuffle.engine.sampling.fixed_size_sampler import FixedSizeSampler, with_batch_sampler
+from opacus_shuffle.engine.sampling.sampling_plan import Kind, SamplingPlan, plan_sampling
+from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan
+from opacus_shuffle.engine.weights.module import make_shuffled
+from opacus_shuffle.engine.weights.optimizer_checks import innermost
+from opacus_shuffle.engine.weights.shuffler import WeightShuffler, detach_shuffler
+from opacus_shuffle.engine.weights.weight_shuffling import PARALLEL, find_spec, is_distributed
+from opacus_shuffle.permutation import PermutationSpec
+from opacus_shuffle.permutation.network import unwrap
+
+
+class Scheme:
+    """How an engine trains what its accountant accounts for.
+
+    Args:
+        engine: Its accountant is told what will run; nothing else of it is changed before :meth:`attach`.
+
+    Attributes:
+        mechanisms: The classes of mechanisms that this scheme trains.
+        noise_elsewhere: Where the noise is, if it cannot be in every record's report.
+    """
+
+    mechanisms: ClassVar[tuple[type[Mechanism], ...]] = ()
+    noise_elsewhere: ClassVar[str] = ""
+    _by_mechanism: ClassVar[dict[type[Mechanism], type[Scheme]]] = {}
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        Scheme._by_mechanism.update(dict.fromkeys(cls.mechanisms, cls))
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.accountant: Any = engine.accountant
+        self.name: str = engine.accountant.mechanism()
+
+    @staticmethod
+    def of_mechanism(mechanism: type[Mechanism]) -> type[Scheme]:
+        """The scheme that trains a mechanism.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        for kind in mechanism.__mro__:
+            if kind in Scheme._by_mechanism:
+                return Scheme._by_mechanism[kind]
+        raise ValueError(
+            f"accountant {mechanism.name!r} has no scheme to train by: derive one from "
+            f"opacus_shuffle.engine.schemes.base.Scheme that names {mechanism.__name__} among its mechanisms"
+        )
+
+    # ---- check: what will run, or a refusal by name --------------------------------------------------------------------------
+
+    def check(self, request: Request) -> Run:
+        """Decides what will run; changes nothing.
+
+        Raises:
+            ValueError: If the arguments do not go together.
+        """
+        self.refuse(request)
+        sampling = self.plan_sampling(request)
+        noise_multiplier = self.check_noise(request)
+        self.check_generator(request)
+        spec = self.find_spec(request)
+        return Run(request, sampling, noise_multiplier, spec, self.plan_batch_clip(request, spec))
+
+    def refuse(self, request: Request) -> None:
+        """Refuses what this scheme cannot do."""
+        if isinstance(request.module, PARALLEL):
+            raise ValueError(
+                f"distributed training ({type(request.module).__name__}) is not supported yet by {self.name}: train on one "
+                "process, or use one of Opacus's own accountants"
+            )
+        one_of("clipping", request.clipping, ("flat", "per_layer"))
+        if request.local_noise and self.noise_elsewhere:
+            raise ValueError(f"{self.name} {self.noise_elsewhere}: leave out local_noise=True")
+        self.refuse_aggregator(request)
+
+    def refuse_aggregator(self, request: Request) -> None:
+        """Refuses protocols, which have a scheme of their own."""
+        if request.aggregator is not None:
+            raise ValueError(
+                f"aggregator goes with accountant='shuffled_sums', got {self.name!r}: use that one, or leave it out"
+            )
+
+    def check_noise(self, request: Request) -> float:
+        """The noise multiplier, in the range that can be accounted for."""
+        if request.noise_multiplier is None:
+            raise ValueError("noise_multiplier is missing: pass it, or call make_private_with_epsilon")
+        return noise_level("noise_multiplier", request.noise_multiplier)
+
+    def plan_sampling(self, request: Request) -> SamplingPlan:
+        """How batches will be drawn from this loader's data."""
+        return plan_sampling(self.name, request.data_loader, self.sampling_kind(request.poisson_sampling))
+
+    def sampling_kind(self, poisson_sampling: bool | None) -> Kind:
+        """How the mechanism draws; refuses what it does not account for."""
+        sampling = self.accountant.mechanism_class.sampling
+        if sampling == "poisson" and poisson_sampling is False:
+            raise ValueError(
+                f"{self.name} accounts for Poisson batches, got poisson_sampling=False: leave it out, or use an accountant for "
+                "batches of one size, such as 'subsampled_shuffle'"
+            )
+        if sampling != "poisson" and poisson_sampling:
+            raise ValueError(
+                f"{self.name} accounts for batches of one size, got poisson_sampling=True: leave it out (the engine installs a "
+                "fixed-size sampler), or use an accountant for Poisson batches, such as 'shuffled_checkin'"
+            )
+        return sampling or ("own" if poisson_sampling is False else "fixed_size")
+
+    def check_generator(self, request: Request) -> None:
+        """Refuses a noise generator that lives elsewhere than the noise."""
+        generator, device = request.noise_generator, self.noise_device(request)
+        if generator is not None and generator.device.type != device.type:
+            raise ValueError(f"noise_generator lives on {generator.device}, the noise is drawn on {device}: make one there")
+
+    def noise_device(self, request: Request) -> torch.device:
+        """Where the noise is drawn."""
+        return request.device
+
+    def find_spec(self, request: Request) -> PermutationSpec | None:
+        """What of the weights will be shuffled; None for nothing."""
+        return find_spec(
+            request.shuffling,
+            request.module,
+            request.optimizer,
+            request.data_loader,
+            grad_sample_mode=request.grad_sample_mode,
+            batch_first=request.batch_first,
+            engine=self.engine,
+        )
+
+    def plan_batch_clip(self, request: Request, spec: PermutationSpec | None) -> BatchClipPlan | None:
+        """How the sum of a batch will be clipped: by default not at all."""
+        request.shuffling.refuse(("batch_clip", "dimension", "unshuffled_noise_multiplier"), self.name)
+        return None
+
+    # ---- calibrate: the noise for a budget -----------------------------------------------------------------------------------
+
+    def calibrate(self, request: Request, budget: Budget) -> dict[str, Any]:
+        """Finds the smallest noise within a budget; warns where the bound does not cover every data set.
+
+        Returns:
+            The keywords of ``make_private`` that differ from the request.
+
+        Raises:
+            ValueError: If no noise meets the budget.
+        """
+        one_of("bound", budget.bound, bounds_of(self.accountant.mechanism_class))
+        self.refuse(request)
+        run = Run(request, self.plan_sampling(request), 1.0)
+        steps = budget.epochs * run.sampling.steps_per_epoch
+
+        def rounds(noise_multiplier: float) -> list[tuple[Mechanism, int]]:
+            return [(self.mechanism(run, noise_multiplier), steps)]
+
+        sigma = smallest_noise(rounds, budget)
+        self.warn_of_assumption(rounds(sigma), budget, emulated=not (request.local_noise or self.noise_elsewhere))
+        return {"noise_multiplier": sigma}
+
+    @staticmethod
+    def epsilon(rounds: list[tuple[Mechanism, int]], budget: Budget) -> float:
+        """ε of these rounds by the budget's bound."""
+        return compute_bound(rounds, delta=budget.target_delta, bound=budget.bound, adjacency=budget.adjacency).epsilon
+
+    @staticmethod
+    def warn_of_assumption(rounds: list[tuple[Mechanism, int]], budget: Budget, *, emulated: bool = False) -> None:
+        """Warns if the bound of the budget is not proved for every data set, naming the value that is."""
+        delta, adjacency = budget.target_delta, budget.adjacency
+        answer = compute_bound(rounds, delta=delta, bound=budget.bound, adjacency=adjacency)
+        if answer.guarantee is not Guarantee.PROVED:
+            certified = compute_bound(rounds, delta=delta, bound="certified", adjacency=adjacency)
+            sentence = assumption(answer, certified, emulated=emulated)
+            warnings.warn(sentence, PrivacyAssumptionWarning, stacklevel=4)
+
+    # ---- describe: what the accountant will see ------------------------------------------------------------------------------
+
+    def mechanism(self, run: Run, noise_multiplier: float) -> Mechanism:
+        """One round of this run, at an optimizer's noise multiplier."""
+        probe = type(self.accountant)(
+            num_users=run.sampling.num_users, batch_size=run.sampling.batch_size, local_noise=run.request.local_noise
+        )
+        probe.history = [(noise_multiplier, run.sampling.sample_rate, 1)]
+        found: Mechanism = probe.rounds()[0][0]
+        return found
+
+    def describe(self, run: Run) -> None:
+        """Tells the accountant what every round will be.
+
+        Raises:
+            ValueError: If it accounts for another run already.
+        """
+        accountant, local_noise = self.accountant, run.request.local_noise
+        known, asked = (accountant.num_users, accountant.local_noise), (run.sampling.num_users, local_noise)
+        if accountant.num_users is not None and known != asked:
+            raise ValueError(
+                f"this engine accounts for (num_users, local_noise) = {known}, got {asked}: use a new PrivacyEngine"
+            )
+        accountant.num_users, accountant.batch_size = run.sampling.num_users, run.sampling.batch_size
+        accountant.local_noise = local_noise
+
+    # ---- sampler, build_optimizer: what Opacus's make_private asks for -------------------------------------------------------
+
+    def sampler(self, run: Run, loader: DataLoader, *, distributed: bool) -> DataLoader:
+        """The loader that Opacus made, with the sampler that is accounted for, in whole numbers."""
+        plan = run.sampling
+        generator = self.engine.secure_rng if self.engine.secure_mode else run.request.data_loader.generator
+        if plan.kind == "fixed_size":
+            fixed = FixedSizeSampler(
+                num_samples=plan.num_users, batch_size=plan.batch_size, steps=plan.steps_per_epoch, generator=generator
+            )
+            return with_batch_sampler(loader, fixed)
+        if plan.kind == "poisson":
+            generator = secret_generator("cpu") if generator is None else generator
+            if distributed:
+                drawn: Any = loader.batch_sampler
+                drawn.num_batches, drawn.generator = plan.steps_per_epoch, generator
+            else:  # DataLoader forbids setting its sampler, but asks for it anew in every epoch
+                sampler = PoissonSampler(
+                    num_samples=plan.num_users, sample_rate=plan.sample_rate, steps=plan.steps_per_epoch, generator=generator
+                )
+                object.__setattr__(loader, "batch_sampler", sampler)
+        return loader
+
+    def build_optimizer(
+        self,
+        run: Run,
+        *,
+        expected_batch_size: float,
+        distributed: bool = False,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        **keywords: Any,
+    ) -> DPOptimizer:
+        """The optimizer that adds the noise that is accounted for."""
+        base = get_optimizer_class(clipping=clipping, distributed=distributed, grad_sample_mode=grad_sample_mode)
+        return self.optimizer_class(base, run)(
+            expected_batch_size=expected_batch_size if distributed else run.sampling.batch_size,
+            generator=self.engine.secure_rng if self.engine.secure_mode else noise_generator,
+            secure_mode=self.engine.secure_mode,
+            **keywords,
+        )
+
+    def optimizer_class(self, base: type[DPOptimizer], run: Run) -> Callable[..., DPOptimizer]:
+        """Ours in the place of Opacus's class."""
+        made: Callable[..., DPOptimizer] = optimizer_class(base, local_noise=run.request.local_noise)  # type: ignore[arg-type]
+        return made
+
+    # ---- attach: what runs beside every step ---------------------------------------------------------------------------------
+
+    def attach(self, run: Run, made: tuple[Any, ...]) -> None:
+        """Starts the shuffling of weights, the clipping of sums, and the accounting of every step.
+
+        Args:
+            run: What was decided.
+            made: What Opacus's ``make_private`` returned.
+        """
+        module, optimizer = made[0], made[1]
+        if self.mechanisms:
+            module.forbid_grad_accumulation()  # two batches could hold one record twice
+        self.engine.shuffler = _shuffler(run, module, optimizer)
+        if run.batch_clip is not None:
+            optimizer.clip_batch(
+                run.batch_clip.parameters,
+                batch_clip=run.batch_clip.batch_clip,
+                unshuffled_noise_ratio=run.batch_clip.unshuffled_noise_ratio or 1.0,
+            )
+        if isinstance(optimizer, GhostLogicalBatch):
+            optimizer.watch(module)
+        if isinstance(optimizer, LogicalBatch):
+            optimizer.records_per_round = self.records_per_round(run)
+            if isinstance(made[-1].batch_sampler, EpochStart):
+                call_at_epoch_start(made[-1].batch_sampler, optimizer.discard_partial_batch)
+        # Opacus's hook has the rate 1/L; a fixed-size batch has B/n.
+        optimizer.step_hook = None
+        optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=run.sampling.sample_rate))
+
+    def records_per_round(self, run: Run) -> int | None:
+        """How many records the accountant counts on in every round; None where that is random."""
+        return None if run.sampling.kind == "poisson" else run.sampling.batch_size
+
+
+def smallest_noise(rounds: Callable[[float], list[tuple[Mechanism, int]]], budget: Budget) -> float:
+    """The smallest σ at which ``rounds(σ)`` stay within a budget."""
+    return smallest_noise_multiplier(lambda sigma: Scheme.epsilon(rounds(sigma), budget), target_epsilon=budget.target_epsilon)
+
+
+def _shuffler(run: Run, module: Any, optimizer: DPOptimizer) -> WeightShuffler | None:
+    """Shuffles, in place of what an earlier call has started."""
+    network, shuffling = run.request.module, run.request.shuffling
+    if run.spec is None:
+        for each in (unwrap(network), innermost(optimizer)):
+            detach_shuffler(each)
+        return None
+    shuffler = WeightShuffler(
+        network,
+        run.spec,
+        optimizer,
+        mode=shuffling.mode,
+        generator=shuffling.generator,
+        synchronise=is_distributed(network),
+    )
+    if isinstance(module, torch.nn.Module):
+        make_shuffled(module, shuffler)
+    return shuffler

@@ -1,0 +1,168 @@
+"""Yang, Ji and Xiang's weight shuffling (WS), Algorithm 1: DP-SGD that permutes weights and clips the sums of batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from typing import Any, ClassVar
+
+from opacus_shuffle.accountants.bounds.registry import bounds_of
+from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledWeights
+from opacus_shuffle.core.validation import one_of
+from opacus_shuffle.engine.run import Budget, Request, Run
+from opacus_shuffle.engine.schemes.base import Scheme, smallest_noise
+from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan, noise_ratio, plan_batch_clip, whole_norm
+from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
+from opacus_shuffle.permutation import PermutationSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibratedNoise:
+    """The multipliers of WS Algorithm 1, lines 2 and 3: σ with shuffling, σ₀ without."""
+
+    shuffled: float
+    plain: float
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether shuffling asks for no less noise (to a millionth), so that the algorithm is plain DP-SGD (line 11)."""
+        return self.shuffled >= self.plain * (1 - 1e-6)
+
+
+class ShuffledDPSGD(Scheme):
+    """One noised, clipped sum per step at a trusted server, and the weights permuted."""
+
+    mechanisms: ClassVar[tuple[type[Mechanism], ...]] = (ShuffledWeights,)
+    noise_elsewhere: ClassVar[str] = "adds the noise to the sum, at the server"
+
+    def check(self, request: Request) -> Run:
+        """Decides what will run; warns where nothing is shuffled and nobody said so."""
+        run = super().check(request)
+        if request.shuffle_weights is False:
+            warnings.warn(
+                "shuffled_fw without shuffle_weights is plain DP-SGD by the looser composition of WS Theorems 1 and 2: pass "
+                "shuffle_weights=True, or quote bound='certified'",
+                stacklevel=3,
+            )
+        return run
+
+    def plan_batch_clip(self, request: Request, spec: PermutationSpec | None) -> BatchClipPlan:
+        """Clips the sum to the norm of one record's gradient, unless told otherwise."""
+        if spec is None:
+            return BatchClipPlan((), 1, whole_norm(request.max_grad_norm), math.inf, None)
+        return plan_batch_clip(
+            request.shuffling,
+            spec,
+            request.module,
+            max_grad_norm=request.max_grad_norm,
+            noise_multiplier=request.noise_multiplier,
+            optimizer=request.optimizer,
+        )
+
+    def calibrate(self, request: Request, budget: Budget) -> dict[str, Any]:
+        """Finds σ by the bound for the shuffled parameters, and σ₀ by the same bound without shuffling for the others.
+
+        Raises:
+            ValueError: If something does not go together, or no noise meets the budget.
+
+        Warns:
+            UserWarning: If σ ≥ σ₀ by the published bound: then it is plain DP-SGD with σ₀, neither shuffled nor clipped as a
+                batch (line 11).
+        """
+        if request.shuffling.unshuffled_noise_multiplier is not None:
+            raise ValueError("unshuffled_noise_multiplier is what make_private_with_epsilon finds: leave it out")
+        one_of("bound", budget.bound, bounds_of(ShuffledWeights))
+        self.refuse(request)
+        spec = self.find_spec(request)
+        clipping = self.plan_batch_clip(request, spec)
+        sampling = self.plan_sampling(request)
+        each = _round(Run(request, sampling, 1.0, spec, clipping), 1.0, ratio=None)
+        steps = budget.epochs * sampling.steps_per_epoch
+        noise = calibrated_noise(each, steps, budget)
+        if spec is not None and budget.bound.startswith("published") and noise.falls_back:
+            warnings.warn(
+                f"shuffling asks for noise_multiplier {noise.shuffled:.4g}, plain DP-SGD for {noise.plain:.4g}: WS Algorithm 1 "
+                "falls back to plain DP-SGD, with no shuffling and no clipping of sums (a smaller batch_clip asks for less)",
+                stacklevel=3,
+            )
+            return {"noise_multiplier": noise.plain, "shuffle_weights": WeightShuffling(groups=False)}
+        sigma, unshuffled, ratio = noise.shuffled, None, None
+        if budget.bound != "certified" and clipping.unshuffled_noise_ratio is not None:
+            ratio = max(1.0, noise.plain / sigma)
+
+        def rounds(sigma: float) -> list[tuple[Mechanism, int]]:
+            return [(_with_noise(each, sigma, None if ratio is None else noise_ratio(sigma, sigma * ratio)), steps)]
+
+        if ratio is not None:
+            # "published_optimised" splits δ once, not in the best way for each kind of parameter; or it is rounding.
+            if self.epsilon(rounds(sigma), budget) > budget.target_epsilon:
+                sigma = smallest_noise(rounds, budget)
+            unshuffled = sigma * ratio
+        self.warn_of_assumption(rounds(sigma), budget)
+        if spec is None:
+            return {"noise_multiplier": sigma}
+        shuffling = dataclasses.replace(request.shuffling, groups=spec, unshuffled_noise_multiplier=unshuffled)
+        return {"noise_multiplier": sigma, "shuffle_weights": shuffling}
+
+    def mechanism(self, run: Run, noise_multiplier: float) -> Mechanism:
+        """One step, with what is shuffled and clipped in it."""
+        assert run.batch_clip is not None
+        return _round(run, noise_multiplier, ratio=run.batch_clip.unshuffled_noise_ratio)
+
+    def describe(self, run: Run) -> None:
+        """Tells the accountant what is shuffled and clipped, besides."""
+        super().describe(run)
+        plan = run.batch_clip
+        assert plan is not None
+        self.accountant.describe_weights(
+            dimension=plan.dimension,
+            clip=plan.clip,
+            batch_clip=plan.batch_clip,
+            unshuffled_noise_ratio=plan.unshuffled_noise_ratio,
+            orbit=plan.orbit,
+            once=True,
+        )
+
+
+def calibrated_noise(each: ShuffledWeights, steps: int, budget: Budget) -> CalibratedNoise:
+    """σ and σ₀ for a budget, by the same bound (WS Algorithm 1, lines 2 and 3): σ₀ is that of one dimension.
+
+    Args:
+        each: One step, at any noise.
+        steps: T.
+        budget: Its bound decides; proved ones ask for the same noise with and without shuffling.
+
+    Raises:
+        ValueError: If no noise meets the budget.
+    """
+
+    def smallest(step: ShuffledWeights) -> float:
+        return smallest_noise(lambda sigma: [(_with_noise(step, sigma), steps)], budget)
+
+    shuffled = smallest(each)
+    # What is not shuffled is not clipped as a batch either: one record may move it by c, even if c′ is less.
+    plain = dataclasses.replace(each, dimension=1, batch_clip=math.inf, orbit=None)
+    return CalibratedNoise(shuffled, smallest(plain) if budget.bound != "certified" else shuffled)
+
+
+def _round(run: Run, noise_multiplier: float, *, ratio: float | None) -> ShuffledWeights:
+    """One step of a run."""
+    plan = run.batch_clip
+    assert plan is not None
+    each = ShuffledWeights(
+        noise_multiplier=noise_multiplier,
+        num_users=run.sampling.num_users,
+        sample_rate=run.sampling.sample_rate,
+        dimension=plan.dimension,
+        clip=plan.clip,
+        batch_clip=plan.batch_clip,
+        orbit=plan.orbit,
+    )
+    return _with_noise(each, noise_multiplier, ratio)
+
+
+def _with_noise(each: ShuffledWeights, sigma: float, ratio: float | None = None) -> ShuffledWeights:
+    """The same step at another noise; σ₀ is so many times as much."""
+    stays = None if ratio is None else max(sigma, sigma * ratio)
+    return dataclasses.replace(each, noise_multiplier=sigma, unshuffled_noise_multiplier=stays)
