@@ -46,8 +46,8 @@ def final_losses(seeds, *, spec, sigma=1.0, **options):
 
 
 def test_shuffling_does_not_change_how_well_a_run_ends():
-    # Equal seeds put the noise on other units after the first permutation, so runs differ; their distribution does not. The level
-    # of each Kolmogorov-Smirnov test is 1e-3.
+    # Equal seeds put the noise on other units after the first permutation, so runs differ; their distribution does not. The
+    # level of each Kolmogorov-Smirnov test is 1e-3.
     spec = find_permutations(build("mlp"))
     shuffled = final_losses(range(40), spec=spec)
     still = final_losses(range(40, 80), spec=spec, shuffle_mode="on_release")
