@@ -390,7 +390,7 @@ def frozen_but_the_last_bias():
         ("shuffled_fw", {"shuffle_weights": False, "batch_clip": 1.0}, r"batch_clip=1\.0 is about shuffled parameters"),
         ("shuffled_fw", {"shuffle_weights": False, "dimension": 5}, "dimension=5 is about shuffled parameters"),
         ("shuffled_fw", {"shuffle_weights": False, "unshuffled_noise_multiplier": 2.0}, "is about shuffled parameters"),
-        ("rdp", {"shuffle_weights": False, "batch_clip": 1.0}, "must not be False"),
+        ("rdp", {"shuffle_weights": False, "batch_clip": 1.0}, "pass shuffle_weights=True"),
         ("rdp", {"batch_clip": 0.0}, "batch_clip"),
         ("rdp", {"dimension": 5}, "dimension=5 does not go with accountant 'rdp'"),
         ("rdp", {"unshuffled_noise_multiplier": 2.0}, "does not go with accountant 'rdp'"),

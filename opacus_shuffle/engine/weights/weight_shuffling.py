@@ -90,7 +90,9 @@ class WeightShuffling:
         else:
             integer("dimension", self.dimension)
         if self.groups is False and (given := self.given()):
-            raise ValueError(f"{_listed(given)} is about shuffled parameters: groups must not be False, or leave it out")
+            raise ValueError(
+                f"{_listed(given)} is about shuffled parameters: pass shuffle_weights=True (or groups) too, or leave it out"
+            )
 
     @classmethod
     def of(cls, shuffle_weights: Any) -> WeightShuffling:
