@@ -155,7 +155,7 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
 
     shuffling: bool | WeightShuffling = bool(settings.shuffle_weights)
     if settings.batch_clip is not None:
-        shuffling = WeightShuffling(groups=shuffling, batch_clip=settings.batch_clip)
+        shuffling = WeightShuffling(groups=bool(settings.shuffle_weights), batch_clip=settings.batch_clip)
     engine = PrivacyEngine(accountant=settings.accountant)
     run: dict[str, Any] = {
         "module": network,
