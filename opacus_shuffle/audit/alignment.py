@@ -100,12 +100,19 @@ class Alignment:
 
 
 class Aligner:
-    """:func:`align` for many pairs of releases of one network: what depends on its structure alone is made once.
+    """Finds the permutation between two releases of a network's weights, from the weights alone.
+
+    Slices are paired along one factor at a time, by the assignment of the smallest total squared distance, tensors weighted by
+    how much they changed. Where a tensor is permuted along other axes, too, those not known yet are sorted (the multiset of a
+    row's entries is the same whatever the permutation); when every factor has a guess, each is matched again with the others
+    undone, until nothing changes (as in the weight matching of Ainsworth et al. 2023). Factors inside of others (the units of a
+    head, channels of a group) follow those.
 
     Args:
-        spec: Of the network.
-        assignment_limit: See :func:`align`.
-        sweeps: See there.
+        spec: The group, which is public: it follows from the architecture.
+        assignment_limit: Up to this many slices per factor the assignment is exact, at a cost that grows as their cube at
+            worst; beyond, each takes its nearest neighbour.
+        sweeps: Rounds of matching again, at most.
     """
 
     def __init__(self, spec: PermutationSpec, *, assignment_limit: int = 2048, sweeps: int = 20) -> None:
@@ -120,7 +127,18 @@ class Aligner:
         }
 
     def __call__(self, before: StateDict, after: StateDict) -> Alignment:
-        """See :func:`align`."""
+        """Returns the permutation P with ``after`` ≈ P[``before``], how well it fits, and how to undo it.
+
+        It is a guess: no part of it is guaranteed, and :meth:`Alignment.recovered` measures it where the truth is known.
+
+        Args:
+            before: W_t, by parameter name; names may carry the prefixes of Opacus's and PyTorch's wrappers. Buffers may be
+                missing.
+            after: W_{t+1}, with the same tensors.
+
+        Raises:
+            ValueError: If a tensor is missing, has another shape, or is not finite.
+        """
         old, new = self._grids("before", before), self._grids("after", after)
         if old.keys() != new.keys():
             raise ValueError(f"before and after must hold the same tensors, only one has {sorted(old.keys() ^ new.keys())[0]}")
@@ -261,29 +279,7 @@ def align(
     assignment_limit: int = 2048,
     sweeps: int = 20,
 ) -> Alignment:
-    """The permutation between two releases of a network's weights, from the weights alone.
-
-    Slices are paired along one factor at a time, by the assignment of the smallest total squared distance, tensors weighted by
-    how much they changed. Where a tensor is permuted along other axes, too, those not known yet are sorted (the multiset of a
-    row's entries is the same whatever the permutation); when every factor has a guess, each is matched again with the others
-    undone, until nothing changes (as in the weight matching of Ainsworth et al. 2023). Factors inside of others (the units of a
-    head, channels of a group) follow those.
-
-    Args:
-        spec: The group, which is public: it follows from the architecture.
-        before: W_t, by parameter name; names may carry the prefixes of Opacus's and PyTorch's wrappers. Buffers may be missing.
-        after: W_{t+1}, with the same tensors.
-        assignment_limit: Up to this many slices per factor the assignment is exact, at a cost that grows as their cube at
-            worst; beyond, each takes its nearest neighbour.
-        sweeps: Rounds of matching again, at most.
-
-    Returns:
-        The permutation P with ``after`` ≈ P[``before``], how well it fits, and how to undo it. It is a guess: no part of it is
-        guaranteed, and :meth:`Alignment.recovered` measures it where the truth is known.
-
-    Raises:
-        ValueError: If a tensor is missing, has another shape, or is not finite.
-    """
+    """Finds the permutation between two releases; :class:`Aligner` explains it, and does many pairs of one network faster."""
     return Aligner(spec, assignment_limit=assignment_limit, sweeps=sweeps)(before, after)
 
 

@@ -3,7 +3,8 @@ r"""From the mistakes of one test to a lower bound on ε: what the counts of an 
 An audit runs a mechanism with and without a record and lets a test guess which it was. Whatever the test, (ε, δ)-differential
 privacy limits how well it can do: with α = P(says "present" though absent) and β = P(says "absent" though present),
 1 − β ≤ e^ε α + δ and 1 − α ≤ e^ε β + δ, for the test is post-processing. So a mechanism whose test does better has an ε of at
-least WS Eq. 45. Rates are not seen but counted; Clopper and Pearson's limits say how large they can be, given the counts.
+least what these say (Eq. 45 of Yang, Ji and Xiang's weight shuffling, WS). Rates are not seen but counted; Clopper and
+Pearson's limits say how large they can be, given the counts.
 
 >>> bound = epsilon_lower_bound(false_positives=0, false_negatives=500, trials=1000, delta=1e-5)
 >>> round(float(bound), 3), bound.confidence
@@ -60,27 +61,10 @@ class LowerBound(float):
     trials: tuple[int, int]
     mu: float | None
 
-    def __new__(
-        cls,
-        epsilon: float,
-        *,
-        confidence: float,
-        method: Method,
-        delta: float,
-        false_positives: int,
-        false_negatives: int,
-        trials: tuple[int, int],
-        mu: float | None = None,
-    ) -> LowerBound:
+    def __new__(cls, epsilon: float, **facts: Any) -> LowerBound:
         """The number, with what it was counted from."""
         bound = super().__new__(cls, epsilon)
-        bound.confidence = confidence
-        bound.method = method
-        bound.delta = delta
-        bound.false_positives = false_positives
-        bound.false_negatives = false_negatives
-        bound.trials = trials
-        bound.mu = mu
+        vars(bound).update(facts)
         return bound
 
     def __getnewargs_ex__(self) -> tuple[tuple[float], dict[str, Any]]:

@@ -87,8 +87,8 @@ class Finding:
 
     def __post_init__(self) -> None:
         _text("name", self.name)
-        instance_of("lower", self.lower, (LowerBound,))
         _text("adversary", self.adversary)
+        instance_of("lower", self.lower, (LowerBound,))
         if self.recovered is not None and not 0 <= finite_number("recovered", self.recovered) <= 1:
             raise ValueError(f"recovered must lie in [0, 1], a fraction of rows, got {self.recovered!r}")
 
@@ -126,11 +126,9 @@ class AuditResult:
             object.__setattr__(self, name, tuple(values))
         if not self.findings:
             raise ValueError("findings must hold at least one Finding, got none: there is nothing to report")
-        deltas = {
-            **{claim.name: claim.bound.delta for claim in self.claims},
-            **{finding.name: finding.lower.delta for finding in self.findings},
-        }
-        for name, delta in deltas.items():
+        deltas = [(claim.name, claim.bound.delta) for claim in self.claims]
+        deltas += [(finding.name, finding.lower.delta) for finding in self.findings]
+        for name, delta in deltas:
             if delta != self.delta:
                 raise ValueError(f"claims and findings must be at the audit's delta={self.delta!r}, got {name!r} at {delta!r}")
 
@@ -276,6 +274,6 @@ def _percent(confidence: float) -> str:
 
 
 def _text(name: str, value: Any) -> None:
-    """A string that says something."""
+    """Refuses a string that says nothing."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name} must be a non-empty string, got {value!r}")

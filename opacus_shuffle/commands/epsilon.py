@@ -16,15 +16,13 @@ from opacus_shuffle.core.rounding import round_up
 def add_to(commands: Any) -> None:
     """Adds both commands."""
     epsilon = commands.add_parser("epsilon", help="epsilon of some rounds, and what it covers")
-    flags.add_mechanism_flags(epsilon)
+    flags.add_run_flags(epsilon)
     epsilon.add_argument("--delta", required=True, type=float, help="at which epsilon is meant")
     noise = commands.add_parser("noise", help="the smallest noise within a budget")
-    flags.add_mechanism_flags(noise, without=("noise_multiplier",))
+    flags.add_run_flags(noise, without=("noise_multiplier",))
     noise.add_argument("--target-epsilon", required=True, type=float, help="epsilon to stay within")
     noise.add_argument("--target-delta", required=True, type=float, help="at which epsilon is meant")
     for parser, command in ((epsilon, print_epsilon), (noise, print_noise)):
-        parser.add_argument("--steps", required=True, type=flags.number, metavar="T", help="rounds (training steps)")
-        flags.add_adjacency_flag(parser)
         flags.add_bound_flag(parser)
         flags.add_json_flag(parser)
         parser.set_defaults(command=command)
@@ -33,7 +31,7 @@ def add_to(commands: Any) -> None:
 def print_epsilon(options: dict[str, Any]) -> None:
     """Prints ε and its meaning."""
     as_json = options.pop("json")
-    run = {**flags.fields_of_mechanism(options), **options}
+    run = {**flags.fields_of_run(options), **options}
     answer, certified = _bounds(run)
     if as_json:
         print(json.dumps({**answer.to_dict(), "certified_epsilon": certified.epsilon}))
@@ -49,7 +47,7 @@ def print_epsilon(options: dict[str, Any]) -> None:
 def print_noise(options: dict[str, Any]) -> None:
     """Prints the smallest σ and its meaning."""
     as_json = options.pop("json")
-    fields = flags.fields_of_mechanism(options, without=("noise_multiplier",))
+    fields = flags.fields_of_run(options, without=("noise_multiplier",))
     sigma = compute_noise_multiplier(**fields, **options)
     target = options.pop("target_epsilon")
     run = {**fields, **options, "delta": options["target_delta"], "noise_multiplier": sigma}

@@ -18,10 +18,8 @@ def add_to(commands: Any) -> None:
     plot = commands.add_parser("plot", help="a picture of the report: epsilon over rounds")
     plot.add_argument("-o", "--output", required=True, metavar="FILE", help="picture to write: .png, .pdf or .svg")
     for parser, command in ((report, print_report), (plot, draw_report)):
-        flags.add_mechanism_flags(parser)
-        parser.add_argument("--steps", required=True, type=flags.number, metavar="T", help="rounds (training steps)")
+        flags.add_run_flags(parser)
         parser.add_argument("--delta", required=True, type=float, help="at which epsilon is meant")
-        flags.add_adjacency_flag(parser)
         parser.set_defaults(command=command)
 
 
@@ -41,5 +39,4 @@ def draw_report(options: dict[str, Any]) -> None:
 
 
 def _report(options: dict[str, Any]) -> PrivacyReport:
-    fields = flags.fields_of_mechanism(options)
-    return privacy_report(**fields, **options)
+    return privacy_report(**flags.fields_of_run(options), **options)
