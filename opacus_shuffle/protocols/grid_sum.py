@@ -20,6 +20,7 @@ import torch
 from opacus_shuffle.analysis import binomial_sums, sampled_sums
 from opacus_shuffle.analysis.binomial_sums import LOST_SHARE, SumRound, gaussian_equivalent
 from opacus_shuffle.analysis.sampled_sums import SampledRound
+from opacus_shuffle.core.guarantees import InconsistentBound
 from opacus_shuffle.core.validation import instance_of, integer, one_of
 from opacus_shuffle.protocols.calibration import GridPlan, Promise, published_round_budget
 from opacus_shuffle.protocols.messages import Messages, shuffled
@@ -139,7 +140,10 @@ class GridSum(ABC):
             raise ValueError(
                 f"delta={delta!r} is less than the binomial's tails can be held to over {count} rounds: ask for a larger delta"
             )
-        return binomial_sums.lower_epsilon(repeated, delta=delta, sample_rate=self.sample_rate), upper
+        lower = binomial_sums.lower_epsilon(repeated, delta=delta, sample_rate=self.sample_rate)
+        if lower > upper:
+            raise InconsistentBound(f"{self!r} has lower = {lower!r} above upper = {upper!r}: report this error, use neither")
+        return lower, upper
 
     def statement(
         self,

@@ -62,7 +62,7 @@ class PrivacyStatement(PrivacyBound):
     def __str__(self) -> str:
         lines = [
             f"epsilon = {round_up(self.epsilon)} at delta = {self.delta:.3g}: {self.guarantee.value}",
-            f"  neighbours: one user's value is replaced ({self.num_users:,} users)",
+            f"  neighbours: one user's value is replaced, by zero or any other ({self.num_users:,} users)",
             f"  adversary:  {self.adversary}",
             f"  trusted:    {self.trusted}",
         ]

@@ -45,13 +45,6 @@ class ShuffleVectorSum(GridSum):
         sample_rate: If below 1, every round's ``num_users`` users are a fresh, secret, uniform sample of fixed size, out of
             ``num_users / sample_rate`` users in all; with ``"tight"`` and everyone honest only.
 
-    Attributes:
-        granularity: g. noise_bits: b. bit_probability: p.
-        variance: Per coordinate of the answer, at most; unit of ``max_norm`` squared.
-        bits_per_user: d·(g + b).
-        mu: One round is a μ-Gaussian mechanism, but for a probability ``lost``.
-        noise_multiplier: 2/μ, the noise of that mechanism over ``max_norm``.
-
     Formal Guarantees:
         (ε, δ)-DP of all the shuffled messages, for every data set, replacement adjacency, up to the floating-point arithmetic
         of the random numbers. ``"published"``: SCO Theorem A.6, Corollary A.9. ``"tight"``: the Gaussian bound of

@@ -36,7 +36,7 @@ def test_the_score_is_the_likelihood_ratio_of_the_permuted_vector_s_sum():
 
 
 @pytest.mark.parametrize(("steps", "rate"), [(1, 1.0), (4, 0.3)])
-def test_both_laws_are_each_other_s_likelihood_ratio(steps, rate):
+def test_both_distributions_are_each_other_s_likelihood_ratio(steps, rate):
     null, alternative = summed_coordinates(
         mean=0.7, steps=steps, sample_rate=rate, trials=200_000, rng=np.random.default_rng(2)
     )

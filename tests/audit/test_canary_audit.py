@@ -53,7 +53,7 @@ def split(trials):
     return [[trial.score for trial in trials if trial.present is present] for present in (False, True)]
 
 
-def test_the_scores_have_the_law_that_the_noise_gives_them(trials):
+def test_the_scores_have_the_distribution_that_the_noise_gives_them(trials):
     null, alternative = (torch.tensor(scores, dtype=torch.float64) for scores in split(trials))
     for scores, mean in ((null, 0.0), (alternative, 1.0)):
         # Five standard deviations of a mean, and of a variance (whose is √(2/n)·σ²).

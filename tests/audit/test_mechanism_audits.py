@@ -130,7 +130,7 @@ def log_below(threshold, *, shift, dimension, steps, rate):
         (0.2, 10**12, 3, 0.9),
     ],
 )
-def test_the_largest_coordinate_has_the_law_of_the_whole_vector(sigma, dimension, steps, rate):
+def test_the_largest_coordinate_has_the_distribution_of_the_whole_vector(sigma, dimension, steps, rate):
     runs = 400_000
     null, alternative = largest_coordinates(
         shift=1 / sigma, dimension=dimension, steps=steps, sample_rate=rate, trials=runs, rng=np.random.default_rng(1)
@@ -141,7 +141,7 @@ def test_the_largest_coordinate_has_the_law_of_the_whole_vector(sigma, dimension
         assert_counted((alternative > threshold).sum(), runs, -math.expm1(log_below(threshold, rate=rate, **distribution)))
 
 
-def test_the_closed_law_is_that_of_a_vector_drawn_in_full():
+def test_the_closed_distribution_is_that_of_a_vector_drawn_in_full():
     # From the words of the mechanism: d coordinates of noise per step, and in a sampled step the record's c in one of them.
     rng, runs, sigma, dimension, steps, rate = np.random.default_rng(2), 100_000, 0.5, 3, 4, 0.3
     vectors = sigma * rng.standard_normal((runs, steps, dimension))

@@ -89,7 +89,7 @@ def test_coordinates_are_permuted_independently_of_each_other():
     assert chisquare(table.ravel()).pvalue > UNLIKELY
 
 
-def test_the_law_of_the_shuffled_bits_depends_on_the_sums_only():
+def test_the_distribution_of_the_shuffled_bits_depends_on_the_sums_only():
     # Whoever sent the ones: every position of a coordinate with 3 ones among 8 bits is 1 equally often.
     for seed, split in ((1, [3, 0]), (2, [1, 2])):
         generator = np.random.default_rng(seed)

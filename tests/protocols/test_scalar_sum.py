@@ -23,7 +23,7 @@ from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 UNLIKELY = 1e-6
 
 
-def binomial_law(trials, probability):
+def binomial_distribution(trials, probability):
     """(first, probabilities) of all outcomes within 14 standard deviations; beyond lies less than 1e-40."""
     mean, deviation = trials * probability, math.sqrt(trials * probability * (1 - probability))
     first, last = max(0, math.floor(mean - 14 * deviation)), min(trials, math.ceil(mean + 14 * deviation))
@@ -33,9 +33,9 @@ def binomial_law(trials, probability):
     return first, masses / masses.sum()
 
 
-def count_law(places, trials, probability, size_of_grid):
+def count_distribution(places, trials, probability, size_of_grid):
     """Noise and everybody's randomly rounded value, on the outcomes from the noise's first on."""
-    first, distribution = binomial_law(trials, probability)
+    first, distribution = binomial_distribution(trials, probability)
     distribution = np.concatenate([distribution, np.zeros(len(places) * (size_of_grid + 1))])
     for place in places:
         whole, fraction = math.floor(place), place - math.floor(place)
@@ -65,10 +65,10 @@ def test_no_two_values_are_told_apart_better_than_promised(calibration, users, e
     trials = math.ceil(fraction * users - 1e-9) * protocol.noise_bits
     values = np.random.default_rng(3).uniform(0, 1, (6, 2)).tolist()
     for one, other in [(0.0, 1.0), (1.0, 0.0), (0.0, 0.5), (0.31, 0.31 + 0.2 / g), (1e-9, 1 - 1e-9), *values]:
-        distributions = [count_law([value * g], trials, protocol.bit_probability, g)[1] for value in (one, other)]
+        distributions = [count_distribution([value * g], trials, protocol.bit_probability, g)[1] for value in (one, other)]
         assert exact_delta(*distributions, epsilon) <= delta * (1 + 1e-11)
     if calibration == "tight":
-        ends = [count_law([place], trials, 0.5, g + 1)[1] for place in (0, g + 1)]
+        ends = [count_distribution([place], trials, 0.5, g + 1)[1] for place in (0, g + 1)]
         assert exact_delta(*ends, epsilon) > delta
         lower, upper = protocol.exact_epsilon()
         assert 0 <= lower <= upper <= epsilon
@@ -77,8 +77,8 @@ def test_no_two_values_are_told_apart_better_than_promised(calibration, users, e
 def test_other_users_rounding_only_hides_more():
     protocol = ShuffleScalarSum(4, 1.0, 1.0, 1e-2, "tight")
     g, trials = protocol.granularity, 4 * protocol.noise_bits
-    alone = exact_delta(*(count_law([end], trials, 0.5, g)[1] for end in (0, g)), 1.0)
-    crowd = exact_delta(*(count_law([end, 0.4 * g, 0.77 * g, 0.031 * g], trials, 0.5, g)[1] for end in (0, g)), 1.0)
+    alone = exact_delta(*(count_distribution([end], trials, 0.5, g)[1] for end in (0, g)), 1.0)
+    crowd = exact_delta(*(count_distribution([end, 0.4 * g, 0.77 * g, 0.031 * g], trials, 0.5, g)[1] for end in (0, g)), 1.0)
     assert crowd <= alone <= 1e-2
 
 
@@ -115,12 +115,12 @@ def small_protocol(users=3, fraction=1.0):
     return protocol
 
 
-def assert_of_law(answers, values, reports):
+def assert_of_distribution(answers, values, reports):
     """χ² of the counts behind the answers, outcomes expected fewer than 10 times together; mean and variance."""
     counts = np.asarray(answers) * 7 / 2 + reports * 5 * 0.4
     np.testing.assert_allclose(counts, counts.round(), atol=1e-9)
     counts = counts.round().astype(np.int64)
-    first, distribution = count_law([value * 7 / 2 for value in values], reports * 5, 0.4, 7)
+    first, distribution = count_distribution([value * 7 / 2 for value in values], reports * 5, 0.4, 7)
     seen = np.bincount(counts - first, minlength=len(distribution)).astype(float)
     assert len(seen) == len(distribution)
     expected = len(counts) * distribution
@@ -134,7 +134,7 @@ def assert_of_law(answers, values, reports):
 
 
 @pytest.mark.parametrize("shape", ["float64", "float32", "numpy", "list", "blocks", "generator", "sparse"])
-def test_simulated_answers_have_the_exact_law(shape):
+def test_simulated_answers_have_the_exact_distribution(shape):
     protocol, generator = small_protocol(), torch.Generator().manual_seed(1)
     column = torch.tensor(VALUES)
     forms = {
@@ -148,18 +148,18 @@ def test_simulated_answers_have_the_exact_law(shape):
     }
     answers = [protocol.simulate(forms[shape](), generator) for _ in range(800)]
     assert isinstance(answers[0], float)
-    assert_of_law(answers, column.float().double().numpy() if shape == "float32" else VALUES, 3)
+    assert_of_distribution(answers, column.float().double().numpy() if shape == "float32" else VALUES, 3)
 
 
 @pytest.mark.parametrize("value", [0.3, 0.0, 2.0])
-def test_an_expanded_number_has_the_law_of_its_copies(value):
+def test_an_expanded_number_has_the_distribution_of_its_copies(value):
     protocol, generator = small_protocol(), torch.Generator().manual_seed(2)
     column = torch.tensor(value, dtype=torch.float64).expand(3)
-    assert_of_law([protocol.simulate(column, generator) for _ in range(800)], [value] * 3, 3)
+    assert_of_distribution([protocol.simulate(column, generator) for _ in range(800)], [value] * 3, 3)
 
 
 @pytest.mark.parametrize("reports", [3, 2])
-def test_messages_have_the_exact_law_and_are_unbiased_for_those_who_sent(reports):
+def test_messages_have_the_exact_distribution_and_are_unbiased_for_those_who_sent(reports):
     protocol, generator = small_protocol(fraction=0.5), torch.Generator().manual_seed(3)
     answers = []
     for _ in range(500):
@@ -167,7 +167,7 @@ def test_messages_have_the_exact_law_and_are_unbiased_for_those_who_sent(reports
         assert all(each.bits_per_report == 12 and each.bits.shape == (1, 2) for each in sent)
         answers.append(protocol.analyze(protocol.shuffle(sent, generator)))
     assert isinstance(answers[0], float)
-    assert_of_law(answers, VALUES[:reports], reports)
+    assert_of_distribution(answers, VALUES[:reports], reports)
 
 
 def test_real_answers_are_unbiased_with_the_announced_variance():

@@ -35,16 +35,16 @@ def small_protocol(dimension, users=4, plan=PLAN, fraction=1.0):
     return protocol
 
 
-def binomial_law(trials, probability):
+def binomial_distribution(trials, probability):
     """(first, probabilities) of Bin(trials, probability), by its logarithms."""
     outcomes = np.arange(trials + 1)
     logs = np.array([math.lgamma(trials + 1) - math.lgamma(k + 1) - math.lgamma(trials - k + 1) for k in outcomes])
     return 0, np.exp(logs + outcomes * math.log(probability) + (trials - outcomes) * math.log1p(-probability))
 
 
-def count_law(values, plan, reports):
+def count_distribution(values, plan, reports):
     """(first, probabilities) of a coordinate's count: everybody's rounding, and the noise."""
-    first, distribution = binomial_law(reports * plan.noise_bits, plan.bit_probability)
+    first, distribution = binomial_distribution(reports * plan.noise_bits, plan.bit_probability)
     for value in values:
         place = (value + 1) * plan.granularity / 2
         first += math.floor(place)
@@ -52,7 +52,7 @@ def count_law(values, plan, reports):
     return first, distribution
 
 
-def assert_of_law(counts, first, distribution):
+def assert_of_distribution(counts, first, distribution):
     """χ² over the outcomes, those expected fewer than 10 times together."""
     counts = np.asarray(counts).ravel()
     assert counts.min() >= first
@@ -115,7 +115,7 @@ def shapes():
 @pytest.mark.parametrize("shape", list(shapes()))
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.filterwarnings("ignore:Sparse invariant")
-def test_simulated_counts_have_the_exact_law(shape):
+def test_simulated_counts_have_the_exact_distribution(shape):
     protocol = small_protocol(WIDE)
     generator = torch.Generator().manual_seed(20)
     counts = []
@@ -124,23 +124,23 @@ def test_simulated_counts_have_the_exact_law(shape):
         assert answer.dtype == torch.float64
         assert answer.shape == (WIDE,)
         counts.append(answers_as_counts(protocol, answer, 4))
-    distribution = count_law(USERS, PLAN, 4)
-    assert_of_law(counts, *distribution)
+    distribution = count_distribution(USERS, PLAN, 4)
+    assert_of_distribution(counts, *distribution)
     assert_mean_and_variance(counts, *distribution)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_single_and_half_precision_have_the_law_of_their_values(dtype):
+def test_single_and_half_precision_have_the_distribution_of_their_values(dtype):
     protocol = small_protocol(WIDE)
     rows = (0.99 * torch.tensor(USERS)).to(dtype).unsqueeze(1).expand(4, WIDE).contiguous()
     generator = torch.Generator().manual_seed(21)
     counts = [answers_as_counts(protocol, protocol.simulate(rows, generator), 4) for _ in range(8)]
-    assert_of_law(counts, *count_law(rows[:, 0].double().tolist(), PLAN, 4))
+    assert_of_distribution(counts, *count_distribution(rows[:, 0].double().tolist(), PLAN, 4))
 
 
 @pytest.mark.parametrize("users", [1, 2, 4, 60])
 @pytest.mark.parametrize("value", [0.7, -0.31, 1.0, 0.0])
-def test_an_expanded_row_has_the_law_of_its_copies(users, value):
+def test_an_expanded_row_has_the_distribution_of_its_copies(users, value):
     value = value / math.sqrt(WIDE)
     protocol = small_protocol(WIDE, users)
     generator = torch.Generator().manual_seed(22)
@@ -150,10 +150,10 @@ def test_an_expanded_row_has_the_law_of_its_copies(users, value):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's about arrays that are not writable
         counts += [answers_as_counts(protocol, protocol.simulate(broadcast, generator), users) for _ in range(4)]
-    assert_of_law(counts, *count_law([value] * users, PLAN, users))
+    assert_of_distribution(counts, *count_distribution([value] * users, PLAN, users))
 
 
-def test_sparse_rows_with_zeros_have_the_exact_law():
+def test_sparse_rows_with_zeros_have_the_exact_distribution():
     protocol = small_protocol(WIDE)
     dense = torch.zeros(4, WIDE, dtype=torch.float64)
     dense[0] = USERS[0]
@@ -161,22 +161,22 @@ def test_sparse_rows_with_zeros_have_the_exact_law():
     for sparse in (dense.to_sparse(), dense.to_sparse_coo()):
         generator = torch.Generator().manual_seed(23)
         counts = np.array([answers_as_counts(protocol, protocol.simulate(sparse, generator), 4) for _ in range(8)])
-        assert_of_law(counts[:, ::2], *count_law([USERS[0], USERS[1], 0, 0], PLAN, 4))
-        assert_of_law(counts[:, 1::2], *count_law([USERS[0], 0, 0, 0], PLAN, 4))
+        assert_of_distribution(counts[:, ::2], *count_distribution([USERS[0], USERS[1], 0, 0], PLAN, 4))
+        assert_of_distribution(counts[:, 1::2], *count_distribution([USERS[0], 0, 0, 0], PLAN, 4))
 
 
 @pytest.mark.parametrize("even", [False, True])
-def test_all_zero_sparse_rows_have_the_exact_law(even):
+def test_all_zero_sparse_rows_have_the_exact_distribution(even):
     plan = dataclasses.replace(PLAN, granularity=40 if even else 41)
     protocol = small_protocol(WIDE, plan=plan)
     generator = torch.Generator().manual_seed(24)
     empty = torch.zeros(4, WIDE).to_sparse()
     counts = [answers_as_counts(protocol, protocol.simulate(empty, generator), 4) for _ in range(8)]
-    assert_of_law(counts, *count_law([0.0] * 4, plan, 4))
+    assert_of_distribution(counts, *count_distribution([0.0] * 4, plan, 4))
 
 
 @pytest.mark.parametrize("reports", [4, 3, 2])
-def test_messages_have_the_exact_law_and_are_unbiased_for_those_who_sent(reports):
+def test_messages_have_the_exact_distribution_and_are_unbiased_for_those_who_sent(reports):
     protocol = small_protocol(WIDE, fraction=0.5)
     generator = torch.Generator().manual_seed(25)
     counts, answers = [], []
@@ -190,8 +190,8 @@ def test_messages_have_the_exact_law_and_are_unbiased_for_those_who_sent(reports
         answers.append(answer)
         counts.append(answers_as_counts(protocol, answer, reports))
         np.testing.assert_array_equal(counts[-1], shuffled.ones())
-    distribution = count_law(USERS[:reports], PLAN, reports)
-    assert_of_law(counts, *distribution)
+    distribution = count_distribution(USERS[:reports], PLAN, reports)
+    assert_of_distribution(counts, *distribution)
     assert_mean_and_variance(counts, *distribution)
     answers = torch.stack(answers).flatten()
     error = answers.std() / math.sqrt(len(answers))
@@ -210,7 +210,7 @@ def test_one_users_messages_are_a_rounded_value_and_binomial_noise_in_so_many_bi
         assert messages.bits.shape == (WIDE, 6)
         assert protocol.bits_per_user == WIDE * 47
         counts.append(messages.ones())
-    assert_of_law(counts, *count_law(USERS[:1], PLAN, 1))
+    assert_of_distribution(counts, *count_distribution(USERS[:1], PLAN, 1))
 
 
 def test_coordinates_and_rounds_are_independent_of_each_other():
@@ -235,7 +235,7 @@ def test_the_parts_of_a_simulation_add_up():
         assert encoded.shape == noise.shape == (WIDE,)
         counts.append(answers_as_counts(protocol, protocol.decode(encoded + noise, 4), 4))
         np.testing.assert_array_equal(counts[-1], encoded + noise)
-    assert_of_law(counts, *count_law(USERS, PLAN, 4))
+    assert_of_distribution(counts, *count_distribution(USERS, PLAN, 4))
 
 
 def test_a_seed_repeats_a_simulation_and_no_seed_does_not():

@@ -18,7 +18,7 @@ from opacus_shuffle.protocols.calibration import GridPlan
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
-def binomial_law(trials, probability):
+def binomial_distribution(trials, probability):
     """(first, probabilities) of all outcomes within 14 standard deviations; beyond lies less than 1e-40."""
     mean, deviation = trials * probability, math.sqrt(trials * probability * (1 - probability))
     first, last = max(0, math.floor(mean - 14 * deviation)), min(trials, math.ceil(mean + 14 * deviation))
@@ -41,7 +41,7 @@ def rounded(masses, value, low, size):
 def views(protocol, x, other, *, rest=(), reports=None):
     """Per coordinate in which x and the other vector differ: the two distributions of the count, noise of ``reports`` users."""
     reports = math.ceil(protocol.honest_fraction * protocol.num_users - 1e-9) if reports is None else reports
-    _, noise = binomial_law(reports * protocol.noise_bits, protocol.bit_probability)
+    _, noise = binomial_distribution(reports * protocol.noise_bits, protocol.bit_probability)
     pairs = []
     for j, (one, two) in enumerate(zip(x, other, strict=True)):
         if one == two:
@@ -160,7 +160,7 @@ def test_no_two_neighbours_are_told_apart_better_than_promised_when_tight(users,
 @pytest.mark.parametrize(("users", "dimension", "epsilon", "delta", "fraction"), CASES)
 def test_the_tight_noise_would_not_do_for_six_per_cent_more(users, dimension, epsilon, delta, fraction):
     protocol = ShuffleVectorSum(users, dimension, 1.0, epsilon, delta, "tight", fraction)
-    _, noise = binomial_law(math.ceil(fraction * users - 1e-9) * protocol.noise_bits, 0.5)
+    _, noise = binomial_distribution(math.ceil(fraction * users - 1e-9) * protocol.noise_bits, 0.5)
     # OVERHEAD is 5 % of the variance, 2.5 % of the steps; the rest is for the binomial's lighter tails and whole steps.
     more = math.ceil(1.06 * protocol.granularity)
     size = len(noise) + more + 1
