@@ -1,4 +1,4 @@
-"""SG's Algorithm 1 (with its erratum): the sum over integer partitions that :mod:`opacus_shuffle.analysis.mean_ratio` replaces.
+"""Algorithm 1 of Liew and Takahashi (SG): the sum over integer partitions that ``opacus_shuffle.analysis.mean_ratio`` replaces.
 
 Exponential in the order: p(30) = 5,604 partitions, p(100) = 190,569,292, p(2000) about 5e45. The tests use it as an oracle, the
 benchmark as the baseline.

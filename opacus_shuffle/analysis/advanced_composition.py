@@ -29,14 +29,14 @@ RELATIVE_ERROR = 1e-12
 
 
 def subsample(epsilon: float, *, sample_rate: float) -> float:
-    """ε of a step on a sample, WS Theorem 2 (its δ becomes ``sample_rate`` times as large)."""
+    """Returns ε of a step on a sample, WS Theorem 2 (its δ becomes ``sample_rate`` times as large)."""
     if epsilon > 700:  # (1 − q) + q·e^ε overflows
         return epsilon if sample_rate == 1 else float(np.logaddexp(math.log1p(-sample_rate), epsilon + math.log(sample_rate)))
     return math.log1p(sample_rate * math.expm1(epsilon))
 
 
 def compose(epsilons: Sequence[tuple[float, int]], *, slack: float) -> float:
-    """ε of steps with these (ε_j, number of repetitions), WS Theorem 1 with δ′ = ``slack``, rounded up."""
+    """Returns ε of steps with these (ε_j, number of repetitions), WS Theorem 1 with δ′ = ``slack``, rounded up."""
     total = math.fsum(epsilon * count for epsilon, count in epsilons)
     peak = max((epsilon for epsilon, _ in epsilons), default=0.0)
     if peak == 0:
@@ -48,7 +48,7 @@ def compose(epsilons: Sequence[tuple[float, int]], *, slack: float) -> float:
 def compute_epsilon(
     steps: Sequence[tuple[Callable[[float], float], float, int]], *, delta: float, delta_split: float | None = 0.5
 ) -> float:
-    """ε of a whole run from what one step's ε is at a given δ.
+    """Returns ε of a whole run from what one step's ε is at a given δ.
 
     Args:
         steps: Per kind of step: its ε ≥ 0 as a non-increasing function of its δ (before sampling), the sampling rate, and the
@@ -84,7 +84,7 @@ def compute_epsilon(
 def step_budget(
     *, epsilon: float, delta: float, steps: int, sample_rate: float = 1.0, delta_split: float = 0.5
 ) -> tuple[float, float]:
-    """The (ε_s, δ_s) that each of ``steps`` equal steps may spend before sampling, WS section V-B.
+    """Returns the (ε_s, δ_s) that each of ``steps`` equal steps may spend before sampling, WS section V-B.
 
     Args:
         epsilon: ε > 0 of the run.

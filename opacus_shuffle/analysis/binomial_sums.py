@@ -94,7 +94,7 @@ class GaussianBound:
 
 
 def hockey_stick(noise: BinomialNoise, *, shift: int, epsilon: float) -> float:
-    """The exact δ(ε) of one coordinate that moves by ``shift``, the larger of the two directions, rounded up.
+    """Returns the exact δ(ε) of one coordinate that moves by ``shift``, the larger of the two directions, rounded up.
 
     Args:
         noise: The binomial noise.
@@ -114,7 +114,7 @@ def hockey_stick(noise: BinomialNoise, *, shift: int, epsilon: float) -> float:
 
 
 def _upward(noise: BinomialNoise, shift: int, epsilon: float) -> float:
-    """Supremum over thresholds of P(B + k > y) − e^ε·P(B > y)."""
+    """Returns the supremum over thresholds of P(B + k > y) − e^ε·P(B > y)."""
     if shift == 0:
         return 0.0
     m, p = noise.trials, noise.probability
@@ -142,7 +142,7 @@ def _upward(noise: BinomialNoise, shift: int, epsilon: float) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def gaussian_bound(noise: BinomialNoise, *, shift: int, tail: float) -> GaussianBound:
-    """The Gaussian mechanism that covers sums whose coordinates move by at most ``shift``, in any number and direction.
+    """Returns the Gaussian mechanism that covers sums whose coordinates move by at most ``shift``, in any number and direction.
 
     Args:
         noise: The noise of every coordinate, independent.
@@ -178,7 +178,7 @@ def gaussian_bound(noise: BinomialNoise, *, shift: int, tail: float) -> Gaussian
 
 
 def _largest_with_tail(noise: BinomialNoise, tail: float) -> int:
-    """The largest y with P(B ≤ y) ≤ tail; −1 if there is none."""
+    """Returns the largest y with P(B ≤ y) ≤ tail; −1 if there is none."""
     m, p = noise.trials, noise.probability
     low, high = -1, math.ceil(m * p)
     while high - low > 1:
@@ -210,13 +210,13 @@ Rounds = Sequence[tuple[SumRound, int]]
 
 
 def gaussian_equivalent(each: SumRound, *, lost: float) -> tuple[float, float]:
-    """(μ, lost) of one round: it is a μ-Gaussian mechanism but for that probability, which is at most the one given."""
+    """Returns (μ, lost) of one round: it is a μ-Gaussian mechanism but for that probability, which is at most the one given."""
     bound = gaussian_bound(each.noise, shift=each.shift, tail=max(lost / each.dimension, 1e-300))
     return bound.slope * each.shift, bound.lost * each.dimension
 
 
 def compute_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> float:
-    """ε at δ of rounds in which the same users take part, rounded up; ``inf`` where the noise is too small to say.
+    """Returns ε at δ of rounds in which the same users take part, rounded up; ``inf`` where the noise is too small to say.
 
     Args:
         rounds: Rounds, each with its number of repetitions, at least 1; later ones may depend on the earlier ones' sums.
@@ -239,7 +239,7 @@ def compute_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> f
 
 
 def lower_epsilon(rounds: Rounds, *, delta: float, sample_rate: float = 1.0) -> float:
-    """A value that the smallest valid ε is not below: one user's value moves end to end along one coordinate.
+    """Returns a value that the smallest valid ε is not below: one user's value moves end to end along one coordinate.
 
     Args:
         rounds: As :func:`compute_epsilon`.
@@ -267,7 +267,7 @@ def lower_epsilon(rounds: Rounds, *, delta: float, sample_rate: float = 1.0) -> 
 
 @functools.lru_cache(maxsize=256)
 def _shift_distribution(each: SumRound, reflected: bool) -> RatioDistribution:
-    """The distribution of R for a shift of one coordinate, with outcomes lumped in cells (which can only hide something)."""
+    """Returns R's distribution for a shift of one coordinate; outcomes are lumped, which can only hide something."""
     noise = each.noise.reflected if reflected else each.noise
     m, p = noise.trials, noise.probability
     deviation = math.sqrt(noise.variance)
@@ -281,14 +281,14 @@ def _shift_distribution(each: SumRound, reflected: bool) -> RatioDistribution:
 
 
 def _cell_masses(ends: Vector, trials: int, probability: float) -> Vector:
-    """P(ends[i] < B ≤ ends[i + 1]), from whichever tail is the smaller."""
+    """Returns P(ends[i] < B ≤ ends[i + 1]), from whichever tail is the smaller."""
     below, above = binom.cdf(ends, trials, probability), binom.sf(ends, trials, probability)
     masses: Vector = np.where(below[1:] < 0.5, np.diff(below), -np.diff(above))
     return masses
 
 
 def largest_mu(*, epsilon: float, delta: float) -> float:
-    """The μ, rounded down, of the Gaussian mechanism that is just (ε, δ)-DP."""
+    """Returns the μ, rounded down, of the Gaussian mechanism that is just (ε, δ)-DP."""
     epsilon, delta = finite_number("epsilon", epsilon), open_unit_interval("delta", delta)
 
     def excess(log_mu: float) -> float:

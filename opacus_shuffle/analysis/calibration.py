@@ -22,7 +22,7 @@ RELATIVE_TOLERANCE = 1e-7
 
 
 def smallest_noise_multiplier(epsilon: Callable[[float], float], *, target_epsilon: float) -> float:
-    """The smallest σ (to 1e-7, rounded up) with ``epsilon(σ) ≤ target_epsilon``.
+    """Returns the smallest σ (to 1e-7, rounded up) with ``epsilon(σ) ≤ target_epsilon``.
 
     Args:
         epsilon: ε as a non-increasing, continuous function of σ; a float at every σ in [1e-3, 1e9].

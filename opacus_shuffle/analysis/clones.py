@@ -1,4 +1,4 @@
-r"""Hiding among the clones: the amplification-by-shuffling bounds of Feldman, McMillan and Talwar, as a baseline beside ours.
+r"""Computes Feldman, McMillan and Talwar's amplification by shuffling ("hiding among the clones"), a baseline beside ours.
 
 They know of a report only that it is (ε0, δ0)-LDP, hold for every data set, and are usually far above what the Gaussian's own
 distribution gives (:mod:`opacus_shuffle.analysis.gaussian_clones`). ``compute_epsilon`` is for pure ε0-LDP reports,
@@ -41,7 +41,7 @@ MARGIN = 1e-9
 
 
 def _clone_counts(*, probability: float, num_users: int, tail: float, bins: int) -> tuple[Vector, Vector]:
-    """Clone counts and upper bounds on their masses; what lies outside has mass at most 2·``tail`` (Chernoff, Bernstein)."""
+    """Returns clone counts and bounds on their masses; outside lies 2·``tail`` at most (Chernoff, Bernstein)."""
     others = min(num_users, MAX_USERS) - 1
     mean, log_tail = others * probability, -math.log(tail)
     low = max(math.floor(mean - math.sqrt(2 * mean * log_tail)), 0)
@@ -54,7 +54,7 @@ def _clone_counts(*, probability: float, num_users: int, tail: float, bins: int)
 
 
 def _hockey_stick(epsilon: float, local_epsilon: float, counts: Vector, masses: Vector) -> tuple[float, float]:
-    """An upper bound on δ(ε) of the pair of Theorem 3.2, and minus its slope in e^ε.
+    """Returns an upper bound on δ(ε) of the pair of Theorem 3.2, and minus its slope in e^ε.
 
     Given C, both views are told by their first number a, whose ratio P/Q grows with a. So the best test is "a ≥ k", and with
     S(k) = Pr[Bin(C, ½) ≥ k] and b = S(k − 1) − S(k), q = e^ε0/(1 + e^ε0):
@@ -72,7 +72,7 @@ def _hockey_stick(epsilon: float, local_epsilon: float, counts: Vector, masses: 
 def _numeric(
     *, local_epsilon: float, probability: float, num_users: int, delta: float, lost: float = 0.0, bins: int = BINS
 ) -> float | None:
-    """The least ε with δ_pair(ε) + (1 + e^ε)·``lost`` ≤ δ, rounded up; None if none. ``probability``: of a clone."""
+    """Returns the least ε with δ_pair(ε) + (1 + e^ε)·``lost`` ≤ δ, rounded up; None if none. ``probability``: of a clone."""
     if local_epsilon > LARGEST_LOCAL_EPSILON or delta < SMALLEST_DELTA:
         return None
     tail = 1e-8 * delta
@@ -112,7 +112,7 @@ def _lost(*, local_epsilon: float, local_delta: float, num_users: int, conversio
 
 
 def _falls_to_zero(function: Callable[[float], float], end: float) -> float:
-    """Where a decreasing function crosses zero on [0, ``end``]; an end if it does not. Any ε0 is sound, so no rounding."""
+    """Returns where a decreasing function crosses zero on [0, ``end``], or an end. Any ε0 is sound, so nothing is rounded."""
     if function(0.0) <= 0:
         return 0.0
     return end if function(end) >= 0 else crossing(function, 0.0, end, tolerance=1e-12 * end)
@@ -228,7 +228,7 @@ def gaussian_epsilon(
         return math.exp(gaussian.log_delta(mu=distance / sigma, epsilon=local_epsilon))
 
     def view(clone_epsilon: float) -> tuple[float, float]:
-        """The loss when others are clones with probability e^(−``clone_epsilon``), and the mass mended in user 1's reports."""
+        """Returns the loss with clones of probability e^(−``clone_epsilon``), and the mass mended in user 1's reports."""
         local_delta = curve(clone_epsilon, 2.0)
         if zero_out and conversion == "proved":
             mended = (curve(clone_epsilon, 1.0) + local_delta) / 2

@@ -45,7 +45,7 @@ class OrderCapWarning(UserWarning):
 def epsilon_from_rdp(
     rdp: Callable[[Vector], Vector], *, delta: float, orders: Iterable[float] | None = None
 ) -> tuple[float, float]:
-    """The smallest ε that the RDP curve gives at δ, and the order that gives it.
+    """Returns the smallest ε that the RDP curve gives at δ, and the order that gives it.
 
     Args:
         rdp: Maps an array of orders to the composed RDP at them, same shape; may not return NaN.

@@ -43,7 +43,7 @@ _POINTS = 513
 def compute_delta(
     *, epsilon: float, noise_std: float, dimension: Dimension, clip: float = 1.0, batch_clip: float = 1.0
 ) -> float:
-    """δ of one shuffled Gaussian by WS Theorem 6 (Eq. 83), as the formula has it: it may be negative.
+    """Returns δ of one shuffled Gaussian by WS Theorem 6 (Eq. 83), as the formula has it: it may be negative.
 
     Args:
         epsilon: ε ≥ 0.
@@ -70,7 +70,7 @@ def compute_delta(
 def compute_epsilon(
     *, noise_std: float, delta: float, dimension: Dimension, clip: float = 1.0, batch_clip: float = 1.0
 ) -> float:
-    """The smallest ε ≥ 0 from which on WS Theorem 6 keeps δ within ``delta``, rounded up; 0 where the formula says so.
+    """Returns the smallest ε ≥ 0 from which on WS Theorem 6 keeps δ within ``delta``, rounded up; 0 where the formula says so.
 
     Args:
         noise_std: Absolute standard deviation of the noise on each coordinate of the sum.
@@ -93,7 +93,7 @@ def compute_epsilon(
 def compute_noise_std(
     *, epsilon: float, delta: float, dimension: Dimension, clip: float = 1.0, batch_clip: float = 1.0
 ) -> float:
-    """The smallest σ from which on WS Theorem 6 keeps δ within ``delta``, rounded up: δ falls below zero and rises again.
+    """Returns the smallest σ above which WS Theorem 6 keeps δ within ``delta``, rounded up: δ is not monotone in σ.
 
     Args:
         epsilon: ε > 0 of one step.
@@ -119,7 +119,7 @@ def compute_noise_std(
 
 
 def dimensions(dimension: Dimension) -> tuple[int, ...]:
-    """One d, or one per layer, checked."""
+    """Checks one d, or one per layer."""
     layers = tuple(dimension) if isinstance(dimension, Sequence | np.ndarray) else (dimension,)
     if not layers or isinstance(dimension, str | bytes):
         raise ValueError(f"dimension must be a whole number or a non-empty sequence of them, one per layer, got {dimension!r}")
@@ -127,21 +127,21 @@ def dimensions(dimension: Dimension) -> tuple[int, ...]:
 
 
 def _not_negative(name: str, value: float) -> float:
-    """A finite float of at least 0."""
+    """Returns a finite float of at least 0."""
     if finite_number(name, value) < 0:
         raise ValueError(f"{name} must not be negative, got {value!r}")
     return float(value)
 
 
 def _scale(noise_std: float, clip: float, batch_clip: float) -> tuple[float, float]:
-    """σ/c and c′/c: nothing else matters."""
+    """Returns σ/c and c′/c: nothing else matters."""
     clip, noise_std = positive("clip", clip), positive("noise_std", noise_std)
     norm = batch_clip if batch_clip == math.inf else _not_negative("batch_clip", batch_clip)
     return noise_level("noise_std / clip", noise_std / clip), norm / clip
 
 
 def _parts(ratio: Numbers, d: int, norm: float) -> tuple[Vector, Vector, Vector]:
-    """−ζ₁, s₁ for c′ = norm; with c + c′ in its place −ζ₂ − c²/σ², s₂. All in the log domain."""
+    """Returns −ζ₁, s₁ for c′ = norm; with c + c′ in its place −ζ₂ − c²/σ², s₂. All in the log domain."""
     inverse = 1 / np.asarray(ratio, dtype=np.float64) ** 2
     if d == 1 or norm == math.inf:  # nothing to permute, or a batch so large that one place stands out anyhow
         return inverse, np.zeros_like(inverse), np.sqrt(inverse)
@@ -153,7 +153,7 @@ def _parts(ratio: Numbers, d: int, norm: float) -> tuple[Vector, Vector, Vector]
 
 
 def _delta(epsilon: Numbers, ratio: Numbers, d: int, norm: float) -> Vector:
-    """Eq. 83 for arrays, c = 1."""
+    """Evaluates Eq. 83 for arrays, c = 1."""
     inverse, first, s1 = _parts(ratio, d, norm)
     _, second, s2 = _parts(ratio, d, norm + 1)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # s may be too small to divide by: then Φ is 0
@@ -185,7 +185,7 @@ def _noise_ratio(epsilon: float, delta: float, d: int, norm: float) -> float:
 
 
 def _last_crossing(excess: Callable[[Numbers], Vector], grid: Vector) -> float | None:
-    """The largest root on a falling grid, from above; None if nothing on it exceeds."""
+    """Returns the largest root on a falling grid, from above; None if nothing on it exceeds."""
     over = np.flatnonzero(excess(grid) > 0)
     if not len(over):
         return None

@@ -1,4 +1,4 @@
-r"""The Gaussian mechanism with no shuffler: what every record keeps, whatever the other records are.
+r"""Computes ε of the Gaussian mechanism with no shuffler: what every record keeps, whatever the other records are.
 
 Shuffling is post-processing, so ε of the unshuffled reports holds for every data set: it is this library's proved value
 (``bound="certified"``). T adaptive rounds with local multipliers σ_1, …, σ_T are exactly one Gaussian mechanism with
@@ -27,7 +27,7 @@ RELATIVE_ERROR = 1e-8
 
 
 def log_delta(*, mu: float, epsilon: float) -> float:
-    """Log δ(ε) of the Gaussian mechanism with mean shift μ > 0 in units of its standard deviation.
+    """Returns log δ(ε) of the Gaussian mechanism with mean shift μ > 0 in units of its standard deviation.
 
     For small μ the two terms cancel. There δ = e^{ε/2}·(G(μ/2) − G(−μ/2)) with G(s) = e^{xs}Φ(x + s), x = −ε/μ, is
     e^{ε/2}·μ·(xΦ(x) + φ(x)) up to a relative error of μ²/24 times |G‴/G′| = |x² − φ/(xΦ + φ)| < 3.
@@ -46,7 +46,7 @@ def log_delta(*, mu: float, epsilon: float) -> float:
 
 
 def compute_epsilon(*, mu: float, delta: float) -> float:
-    """The smallest ε with δ(ε) ≤ ``delta``, rounded up.
+    """Returns the smallest ε with δ(ε) ≤ ``delta``, rounded up.
 
     Args:
         mu: Mean shift over standard deviation, Δ·sqrt(Σ 1/σ²), ≥ 0; Δ = 1 for zero-out and 2 for replacement adjacency.

@@ -50,7 +50,7 @@ _GROUP_BITS = 7
 
 
 def compute_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out", clones: Clones = "mended") -> float:
-    """ε of adaptive rounds at δ, for every data set, rounded up.
+    """Returns ε of adaptive rounds at δ, for every data set, rounded up.
 
     Args:
         rounds: Rounds of any kinds, each with its number of repetitions, at least 1.
@@ -93,7 +93,7 @@ def compute_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
 
 
 def clone_probability(noise_multiplier: float, margin: float) -> float:
-    """α: how much of a user's distribution is a clone's, but for a share Φ(−``margin``)."""
+    """Returns α: how much of a user's distribution is a clone's, but for a share Φ(−``margin``)."""
     return math.exp(-margin / noise_multiplier - 0.5 / noise_multiplier**2)
 
 
@@ -113,7 +113,7 @@ def _chained(rounds: Merged, delta: float, clones: Clones, give_up: float) -> fl
 
 @functools.lru_cache(maxsize=512)
 def _with_clones(rounds: Merged, delta: float, clones: Clones) -> float:
-    """ε by clones alone, at a margin t near the best one; ``inf`` where they are of no use."""
+    """Returns ε by clones alone, at a margin t near the best one; ``inf`` where they are of no use."""
     tail = tail_for(rounds, delta)
     if tail is None:
         return math.inf
@@ -157,7 +157,7 @@ def _slack(rounds: Merged, margin: float, clones: Clones) -> tuple[float, float]
 
 
 def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float) -> float | None:
-    """A t near the best one, by what a Gaussian of the mixtures' variance would give; ``None`` with hardly any clones.
+    """Returns a t near the best one, by what a Gaussian of the mixtures' variance would give; ``None`` with hardly any clones.
 
     ``guess`` is ε, for the slack's factor e^ε.
     """
@@ -273,7 +273,7 @@ def _membership(
 
 
 def _likely_range(trials: Any, chance: float, probability: float) -> tuple[Any, Any]:
-    """Whole numbers outside which a binomial lies with at most ``probability`` on either side."""
+    """Returns whole numbers outside which a binomial lies with at most ``probability`` on either side."""
     if probability > 1e-12:
         return binom.ppf(probability, trials, chance), binom.isf(probability, trials, chance)
     # Quantiles of less than the rounding of 1 would come out as the number of trials: Bernstein's inequality instead.
@@ -284,6 +284,6 @@ def _likely_range(trials: Any, chance: float, probability: float) -> tuple[Any, 
 
 
 def _rounded_down(sizes: Counts) -> Counts:
-    """Whole numbers with all but their leading bits cleared."""
+    """Returns whole numbers with all but their leading bits cleared."""
     bits = np.maximum(np.floor(np.log2(np.maximum(sizes, 1))).astype(np.int64) - (_GROUP_BITS - 1), 0)
     return (sizes >> bits) << bits

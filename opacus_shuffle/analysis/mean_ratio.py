@@ -62,7 +62,7 @@ def compute_rdp(
     sample_rate: float = 1.0,
     sampling: Sampling = None,
 ) -> float | Vector:
-    """Exact RDP of one round of the shuffle Gaussian pair, at every order asked for.
+    """Returns the exact RDP of one round of the shuffle Gaussian pair, at every order asked for.
 
     Integer orders are exact (relative error below 1e-10). Between two integers log E[R^λ] is replaced by its chord, which
     lies above it (moments are log-convex). No value exceeds the unshuffled λ/2σ².
@@ -109,14 +109,14 @@ def compute_rdp(
 
 
 def rdp_from_log_moments(moments: Vector, orders: Vector) -> Vector:
-    """RDP at real orders from log-moments at the integers 0, 1, …: the chord between two integers lies above."""
+    """Returns the RDP at real orders from log-moments at the integers 0, 1, …: the chord between two integers lies above."""
     return np.interp(orders, np.arange(len(moments)), moments) / (orders - 1)
 
 
 def log_moments(
     *, noise_multiplier: float, num_users: int, max_order: int, sample_rate: float = 1.0, sampling: Sampling = None
 ) -> Vector:
-    """Log E[R^λ] for λ = 0, …, ``max_order`` (arguments as in :func:`compute_rdp`), read-only and cached."""
+    """Returns log E[R^λ] for λ = 0, …, ``max_order`` (arguments as in :func:`compute_rdp`), read-only and cached."""
     sigma = noise_level("noise_multiplier", noise_multiplier)
     users = integer("num_users", num_users)
     rate = sampling_rate("sample_rate", sample_rate)
@@ -157,7 +157,7 @@ def logsumexp(terms: Vector) -> float:
 
 
 def log_expm1(x: Any) -> Any:
-    """log(eˣ − 1) for x ≥ 0, in whichever form is accurate."""
+    """Returns log(eˣ − 1) for x ≥ 0, in whichever form is accurate."""
     with np.errstate(divide="ignore", over="ignore"):
         return np.where(x < 1, np.log(np.expm1(x)), x + np.log1p(-np.exp(-np.maximum(x, 1))))
 
@@ -177,7 +177,7 @@ def _log_scaled_cumulants(inverse_variance: float, max_order: int) -> Vector:
 
 
 def _log_central_moments(cumulants: Vector) -> Vector:
-    """Log of E[(R − 1)^j]/j! from the logs of k·κ_k/k! (5.2): exp of the series without its first term."""
+    """Returns log of E[(R − 1)^j]/j! from the logs of k·κ_k/k! (5.2): exp of the series without its first term."""
     central = np.full(len(cumulants), -np.inf)
     central[0] = 0.0
     for m in range(2, len(cumulants)):
@@ -186,7 +186,7 @@ def _log_central_moments(cumulants: Vector) -> Vector:
 
 
 def _log_power(series: Vector, exponent: int) -> Vector:
-    """Log-coefficients of (1 + Σ_{k≥2} d_k x^k)^exponent from those of the base, every term positive."""
+    """Returns log-coefficients of (1 + Σ_{k≥2} d_k x^k)^exponent from those of the base, every term positive."""
     if len(series) - 1 > 2 * exponent + 2:
         return _log_power_by_squaring(series, exponent)
     k = np.arange(len(series), dtype=np.float64)
@@ -200,7 +200,7 @@ def _log_power(series: Vector, exponent: int) -> Vector:
 
 
 def _log_power_by_squaring(series: Vector, exponent: int) -> Vector:
-    """The same when the Miller weights could turn negative (few users, high orders)."""
+    """Returns the same when the Miller weights could turn negative (few users, high orders)."""
     result: Vector | None = None
     base = series
     while exponent:
@@ -214,5 +214,5 @@ def _log_power_by_squaring(series: Vector, exponent: int) -> Vector:
 
 
 def _log_product(left: Vector, right: Vector) -> Vector:
-    """Log-coefficients of a product of two power series, truncated."""
+    """Returns log-coefficients of a product of two power series, truncated."""
     return np.array([logsumexp(left[: m + 1] + right[m::-1]) for m in range(len(left))])

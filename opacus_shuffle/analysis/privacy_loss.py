@@ -1,4 +1,4 @@
-r"""From the distributions of R of many rounds to one ε at δ: privacy losses on one grid, composed by Opacus's own FFT code.
+r"""Computes one ε at δ from the distributions of R of many rounds: losses on one grid, composed by Opacus's own FFT code.
 
 The loss of a round is L = log R. Rounds compose by adding losses, so all distributions go to one grid of step h, again above or
 below the truth in convex order (:mod:`opacus_shuffle.analysis.ratio_distribution`), and
@@ -66,7 +66,7 @@ class Mixture:
 
     @classmethod
     def of(cls, distribution: RatioDistribution) -> Mixture:
-        """One distribution."""
+        """Makes a mixture of one distribution."""
         return cls(((1.0, distribution),))
 
     @property
@@ -88,7 +88,7 @@ class _Loss:
 
 
 def compute_epsilon(rounds: Rounds, *, delta: float, slack: tuple[float, float] = (0.0, 0.0), step: float = STEP) -> float:
-    """The smallest ε with δ(ε) + slack₀ + e^ε·slack₁ ≤ δ in both directions, rounded up.
+    """Returns the smallest ε with δ(ε) + slack₀ + e^ε·slack₁ ≤ δ in both directions, rounded up.
 
     Callers have checked their numbers; what is composed is what they built.
 
@@ -113,7 +113,7 @@ def lower_epsilon(rounds: Rounds, *, delta: float, step: float = STEP) -> float:
 def _direction_epsilon(
     rounds: Rounds, delta: float, slack: tuple[float, float], step: float, *, reverse: bool, side: Side
 ) -> float:
-    """ε in one direction."""
+    """Returns ε in one direction."""
     counts = [count for _, count in rounds]
     total = sum(counts)
     if not all(mixture.parts for mixture, _ in rounds):
@@ -176,7 +176,7 @@ def _direction_epsilon(
 
 
 def _span(rounds: Rounds) -> float:
-    """The widest range of finite losses in any round."""
+    """Returns the widest range of finite losses in any round."""
     ends = []
     for mixture, _ in rounds:
         logs = np.concatenate([distribution.log_ratios for _, distribution in mixture.parts])
@@ -196,7 +196,7 @@ class _Ratios:
 
 
 def _on_grid(mixture: Mixture, width: float, side: Side) -> _Ratios:
-    """The mixture's distributions on the grid, added up."""
+    """Returns the mixture's distributions on the grid, added up."""
     place = _spread if side == "upper" else _gather
     placed = [(weight, place(distribution, width)) for weight, distribution in mixture.parts]
     first = min(ratios.first for _, ratios in placed)
@@ -210,7 +210,7 @@ def _on_grid(mixture: Mixture, width: float, side: Side) -> _Ratios:
 
 
 def _spread(distribution: RatioDistribution, width: float) -> _Ratios:
-    """Mean-preserving split of every atom to its neighbours on the grid: above the distribution in convex order."""
+    """Splits every atom between its neighbours on the grid, keeping its mean: above the distribution (6.6)."""
     logs = distribution.log_ratios
     finite = np.isfinite(logs)
     position = logs[finite] / width
@@ -224,7 +224,7 @@ def _spread(distribution: RatioDistribution, width: float) -> _Ratios:
 
 
 def _gather(distribution: RatioDistribution, width: float) -> _Ratios:
-    """Neighbouring atoms merged (and split) so that every group's mean is a grid point: below the distribution in convex order.
+    """Merges (and splits) neighbouring atoms until every group's mean is a grid point: below the distribution (6.6).
 
     From left to right a group collects mass until its mean has risen to its grid point. The last group never gets there: its
     mass, of the size of the tails, is left out, which only lowers δ.
@@ -254,13 +254,13 @@ def _gather(distribution: RatioDistribution, width: float) -> _Ratios:
 
 
 def _forward(ratios: _Ratios, width: float) -> _Loss:
-    """Loss log R under the moved data set."""
+    """Returns the loss log R under the moved data set."""
     values = np.exp((ratios.first + np.arange(len(ratios.masses))) * width)
     return _Loss(ratios.first, ratios.masses * values, ratios.infinite)
 
 
 def _reversed(ratios: _Ratios) -> _Loss:
-    """Loss −log R under the data set in which nobody moved."""
+    """Returns the loss −log R under the data set in which nobody moved."""
     return _Loss(-(ratios.first + len(ratios.masses) - 1), ratios.masses[::-1], ratios.zero)
 
 
@@ -276,7 +276,7 @@ class _Composed:
     chernoff: float
 
     def log_delta(self, epsilon: float, sign: float, left: float, slack: tuple[float, float]) -> float:
-        """Log of δ(ε), with the errors added (sign 1) or taken off (sign −1)."""
+        """Returns log of δ(ε), with the errors added (sign 1) or taken off (sign −1)."""
         start = int(np.searchsorted(self.losses, epsilon, side="right"))
         beyond = self.losses[start:] - epsilon
         weights = -np.expm1(-beyond) * np.exp(-self.theta * beyond)
@@ -292,7 +292,7 @@ class _Composed:
 
 
 def _compose(losses: Sequence[_Loss], counts: Sequence[int], width: float, log_delta: float) -> _Composed | None:
-    """Tilt, convolve with Opacus's code, and say how much the window and the rounding may have lost; ``None``: too large."""
+    """Tilts, convolves with Opacus's code, and bounds what window and rounding may lose (6.7); ``None``: too large."""
     filled = [np.flatnonzero(loss.masses) for loss in losses]
     values = [(loss.first + at) * width for loss, at in zip(losses, filled, strict=True)]
     masses = [loss.masses[at] for loss, at in zip(losses, filled, strict=True)]
@@ -324,7 +324,7 @@ def _compose(losses: Sequence[_Loss], counts: Sequence[int], width: float, log_d
     )
 
     def escape(indices: Sequence[int], sign: float) -> float:
-        """How far from their centre the indices' composed tilted losses stray but for ``_OUTSIDE`` (Chernoff)."""
+        """Bounds how far the composed tilted losses stray from their centre but for ``_OUTSIDE`` (Chernoff)."""
 
         def bound(log_slope: float) -> float:
             slope = sign * math.exp(log_slope)
@@ -362,5 +362,5 @@ def _compose(losses: Sequence[_Loss], counts: Sequence[int], width: float, log_d
 
 
 def _minimum(function: Callable[[float], float], guess: float) -> float:
-    """Where a function of a logarithm, falling and then rising, is smallest; near enough."""
+    """Returns nearly where a function of a logarithm that falls and then rises is smallest."""
     return float(minimize_scalar(function, bounds=(guess - 12.0, guess + 9.0), method="bounded", options={"xatol": 1e-3}).x)

@@ -1,4 +1,4 @@
-r"""The distribution of the mean ratio R, as a discrete one that provably lies above (or below) it in convex order.
+r"""Computes a discrete distribution that provably lies above (or below) that of the mean ratio R in convex order.
 
 R is the likelihood ratio of a shuffled round (:mod:`opacus_shuffle.analysis.mean_ratio`): the mean of n independent copies of
 X = e^{√u·z − u/2}, z ~ N(0, 1), u = 1/σ². Every hockey stick of the pair is an expectation of a convex function of R:
@@ -70,12 +70,12 @@ class RatioDistribution:
             return np.log1p(self.offsets) if self.centre else np.log(self.offsets)
 
     def scaled(self, rate: float) -> RatioDistribution:
-        """The distribution of 1 + rate·(R − 1), at least 0; any rate ≥ 0."""
+        """Returns the distribution of 1 + rate·(R − 1), at least 0; any rate ≥ 0."""
         offsets = np.maximum(self.offsets * rate + (1 - rate) * (1 - self.centre), -self.centre)
         return RatioDistribution(offsets, self.masses, self.centre, self.infinite * rate, self.scale * rate)
 
     def clipped(self, budget: float, side: Side) -> RatioDistribution:
-        """The outermost atoms, up to a probability of ``budget`` at either end, moved away, so that few decades are left.
+        """Moves away the outermost atoms, up to a probability of ``budget`` at either end, so that few decades are left (6.5).
 
         Upper: to R = 0 and to infinity, the next atom inside taking what keeps the mean. Lower: left out.
         """
@@ -98,18 +98,18 @@ class RatioDistribution:
         return dataclasses.replace(self, offsets=offsets, masses=masses, infinite=infinite)
 
     def hockey_stick(self, epsilon: float) -> float:
-        """E(R − e^ε)₊."""
+        """Returns E(R − e^ε)₊."""
         threshold = math.expm1(epsilon) if self.centre else math.exp(epsilon)
         return float(self.masses @ np.maximum(self.offsets - threshold, 0.0)) + self.infinite
 
     def reverse_hockey_stick(self, epsilon: float) -> float:
-        """E(1 − e^ε·R)₊."""
+        """Returns E(1 − e^ε·R)₊."""
         threshold = math.expm1(-epsilon) if self.centre else math.exp(-epsilon)
         return math.exp(epsilon) * float(self.masses @ np.maximum(threshold - self.offsets, 0.0))
 
 
 def has_distribution(noise_multiplier: float, tail: float = TAILS[0]) -> bool:
-    """Whether σ is large enough for double precision (σ ≥ 0.05 with the shortest tails)."""
+    """Returns whether σ is large enough for double precision (σ ≥ 0.05 with the shortest tails)."""
     root = 1 / noise_multiplier
     return root * root / 2 + tail * root <= _LARGEST_LOG
 
@@ -124,7 +124,7 @@ def mean_distribution(
     resolution: float = RESOLUTION,
     tail: float = TAILS[0],
 ) -> RatioDistribution:
-    """The distribution of R for one round.
+    """Returns the distribution of R for one round.
 
     Args:
         noise_multiplier: Local σ, at least 0.05 (less where a longer ``tail`` asks for more, see :func:`has_distribution`).
@@ -163,7 +163,7 @@ def mean_distribution(
 
 @functools.lru_cache(maxsize=4096)
 def _distribution(sigma: float, rate: float, users: int, side: Side, resolution: float, tail: float) -> RatioDistribution:
-    """The mean of ``users`` copies of 1 − B + B·X: halves, and halves of halves."""
+    """Returns the mean of ``users`` copies of 1 − B + B·X: halves, and halves of halves."""
     if users == 1:
         return _one_report(sigma, rate, side, resolution, tail)
     small, large = users // 2, users - users // 2
@@ -179,14 +179,14 @@ def _distribution(sigma: float, rate: float, users: int, side: Side, resolution:
 
 
 def _scale(sigma: float, rate: float, users: int) -> float:
-    """Standard deviation of log R, were it lognormal with R's variance γ(e^u − 1)/n: exact for n = 1."""
+    """Returns standard deviation of log R, were it lognormal with R's variance γ(e^u − 1)/n: exact for n = 1."""
     u = sigma**-2
     excess = math.log(rate / users) + (u if u > 30 else math.log(math.expm1(u)))
     return math.sqrt(excess if excess > 30 else math.log1p(math.exp(excess)))
 
 
 def _cut_points(scale: float, low: float, high: float, resolution: float) -> Vector:
-    """A grid on log R over [low, high], 0 among its points, with steps of ``resolution·scale`` that grow with the distance."""
+    """Returns a grid on log R over [low, high], 0 among its points, with steps that grow with the distance."""
     unit = _WIDENING * scale
     first = math.floor(math.asinh(low / unit) * _WIDENING / resolution)
     last = math.ceil(math.asinh(high / unit) * _WIDENING / resolution)
@@ -194,12 +194,12 @@ def _cut_points(scale: float, low: float, high: float, resolution: float) -> Vec
 
 
 def _offsets_of(log_ratios: Vector, centre: float) -> Vector:
-    """R − centre at the grid's points, after the floor R = 0."""
+    """Returns R − centre at the grid's points, after the floor R = 0."""
     return np.concatenate([[-centre], np.expm1(log_ratios) if centre else np.exp(log_ratios)])
 
 
 def _one_report(sigma: float, rate: float, side: Side, resolution: float, tail: float) -> RatioDistribution:
-    """1 − B + B·X on the grid: masses and first moments of the cells are exact."""
+    """Returns 1 − B + B·X on the grid; masses and first moments of the cells are exact (6.2, 6.4)."""
     root = 1 / sigma
     half = root * root / 2
     scale = _scale(sigma, rate, 1)
@@ -218,13 +218,13 @@ def _one_report(sigma: float, rate: float, side: Side, resolution: float, tail: 
 
 
 def _normal_masses(z: Vector) -> Vector:
-    """Standard normal probabilities between neighbours, accurate in both tails."""
+    """Returns standard normal probabilities between neighbours, accurate in both tails."""
     low, high = z[:-1], z[1:]
     return np.where(low > 0, ndtr(-low) - ndtr(-high), ndtr(high) - ndtr(low))
 
 
 def _hermite_moments(z: Vector, root: float) -> Vector:
-    """E[(X − 1); z between neighbours] for small √u: X − 1 = Σ u^{k/2} He_k(z)/k! and ∫ He_k φ = −He_{k−1} φ."""
+    """Returns E[X − 1; z in a cell] for small √u: X − 1 = Σ u^{k/2} He_k(z)/k! and ∫ He_k φ = −He_{k−1} φ."""
     finite = np.where(np.isfinite(z), z, 0.0)
     density = np.where(np.isfinite(z), np.exp(-(finite**2) / 2) / math.sqrt(2 * math.pi), 0.0)
     previous, polynomial = np.zeros_like(finite), np.ones_like(finite)
@@ -246,7 +246,7 @@ def _mean(
     resolution: float,
     negligible: float,
 ) -> RatioDistribution:
-    """The distribution of weight·R₁ + (1 − weight)·R₂ for independent R₁, R₂, on a grid of its own."""
+    """Returns the distribution of weight·R₁ + (1 − weight)·R₂ for independent R₁, R₂, on a grid of its own."""
     centre = first.centre
     if first is second:  # every unordered pair of atoms once
         one, other = _unordered_pairs(len(first.masses))
@@ -288,7 +288,7 @@ def _unordered_pairs(size: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.in
 
 
 def _settle(masses: Vector, moments: Vector, cuts: Vector, *, centre: float, scale: float, side: Side) -> RatioDistribution:
-    """Atoms from cells [cuts₀, cuts₁), …, [cuts_k, ∞): at their ends (upper) or at their means (lower)."""
+    """Returns atoms from cells [cuts₀, cuts₁), …, [cuts_k, ∞): at their ends (upper) or at their means (lower)."""
     if side == "lower":
         some = masses > 0
         return RatioDistribution(moments[some] / masses[some], masses[some], centre, 0.0, scale)

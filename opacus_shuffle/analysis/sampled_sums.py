@@ -54,7 +54,7 @@ Rounds = Sequence[tuple[SampledRound, int]]
 
 
 def sampled_distribution(*, mu: float, sample_rate: float, tail: float = TAILS[0]) -> RatioDistribution:
-    """An upper distribution of one round's R under the second data set; its hockey sticks are the same in both directions.
+    """Returns an upper distribution of one round's R; its hockey sticks are the same in both directions.
 
     Args:
         mu: μ of the sum under replacement.
@@ -80,7 +80,7 @@ def sampled_distribution(*, mu: float, sample_rate: float, tail: float = TAILS[0
 
 
 def compute_epsilon(rounds: Rounds, *, delta: float) -> float:
-    """ε at δ after all rounds, rounded up; ``inf`` where ``lost`` leaves nothing of δ or μ is too large for a distribution.
+    """Returns ε at δ after all rounds, rounded up; ``inf`` where ``lost`` leaves nothing of δ or μ is too large.
 
     Args:
         rounds: Rounds, each with its number of repetitions, at least 1; later ones may depend on earlier ones' sums.
@@ -126,7 +126,7 @@ def _compute_epsilon(rounds: tuple[tuple[SampledRound, int], ...], delta: float)
 
 
 def largest_mu(*, epsilon: float, delta: float, rounds: int, sample_rate: float, lost: float = 0.0) -> float:
-    """The largest μ (to 1e-6, rounded down) of each of ``rounds`` sampled rounds that are (ε, δ)-DP together.
+    """Returns the largest μ (to 1e-6, rounded down) of each of ``rounds`` sampled rounds that are (ε, δ)-DP together.
 
     Args:
         epsilon: ε > 0 of all rounds.

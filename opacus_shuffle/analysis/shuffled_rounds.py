@@ -71,7 +71,7 @@ class ShuffledRound:
         return self.num_users * self.sample_rate
 
     def with_noise(self, noise_multiplier: float) -> ShuffledRound:
-        """The same round at another σ."""
+        """Returns the same round at another σ."""
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)
 
 

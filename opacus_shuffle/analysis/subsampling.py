@@ -58,7 +58,7 @@ def compute_rdp(
     sampling: SubsamplingScheme,
     chernoff_slack: float | None = None,
 ) -> float | Vector:
-    """RDP of one round by SG ICLR Theorem 2 (``"fixed_size"``) or Theorem 3 (``"poisson"``).
+    """Returns the RDP of one round by SG ICLR Theorem 2 (``"fixed_size"``) or Theorem 3 (``"poisson"``).
 
     Args:
         noise_multiplier: Local σ: one report's noise over the clipping norm. In (0, ∞).
@@ -102,7 +102,7 @@ def compute_rdp(
 
 
 def _slacks(chernoff_slack: float | None, expected_reports: float, max_order: int) -> list[float]:
-    """The Δ asked for, or a grid: below 1/√(nγ) the Chernoff factor e^{−Δ²nγ/2} is worth nothing."""
+    """Returns the Δ that was asked for, or a grid: below 1/√(nγ) the Chernoff factor e^{−Δ²nγ/2} is worth nothing."""
     if chernoff_slack is None:
         grid = np.geomspace(min(0.5, 1 / np.sqrt(expected_reports)), 1.0, 32 if max_order <= 512 else 8)
         return list({int((1 - slack) * expected_reports): slack for slack in grid}.values())  # per count the largest Δ
@@ -112,7 +112,7 @@ def _slacks(chernoff_slack: float | None, expected_reports: float, max_order: in
 
 
 def _theorem_2(sigma: float, reports: int, rate: float, max_order: int) -> Vector:
-    """Eq. 10 before the 1/(λ − 1)·: bounds on log E[R^λ] for λ = 0, …, ``max_order``."""
+    """Returns Eq. 10 before its factor 1/(λ − 1): bounds on log E[R^λ] for λ = 0, …, ``max_order``."""
     shuffled = log_moments(noise_multiplier=sigma, num_users=reports, max_order=max_order)
     powers = np.arange(max_order + 1)
     factorials = gammaln(powers + 1.0)
@@ -128,7 +128,7 @@ def _theorem_2(sigma: float, reports: int, rate: float, max_order: int) -> Vecto
 
 
 def _theorem_3(sigma: float, users: int, rate: float, max_order: int, slacks: list[float]) -> Vector:
-    """Eq. 13 before the 1/(λ − 1)·, at each order for its best Δ."""
+    """Returns Eq. 13 before its factor 1/(λ − 1), at each order for its best Δ."""
     one = _theorem_2(sigma, 1, rate, max_order)
     bounds = np.full(max_order + 1, np.inf)
     for slack in slacks:
