@@ -53,7 +53,7 @@ def networks() -> dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Gener
             lambda generator: {"pixel_values": torch.randn(3, 64, 64, generator=generator)},
         ),
         "BERT, 7 M parameters": (
-            lambda: opacus_shuffle.engine.prepare_model(transformers.BertForSequenceClassification(bert)),
+            lambda: opacus_shuffle.prepare_model(transformers.BertForSequenceClassification(bert)),
             lambda generator: {"input_ids": torch.randint(5, 8000, (64,), generator=generator)},
         ),
     }
