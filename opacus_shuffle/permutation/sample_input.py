@@ -33,9 +33,6 @@ def normalise(sample_input: Any) -> Call:
     Args:
         sample_input: A tensor (the only argument), a tuple or list (positional arguments) or a mapping (keyword arguments).
 
-    Returns:
-        ``(args, kwargs)``, so that ``module(*args, **kwargs)`` is the call that was meant.
-
     Raises:
         ValueError: It is none of these, or empty.
     """
@@ -61,7 +58,7 @@ def guess(module: nn.Module) -> Call:
         module: The module to be run. Its buffers, its training flags and the random state are as before afterwards.
 
     Returns:
-        ``(args, kwargs)`` of two records, in the type and on the device of the module's parameters.
+        The arguments of two records, in the type and on the device of the module's parameters.
 
     Raises:
         ValueError: No guess ran.
@@ -93,9 +90,6 @@ def from_batch(module: nn.Module, batch: Any) -> Call:
             list ``(inputs..., targets)`` the first entry is the input, or as many as ``forward`` requires; where that first
             entry is itself a tuple, a list or a mapping, it holds the arguments.
 
-    Returns:
-        ``(args, kwargs)``, moved to the module's device.
-
     Raises:
         ValueError: The batch has none of these forms, or too few entries.
     """
@@ -109,11 +103,8 @@ def first_records(data_loader: DataLoader, count: int = 2) -> Any:
     """Returns a batch of the first records of a data loader's data set, without a draw from its sampler or any random state.
 
     Args:
-        data_loader: The loader. Its ``collate_fn`` makes the batch.
+        data_loader: Its ``collate_fn`` makes the batch.
         count: How many records; fewer if the data set has fewer.
-
-    Returns:
-        The collated batch.
 
     Raises:
         ValueError: The data set is empty or can only be iterated over.
@@ -263,16 +254,7 @@ def _shapes(module: nn.Module, first: nn.Module | None) -> list[tuple[int, ...]]
 
 
 def run_quietly(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs one forward pass without gradients, in evaluation mode, that leaves no trace.
-
-    Args:
-        module: The module. Its buffers and training flags are restored, whether or not the pass succeeds.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-
-    Returns:
-        What the module returned.
-    """
+    """Runs one forward pass without gradients, in evaluation mode, that leaves no trace."""
     with state_kept(module), torch.no_grad():
         module.eval()
         return module(*args, **kwargs)

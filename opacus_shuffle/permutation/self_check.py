@@ -16,7 +16,7 @@ ValueError: this PermutationSpec changes what Sequential computes: permuting 'ro
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -70,52 +70,44 @@ def check_call(action: GroupAction, network: nn.Module, args: tuple[Any, ...], k
         double = _perturbed_copies(network, generator, buffers=False)
     informative = False
     for training in (False, True):
-        run = functools.partial(_outputs, network, double, args, kwargs, training)
-        try:
-            reference = run()
-            nearly = _outputs(network, _rounded_otherwise(double, generator), args, kwargs, training)
-        except ValueError:
-            raise
-        except Exception as error:
-            raise ValueError(
-                f"{type(network).__name__} does not run in double precision, so nothing can be checked: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        informative |= any(bool(each.any()) for each in reference)
-        _compare(
-            action,
-            network,
-            double,
-            reference,
-            [_rounding(*pair) for pair in zip(reference, nearly, strict=True)],
-            run,
-            generator,
-        )
+        run = functools.partial(_outputs, network, args=args, kwargs=kwargs, training=training)
+        informative |= _check_mode(action, network, double, run, generator)
     if not informative:
         raise ValueError(f"{type(network).__name__} gives only zeros on the sample input: give another, so it can be checked")
 
 
-def _compare(
+def _check_mode(
     action: GroupAction,
     network: nn.Module,
     double: Mapping[str, torch.Tensor],
-    reference: Sequence[torch.Tensor],
-    rounding: Sequence[float],
-    run: Callable[[], list[torch.Tensor]],
+    run: Callable[[Mapping[str, torch.Tensor]], list[torch.Tensor]],
     generator: torch.Generator,
-) -> None:
-    """Runs the network with permuted weights and compares what it gives with the reference."""
+) -> bool:
+    """Checks one mode of the network; returns whether its outputs are anything but zeros."""
+    try:
+        reference = run(double)
+        nearly = run(_rounded_otherwise(double, generator))
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{type(network).__name__} does not run in double precision, so nothing can be checked: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    rounding = [_rounding(*pair) for pair in zip(reference, nearly, strict=True)]
+    moving = {name: [double[name]] for name in action.blocks}
 
     def change(plan: PermutationPlan) -> float:
-        action.move({name: [double[name]] for name in action.blocks}, plan)
-        now = run()
-        action.move({name: [double[name]] for name in action.blocks}, action.invert(plan))
+        action.move(moving, plan)
+        now = run(double)
+        action.move(moving, action.invert(plan))
         return max(_difference(*each) for each in zip(reference, now, rounding, strict=True))
 
     # The first leaves nothing in place, the others tell copies of one permutation apart.
     for plan in (_without_fixed_points(action.sample(generator)), *(action.sample(generator) for _ in range(DRAWS))):
         if (worst := change(plan)) > TOLERANCE:
             _blame(action, network, plan, worst, change)
+    return any(bool(each.any()) for each in reference)
 
 
 def _blame(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -188,22 +189,20 @@ def _places(pattern: str, tensor: torch.Tensor) -> list[tuple[int, list[str]]]:
 def _parse(pattern: str) -> list[list[str]]:
     """Returns the names in a pattern, one list per axis."""
     parts: list[list[str]] = []
-    inside: list[str] | None = None
+    inside = False
     for word in pattern.replace("(", " ( ").replace(")", " ) ").split():
-        if word == "(":
-            if inside is not None:
-                raise ValueError(f"pattern {pattern!r} opens a parenthesis inside of another")
-            inside = []
-        elif word == ")":
-            if inside is None:
-                raise ValueError(f"pattern {pattern!r} closes a parenthesis that it never opened")
-            parts.append(inside)
-            inside = None
-        elif inside is not None:
-            inside.append(word)
+        if word == "(" and inside:
+            raise ValueError(f"pattern {pattern!r} opens a parenthesis inside of another")
+        if word == ")" and not inside:
+            raise ValueError(f"pattern {pattern!r} closes a parenthesis that it never opened")
+        if word in "()":
+            inside = word == "("
+            parts += [[]] if inside else []
+        elif inside:
+            parts[-1].append(word)
         else:
             parts.append([word])
-    if inside is not None:
+    if inside:
         raise ValueError(f"pattern {pattern!r} never closes a parenthesis")
     return parts
 
@@ -212,21 +211,17 @@ def _factors(names: list[str], size: int, axes: ModuleAxes, shared: dict[str, Ax
     """Returns the factors of one axis, made or found by name."""
     if len(set(names)) < len(names):
         raise ValueError(f"axis {' '.join(names)!r} names a part of itself twice")
-    known = 1
-    for name in names:
-        known *= axes.sizes.get(name, shared[name].size if name in shared else 1)
+    sizes = {name: axis.size for name, axis in shared.items()} | dict(axes.sizes)
+    rest = size // max(math.prod(sizes.get(name, 1) for name in names), 1)
     found: Factors = []
     for name in names:
-        each = axes.sizes.get(name, shared[name].size if name in shared else size // max(known, 1))
+        each = sizes.get(name, rest)
         if each == 1:
             continue
         if name == "_":
             found += fixed_factors(each)
         else:
             found.append(shared.setdefault(name, Axis(each, fixed=name in axes.fixed)))
-    total = 1
-    for axis in found:
-        total *= axis.size
-    if total != size:
+    if (total := math.prod(axis.size for axis in found)) != size:
         raise ValueError(f"axis {' '.join(names)!r} of size {size} does not fit what was said before: its factors make {total}")
     return found
