@@ -34,7 +34,7 @@ from opacus_shuffle.sco.bounded_gradients import BoundedGradients
 from opacus_shuffle.sco.budget import PrivacyBudget
 from opacus_shuffle.sco.problem import Problem
 from opacus_shuffle.sco.result import Estimate, History, Round
-from opacus_shuffle.sco.solver import Choices, Phase, Solver, Start
+from opacus_shuffle.sco.solver import Choices, Phase, Solver, Start, fitting
 
 
 def shuffle_accelerated_sgd(
@@ -123,9 +123,7 @@ class AcceleratedSGD(Solver):
     def batch_size(self, num_users: int, start: Start) -> int:
         """Returns the caller's batch size, or the proved bound's best."""
         if self.choices.batch_size is not None:
-            if self.choices.batch_size > num_users:
-                raise ValueError(f"batch_size must not exceed the {num_users} users there are, got {self.choices.batch_size!r}")
-            return self.choices.batch_size
+            return fitting("batch_size", self.choices.batch_size, num_users)
         problem = self.problem
         # How long an envelope's gradients are does not depend on its smoothness.
         gradients = problem.smooth_gradients(problem.lipschitz / start.distance)

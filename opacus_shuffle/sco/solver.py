@@ -152,9 +152,7 @@ class Solver(ABC):
         """Returns the given batches, or these users at random in batches of one size; all claimed from the ledger."""
         if self.choices.batches is not None:
             return self.ledger.claim_all(self.choices.batches)
-        size = integer("batch_size", batch_size)
-        if size > len(users):
-            raise ValueError(f"batch_size must not exceed the {len(users)} users there are, got {batch_size!r}")
+        size = fitting("batch_size", integer("batch_size", batch_size), len(users))
         return self.ledger.claim_all(whole_batches(self.problem.shuffled(users), size))
 
     def mean_gradient(self, protocol: ShuffleVectorSum, gradients: BoundedGradients, theta: Tensor, users: Tensor) -> Tensor:
@@ -178,6 +176,13 @@ def join(phases: list[Phase]) -> list[Round]:
 def whole_batches(users: Tensor, size: int) -> list[Tensor]:
     """Splits users in their order into ⌊n / size⌋ batches; who is left over is in none of them."""
     return split(users[: len(users) // size * size], size)
+
+
+def fitting(name: str, size: int, num_users: int) -> int:
+    """Returns a number of users that is at most as large as there are."""
+    if size > num_users:
+        raise ValueError(f"{name} must not exceed the {num_users} users there are, got {size!r}")
+    return size
 
 
 def positive_numbers(name: str, values: Any) -> list[float]:

@@ -30,7 +30,7 @@ from opacus_shuffle.sco.gradient_descent import GradientDescent
 from opacus_shuffle.sco.pan_private import PanPrivate
 from opacus_shuffle.sco.problem import Problem
 from opacus_shuffle.sco.result import Estimate
-from opacus_shuffle.sco.solver import Choices, Phase, Start
+from opacus_shuffle.sco.solver import Choices, Phase, Start, fitting
 from opacus_shuffle.sco.users import split
 
 PhaseSolver: TypeAlias = AcceleratedSGD | GradientDescent
@@ -80,9 +80,7 @@ def shuffle_strongly_convex(
     if problem.smoothness is not None and problem.smoothness < convexity:
         raise ValueError(f"smoothness must be at least strong_convexity={convexity:g}, got {problem.smoothness!r}")
     count = best_number_of_phases(solver, convexity) if phases is None else integer("phases", phases)
-    share = problem.num_users // count
-    if not share:
-        raise ValueError(f"phases must not exceed the {problem.num_users} users there are, got {phases!r}")
+    share = problem.num_users // fitting("phases", count, problem.num_users)
     users = torch.arange(problem.num_users)
     if method != "pan_private":
         users = problem.shuffled(users)

@@ -267,6 +267,7 @@ def test_the_statement_is_about_one_intrusion():
     [
         ({"epsilon": 1.0, "calibration": "published"}, "epsilon must be below 1 for calibration='published'"),
         ({"epsilon": -1.0}, "epsilon must be positive"),
+        ({"honest_fraction": 0.5}, "honest_fraction must be 1 for pan-private runs"),
         ({"delta": 1.0}, "delta must be below 1/2"),
         ({"calibration": "loose"}, "calibration must be one of"),
         ({"batch_size": 101}, "batch_size must not exceed the 100 users"),

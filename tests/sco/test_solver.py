@@ -53,14 +53,11 @@ def test_statements_say_what_the_protocols_do():
     assert phases.privacy == dataclasses.replace(protocol.statement(interaction="full"), rounds=10, num_users=1000)
 
 
-def test_nothing_but_the_estimate_and_its_history_depends_on_the_data():
-    first, second = (
-        solve(shuffle_accelerated_sgd,
-            half_square, x * torch.ones(500, 2, dtype=torch.float64), constraint=L2Ball(1.0), lipschitz=1.0, clip=True,
-            smoothness=1.0, dimension=2, **BUDGET
-        )
-        for x in (0.0, 50.0)
-    )  # fmt: skip
+@pytest.mark.parametrize(("run", "more"), [(shuffle_accelerated_sgd, {}), (shuffle_strongly_convex, {"strong_convexity": 1.0})])
+def test_nothing_but_the_estimate_and_its_history_depends_on_the_data(run, more):
+    options = {"constraint": L2Ball(1.0), "lipschitz": 1.0, "clip": True, "smoothness": 1.0, "dimension": 2, **BUDGET, **more}
+    records = torch.ones(500, 2, dtype=torch.float64)
+    first, second = (solve(run, half_square, x * records, **options) for x in (0.0, 50.0))
     assert first.choices == second.choices
     assert first.privacy == second.privacy
     assert first.excess_loss_bound == second.excess_loss_bound
