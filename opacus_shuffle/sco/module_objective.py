@@ -23,7 +23,7 @@ from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 
-from opacus_shuffle.core.opacus_compat import refuse_broken_attention, tied_parameters, wrapped_network
+from opacus_shuffle.core.opacus_compat import forget_broken_pass, refuse_broken_attention, tied_parameters, wrapped_network
 from opacus_shuffle.core.validation import instance_of, integer, one_of
 from opacus_shuffle.sco.each_record import batch_of_one, no_random_draws, one_loss, refuse_randomness_or_memory
 from opacus_shuffle.sco.objective import Objective
@@ -191,11 +191,7 @@ class ModuleObjective(Objective):
                 for parameter in self._parameters
             ]
         except BaseException:
-            # What a broken pass leaves in the hooks would be added to the next one.
-            wrapped.cleanup()
-            for layer in self._copy.modules():
-                layer.__dict__.pop("activations", None)
-                layer.__dict__.pop("max_batch_len", None)
+            forget_broken_pass(wrapped)
             self._wrapped = self._wrap()
             raise
         result = loss.detach(), torch.cat([row.to("cpu", torch.float64) for row in rows])
