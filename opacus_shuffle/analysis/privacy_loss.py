@@ -69,6 +69,10 @@ class Mixture:
         """Makes a mixture of one distribution."""
         return cls(((1.0, distribution),))
 
+    def clipped(self, budget: float, side: Side) -> Mixture:
+        """The mixture with the tails of every part clipped."""
+        return dataclasses.replace(self, parts=tuple((weight, part.clipped(budget, side)) for weight, part in self.parts))
+
     @property
     def variance(self) -> float:
         """Of the loss, roughly: the unit for grids."""
@@ -118,22 +122,12 @@ def _direction_epsilon(
     total = sum(counts)
     if not all(mixture.parts for mixture, _ in rounds):
         return math.inf
-    budget = _CLIPPED * delta / total
-    rounds = [
-        (
-            dataclasses.replace(
-                mixture, parts=tuple((weight, distribution.clipped(budget, side)) for weight, distribution in mixture.parts)
-            ),
-            count,
-        )
-        for mixture, count in rounds
-    ]
+    rounds = [(mixture.clipped(_CLIPPED * delta / total, side), count) for mixture, count in rounds]
     deviation = math.sqrt(sum(count * mixture.variance for mixture, count in rounds))
     width = max(step * deviation / math.sqrt(total), _WINDOW * deviation / _LARGEST_GRID, _span(rounds) / _LARGEST_GRID)
     if width == 0:
         return 0.0
-    given = slack
-    composed = None
+    given, composed = slack, None
     for coarser in _COARSER:  # a rare loss far out may ask for a longer window than there is: then with fewer points to a unit
         on_grid = [_on_grid(mixture, width * coarser, side) for mixture, _ in rounds]
         losses = [_reversed(q) if reverse else _forward(q, width * coarser) for q in on_grid]
@@ -157,15 +151,20 @@ def _direction_epsilon(
     def excess(epsilon: float) -> float:
         return composed.log_delta(epsilon, sign, left, slack) - math.log(delta)
 
-    low = high = composed.chernoff
+    return _smallest_epsilon(excess, composed.chernoff, side)
+
+
+def _smallest_epsilon(excess: Callable[[float], float], start: float, side: Side) -> float:
+    """Returns where log δ(ε) meets log δ: on the safe side and enlarged, or (``"lower"``) on either side and reduced."""
+    low = high = start
     while excess(high) > 0:
         high *= 1.05
-        if high > 20 * composed.chernoff:
+        if high > 20 * start:
             return math.inf
     pace = 0.95
     while excess(low) <= 0:
         low, pace = low * pace, pace**2
-        if low < 1e-3 * composed.chernoff:
+        if low < 1e-3 * start:
             if excess(0.0) <= 0:
                 return 0.0
             low = 0.0
