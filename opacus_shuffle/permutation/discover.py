@@ -40,8 +40,8 @@ def find_permutations(module: nn.Module, sample_input: Any = None, *, groups: st
             (and valid indices) matter. A batch of 2 will do, but use the length of your data. ``None``: guessed from the first
             layer or from a Hugging Face configuration.
         groups: ``"residual"``: every permutation found. ``"heads"``: without those of the residual streams. ``"paper"``: hidden
-            units, query and key dimensions of each head, and one permutation of the values that all heads share, as in WS
-            Theorems 3 and 4; no order of heads, no residual stream.
+            units, query and key dimensions of each head, and one permutation of the values that all heads share, as in
+            Yang, Ji and Xiang's weight shuffling (Theorems 3 and 4); no order of heads, no residual stream.
 
     Returns:
         The permutations, checked numerically (:meth:`PermutationSpec.check`).

@@ -57,8 +57,8 @@ def random_states_kept(devices: Collection[int] = ()) -> Iterator[None]:
 
 @contextlib.contextmanager
 def state_kept(network: nn.Module) -> Iterator[None]:
-    """Restores random states, buffers and the training flag of every module at the end."""
-    flags = [(each, each.training) for each in network.modules()]
+    """Restores random states, buffers and the mode of every module at the end."""
+    modes = [(each, each.training) for each in network.modules()]
     held = [(each, dict(each._buffers)) for each in network.modules() if isinstance(each._buffers, dict)]
     buffers = [
         (buffer, buffer.detach().clone())
@@ -70,8 +70,8 @@ def state_kept(network: nn.Module) -> Iterator[None]:
         with random_states_kept({index for index in devices if index is not None}):
             yield
     finally:
-        for each, flag in flags:
-            each.training = flag
+        for each, training in modes:
+            each.training = training
         for each, before in held:
             each._buffers.update(before)
         with torch.no_grad():

@@ -44,11 +44,12 @@ class WeightShuffler:
         spec: The group to draw from, of this network.
         optimizer: Trains all of it that is trained (the state of a second optimizer would not follow); Opacus's optimizers are
             followed to the one inside. A shuffler that was there before is replaced.
-        mode: ``"every_step"``: after every update (WS Algorithm 1). ``"on_release"``: what ``state_dict`` of the network and of
-            the optimizer return is permuted, by one permutation until the next update, and the run itself goes on where it is;
-            costs nothing per step. Other ways out, such as ``parameters()``, a copy of the network or a pickled optimizer, need
-            a call of :meth:`release` before. What was shown is to be loaded again as a whole: weights and optimizer state.
-            Averages of weights over steps (EMA, SWA) and anchors kept elsewhere do not follow ``"every_step"``; use this mode.
+        mode: ``"every_step"``: after every update, as in Yang, Ji and Xiang's weight shuffling (Algorithm 1).
+            ``"on_release"``: what ``state_dict`` of the network and of the optimizer return is permuted, by one permutation
+            until the next update, and the run itself goes on where it is; costs nothing per step. Other ways out, such as
+            ``parameters()``, a copy of the network or a pickled optimizer, need a call of :meth:`release` before. What was
+            shown is to be loaded again as a whole: weights and optimizer state. Averages of weights over steps (EMA, SWA) and
+            anchors kept elsewhere do not follow ``"every_step"``; use this mode.
         generator: On the CPU; by default a chain of keys from the operating system, which cannot be run backwards. Pass your
             own to repeat a run, and never on real data.
         synchronise: All ranks of the default process group draw the same permutations, by rank 0's secret.

@@ -85,7 +85,7 @@ def build_spec(run: TracedRun, level: str) -> PermutationSpec:
     known = known_positions([*run.occurrences, *run.parameters.values()])
     labelled = {atom for dimensions in run.parameters.values() for each in dimensions for atom in atoms(each)}
     inside = {atom: _outer(atom, known) for atom in labelled if not atom.fixed and atom.size > 1}
-    if level == "paper":  # one permutation of the values for all heads (WS Theorem 4)
+    if level == "paper":  # one permutation of the values for all heads
         inside = {atom: outer if atom in contracted else outer - heads for atom, outer in inside.items()}
     _drop_wide_joints(run, inside)
     return _assemble(run, inside, level, heads, streams, contracted)

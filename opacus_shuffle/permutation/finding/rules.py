@@ -3,9 +3,6 @@
 A rule holds if permuting the operands along their labels permutes the result along its labels. Where an operation sums over an
 axis it also notes the intermediate result without it, because a permutation of one axis may depend on the position along
 another only where that position is known. Operations that work entry by entry need no rule of their own.
-
->>> "aten.zeros" in RULES
-True
 """
 
 from __future__ import annotations

@@ -2,10 +2,6 @@
 
 What is chosen by position is fixed; the axes that only come along are untouched. Index tensors hold positions of fixed axes, so
 their values are the same whatever is permuted.
-
->>> from opacus_shuffle.permutation.finding.rules import RULES
->>> "aten.embedding" in RULES
-True
 """
 
 from __future__ import annotations

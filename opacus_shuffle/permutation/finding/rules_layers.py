@@ -1,16 +1,9 @@
-"""Rules of the operations that sum: products, convolutions, normalisation, softmax, reductions, pooling.
-
->>> from opacus_shuffle.permutation.finding.rules import RULES
->>> "aten.convolution" in RULES
-True
-"""
+"""Rules of the operations that sum: products, convolutions, normalisation, softmax, reductions, pooling."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-import torch
 
 from opacus_shuffle.permutation.finding.labels import (
     Dimensions,
@@ -35,16 +28,15 @@ from opacus_shuffle.permutation.finding.traced_run import TracedRun
 def matrix_product(run: TracedRun, call: Call) -> None:
     """Makes the contracted axes one, and batch axes too; a bias follows the result."""
     name = call.name.removesuffix("_").removeprefix("aten.")
-    bias: torch.Tensor | None = None
-    if name == "linear":
-        one, other, bias = call["input"], call["weight"], call["bias"]
-        left, right = run.dimensions(one), run.dimensions(other)[::-1]
+    operands = [*call.arguments.values(), None]
+    if name == "linear":  # input, weight, bias
+        one, other, bias = operands[:3]
     elif name.startswith(("add", "badd")):
-        bias, (one, other) = call["self"], list(call.arguments.values())[1:3]
-        left, right = run.dimensions(one), run.dimensions(other)
+        bias, one, other = operands[:3]
     else:
-        one, other = list(call.arguments.values())[:2]
-        left, right = run.dimensions(one), run.dimensions(other)
+        one, other, bias = *operands[:2], None
+    left, right = run.dimensions(one), run.dimensions(other)
+    right = right[::-1] if name == "linear" else right
     if (len(left) > 3 and name != "linear") or len(right) > 3:
         raise IncompatibleError
     unify_all(left[-1], right[-2] if len(right) > 1 else right[-1])
@@ -62,10 +54,9 @@ def matrix_product(run: TracedRun, call: Call) -> None:
             run.heads += left[0]
     run.set(call.out, result)
     run.occurrences.append([*left, *(right[-1:] if len(right) > 1 else [])])  # the products before they are summed
-    streams = bias is not None and not run.is_parameter(bias)
-    run.contraction(call.out)
-    if streams:
+    if bias is not None and not run.is_parameter(bias):
         run.streams += [axis for each in result for axis in each]
+    run.contraction(call.out)
 
 
 @rule("_grouped_mm")
@@ -90,31 +81,25 @@ def convolution(run: TracedRun, call: Call) -> None:
     dims, weight = run.dimensions(source), run.dimensions(kernel)
     channels = dims[-places - 1]
     fix_dimensions([*weight[2:], *dims[-places:]])
-    first, second = weight[0], weight[1]
-    if call.arguments.get("transposed"):  # (in, out / groups, ...)
-        if groups > 1:
-            raise IncompatibleError
-        unify_all(channels, first)
-        result = second
+    result, entering = weight[:2]
+    if groups == 1:
+        if call.arguments.get("transposed"):
+            entering, result = result, entering
+        unify_all(channels, entering)
         run.occurrences.append([dims[0], channels, result])
-    elif groups == 1:
-        unify_all(channels, second)
-        result = first
-        run.occurrences.append([dims[0], channels, result])
+    elif call.arguments.get("transposed"):
+        raise IncompatibleError
     else:  # input (group, in), kernel ((group, out), in), result (group, out)
         group_in, inside = regroup(channels, [groups, source.shape[-places - 1] // groups])
-        group_out, outside = regroup(first, [groups, kernel.shape[0] // groups])
+        group_out, outside = regroup(result, [groups, kernel.shape[0] // groups])
         unify_all(group_in, group_out)
-        unify_all(inside, second)
-        result = first
+        unify_all(inside, entering)
         run.occurrences.append([dims[0], group_in, inside, outside])
-    bias = call.inputs[2] if len(call.inputs) > 2 else None
-    if bias is not None:
+    for bias in call.inputs[2:3]:
         unify_all(run.dimensions(bias)[0], result)
-    out = call.out
     head = [dims[0]] if source.dim() == places + 2 else []
-    run.set(out, [*head, result, *fixed_dimensions(out.shape[-places:])])
-    run.contraction(out)
+    run.set(call.out, [*head, result, *fixed_dimensions(call.out.shape[-places:])])
+    run.contraction(call.out)
 
 
 @rule("native_layer_norm rms_norm _fused_rms_norm layer_norm")

@@ -1,9 +1,4 @@
-"""Rules of operations that rearrange, cut and join tensors.
-
->>> from opacus_shuffle.permutation.finding.rules import RULES
->>> "aten.permute" in RULES
-True
-"""
+"""Rules of operations that rearrange, cut and join tensors."""
 
 from __future__ import annotations
 
