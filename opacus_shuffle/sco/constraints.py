@@ -88,7 +88,7 @@ class Box:
 
     Args:
         low: A number for all coordinates, or a vector (d,).
-        high: Likewise; nowhere below ``low``, and above it somewhere.
+        high: A number or a vector; nowhere below ``low``, and above it somewhere.
         dimension: d, needed for the diameter if both bounds are numbers.
 
     Raises:

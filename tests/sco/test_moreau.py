@@ -266,8 +266,8 @@ def solvers():
         return LinearObjective(Link("mixing", mixing_link, **options), dimension=3)
 
     return {
-        "contraction": (MoreauEnvelope(general, 0.3, accuracy=1e-3, **smooth), data),
-        "contraction within": (MoreauEnvelope(general, 0.3, constraint=L2Ball(5.0), accuracy=1e-3, **smooth), data),
+        "contraction": (MoreauEnvelope(general, 3.0, accuracy=1e-3, **smooth), data),
+        "contraction within": (MoreauEnvelope(general, 3.0, constraint=L2Ball(5.0), accuracy=1e-3, **smooth), data),
         "cuts": (MoreauEnvelope(Objective.from_loss(largest, dimension=3), 1.0, lipschitz=1.0, accuracy=0.1), pieces(6)),
         "cuts, so many": (
             MoreauEnvelope(Objective.from_loss(largest, dimension=3), 1.0, lipschitz=1.0, iterations=9),
