@@ -28,7 +28,7 @@ SETTINGS = {
     "a million users": ("shuffle_gauss", dict(noise_multiplier=3.0, num_users=10**6, steps=1000, delta=1e-7)),
     "a hundred thousand rounds": ("shuffle_gauss", dict(noise_multiplier=9.48, num_users=60_000, steps=10**5, delta=1e-6)),
 }
-BOUNDS = ("pair", "certified", "certified_sharp", "published", "local", "secure_aggregation", "central")
+BOUNDS = ("pair", "certified", "published", "local", "secure_aggregation", "central")
 
 
 def opacus_prv(run: dict[str, float], eps_error: float) -> float:

@@ -1,4 +1,4 @@
-"""How it is accounted: one thin Opacus accountant per registered name, over an open table of bounds.
+"""Accounting: mechanisms say what ran, bounds what it cost, and one accountant for each mechanism tells Opacus.
 
 >>> from opacus.accountants import create_accountant
 >>> import opacus_shuffle
@@ -8,44 +8,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from opacus.accountants import register_accountant
 from opacus.accountants.registry import create_accountant
 
-from opacus_shuffle.accountants.base import ShuffleAccountant
-from opacus_shuffle.accountants.bounds import baselines as _registers_its_baselines  # noqa: F401
-from opacus_shuffle.accountants.bounds import shuffle_gaussian as _registers_its_bounds  # noqa: F401
-from opacus_shuffle.accountants.bounds import shuffled_sums as _registers_its_own  # noqa: F401
-from opacus_shuffle.accountants.bounds import shuffled_weights as _registers_its_bounds_too  # noqa: F401
+from opacus_shuffle.accountants import bounds as _registers_all_bounds  # noqa: F401
+from opacus_shuffle.accountants.accountant import ShuffleAccountant, accountant_class
 from opacus_shuffle.accountants.bounds.registry import (
-    Guarantee,
-    PrivacyAssumptionWarning,
-    PrivacyBound,
     baselines_of,
     bounds_of,
     compute_baseline,
     compute_bound,
     register_bound,
 )
-from opacus_shuffle.accountants.shuffle_gauss import ShuffleGaussAccountant
-from opacus_shuffle.accountants.shuffled_checkin import ShuffledCheckInAccountant
-from opacus_shuffle.accountants.shuffled_fw import ShuffledWeightsAccountant
-from opacus_shuffle.accountants.shuffled_sums import ShuffledSumsAccountant
-from opacus_shuffle.accountants.subsampled_shuffle import SubsampledShuffleAccountant
+from opacus_shuffle.accountants.calibrate import smallest_noise
+from opacus_shuffle.accountants.mechanisms import MECHANISMS
+from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning, PrivacyBound
 
-ACCOUNTANTS: tuple[type[ShuffleAccountant], ...] = (
-    ShuffleGaussAccountant,
-    SubsampledShuffleAccountant,
-    ShuffledCheckInAccountant,
-    ShuffledWeightsAccountant,
-)
-"""Those whose runs a few plain numbers describe; ``shuffled_sums`` needs its protocol."""
+ACCOUNTANTS: dict[str, type[ShuffleAccountant]] = {}
+"""The accountant of every mechanism, by its name with Opacus."""
 
 
 def register_accountants() -> None:
-    """Register every accountant with Opacus; again under a reload, never over a stranger's of the same name."""
-    everyone: tuple[type[ShuffleAccountant], ...] = (*ACCOUNTANTS, ShuffledSumsAccountant)
-    for accountant in everyone:
-        register_accountant(accountant.mechanism(), accountant, force=_registered_by_us(accountant))
+    """Makes and registers an accountant for every mechanism; again under a reload, never over a stranger's of the same name."""
+    for name, mechanism in MECHANISMS.items():
+        accountant = accountant_class(mechanism)
+        register_accountant(name, accountant, force=_registered_by_us(accountant))
+        ACCOUNTANTS[name] = accountant
 
 
 def _registered_by_us(accountant: type[ShuffleAccountant]) -> bool:
@@ -57,6 +47,14 @@ def _registered_by_us(accountant: type[ShuffleAccountant]) -> bool:
     return (existing.__module__, existing.__qualname__) == (accountant.__module__, accountant.__qualname__)
 
 
+def __getattr__(name: str) -> Any:
+    """The accountants by their class names, such as ``ShuffleGaussAccountant``: that is how they pickle."""
+    for accountant in ACCOUNTANTS.values():
+        if accountant.__name__ == name:
+            return accountant
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 register_accountants()
 
 __all__ = [
@@ -65,15 +63,11 @@ __all__ = [
     "PrivacyAssumptionWarning",
     "PrivacyBound",
     "ShuffleAccountant",
-    "ShuffleGaussAccountant",
-    "ShuffledCheckInAccountant",
-    "ShuffledSumsAccountant",
-    "ShuffledWeightsAccountant",
-    "SubsampledShuffleAccountant",
     "baselines_of",
     "bounds_of",
     "compute_baseline",
     "compute_bound",
     "register_accountants",
     "register_bound",
+    "smallest_noise",
 ]

@@ -3,31 +3,22 @@
 >>> from opacus_shuffle.accountants.mechanisms import ShuffleGauss
 >>> report = PrivacyReport([(ShuffleGauss(noise_multiplier=9.48, num_users=60_000), 7)], delta=1 / 60_000)
 >>> [row["bound"] for row in report.to_dict()["bounds"]]
-['local', 'certified', 'certified_sharp', 'published', 'pair', 'secure_aggregation', 'central']
+['local', 'certified', 'published', 'pair', 'secure_aggregation', 'central']
 >>> round(report.best.epsilon, 5)
 0.00295
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import html
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from opacus_shuffle.accountants.bounds.registry import (
-    Guarantee,
-    NotCovered,
-    PrivacyBound,
-    Rounds,
-    baselines_of,
-    bounds_of,
-    compute_baseline,
-    compute_bound,
-)
-from opacus_shuffle.accountants.mechanisms import Mechanism
+from opacus_shuffle.accountants.bounds.registry import Rounds, baselines_of, bounds_of, kind_of, ladder
+from opacus_shuffle.accountants.mechanism import Mechanism
+from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_down, round_up
 from opacus_shuffle.core.tables import html_table, paragraph, text_table
 from opacus_shuffle.core.validation import boolean, integer
@@ -38,19 +29,6 @@ if TYPE_CHECKING:
 WEAK = 10.0
 """From here on an ε is not worth calling protection: the probability of any event may change by a factor of 22,000."""
 
-LADDER = ("local", "certified", "certified_sharp", "published", "pair", "secure_aggregation", "central")
-"""From the least trust to the most; within one trust model, from what is proved to what is not."""
-
-MEANINGS = {
-    "local": "no shuffler: who sends which noised report is seen",
-    "certified": "the reports are seen in random order; whatever the other records are (by Gaussian clones)",
-    "certified_sharp": "the same, or what a longer proof of this library's own gives (truncated clones), if that is smaller",
-    "published": "the published formula, for one pair of data sets: all other records report zero, one record at the clipping "
-    "norm becomes zero; other pairs can be worse",
-    "pair": "the exact value for that same pair, from above",
-    "secure_aggregation": "only the sum of a round's reports is seen, and who took part",
-    "central": "a trusted server picks the participants in secret and adds the noise of all reports to their sum",
-}
 HEAD = ("trusted", "bound", "epsilon", "holds for", "status")
 
 
@@ -60,7 +38,7 @@ class PrivacyReport:
     Args:
         rounds: What ran: mechanisms with their numbers of rounds, at least one (see :meth:`ShuffleAccountant.rounds`).
         delta: δ in (0, 1).
-        adjacency: ``"zero_out"``, or ``"replace"``, for which ``published`` and ``pair`` have no value.
+        adjacency: ``"zero_out"``, or ``"replace"``, for which some bounds have no value.
         simulated: The rounds were run in one process, as a training run is.
         emulated: The noise was added once to the sum (``local_noise=False``): the shuffle protocol is emulated.
 
@@ -88,7 +66,8 @@ class PrivacyReport:
             raise ValueError("rounds must not be empty: there is nothing to report")
         self.rounds = tuple((mechanism, integer("number of rounds", count)) for mechanism, count in rounds)
         self.delta = delta
-        self.adjacency = adjacency
+        self.adjacency = Adjacency(adjacency)
+        self.kind = kind_of(self.rounds)
         self.simulated = boolean("simulated", simulated)
         self.emulated = boolean("emulated", emulated)
         self.bounds = tuple(ladder(self.rounds, delta=delta, adjacency=adjacency))
@@ -96,8 +75,8 @@ class PrivacyReport:
     @property
     def best(self) -> PrivacyBound:
         """The smallest ε that is proved for every data set with the shuffler as the only trusted party: the one to quote."""
-        kind = type(self.rounds[0][0])
-        proved = [b for b in self.bounds if b.guarantee is Guarantee.PROVED and b.bound in bounds_of(kind)]
+        own = bounds_of(self.kind)
+        proved = [bound for bound in self.bounds if bound.guarantee is Guarantee.PROVED and bound.bound in own]
         return min(proved, key=lambda bound: bound.epsilon)
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,7 +85,7 @@ class PrivacyReport:
         return {
             "mechanism": first.mechanism,
             "delta": first.delta,
-            "adjacency": first.adjacency,
+            "adjacency": str(first.adjacency),
             "rounds": first.rounds,
             "settings": [{**_finite(dataclasses.asdict(mechanism)), "rounds": count} for mechanism, count in self.rounds],
             "simulated": self.simulated,
@@ -140,7 +119,7 @@ class PrivacyReport:
         )
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """ε over the number of rounds for each bound, on logarithmic axes, what is not certified but tight shaded.
+        """ε over the number of rounds for each bound, on logarithmic axes, the gap between one pair and certified shaded.
 
         Args:
             ax: Axes to draw on; by default a new figure's. Needs ``opacus_shuffle[plots]``.
@@ -150,7 +129,7 @@ class PrivacyReport:
         """
         from opacus_shuffle.accountants.report_figure import draw
 
-        return draw(self, ax)
+        return draw(self.rounds, delta=self.delta, adjacency=self.adjacency, ax=ax)
 
     def _title(self) -> str:
         first = self.bounds[0]
@@ -170,9 +149,9 @@ class PrivacyReport:
             return f"{quote}, which protects next to nothing (above {WEAK:g}). {self._advice()}".rstrip()
         factor = math.exp(best.epsilon)
         change = f"{round_up(100 * (factor - 1), 2)} %" if factor < 2 else f"a factor of {round_up(factor, 2)}"
-        fate = "vanishes" if self.adjacency == "zero_out" else "is replaced by any other"
+        fate = "vanishes" if self.adjacency is Adjacency.ZERO_OUT else "is replaced by any other"
         return (
-            f"{quote}. The probability of whatever someone concludes from {type(self.rounds[0][0]).released} changes by "
+            f"{quote}. The probability of whatever someone concludes from {self.kind.released} changes by "
             f"{change} at most, plus delta, when one record {fate}."
         )
 
@@ -195,18 +174,17 @@ class PrivacyReport:
         """What the words in the table mean."""
         terms = []
         for bound in self.bounds:
-            between = (
-                f" (between {round_down(bound.lower)} and {round_up(bound.epsilon)})"
-                if bound.lower and bound.epsilon > 0
-                else ""
-            )
-            terms.append((bound.bound, (bound.meaning or MEANINGS.get(bound.bound, bound.covers)) + between))
-        kind = type(self.rounds[0][0])
-        left_out = {*bounds_of(kind), *baselines_of(kind)} - {bound.bound for bound in self.bounds}
+            text = bound.meaning
+            if bound.proof:
+                text += f"; the proof that gives it: {bound.proof}"
+            if bound.lower and bound.epsilon > 0:
+                text += f" (between {round_down(bound.lower)} and {round_up(bound.epsilon)})"
+            terms.append((bound.bound, text))
+        kind, shown = self.kind, {bound.bound for bound in self.bounds}
+        left_out = [name for name in (*bounds_of(kind), *baselines_of(kind)) if name not in shown]
         if left_out:
-            names = ", ".join(sorted(left_out, key=_rung))
-            terms.append((names, f"left out: no value for {self.adjacency} adjacency"))
-        changed = kind.zeroed if self.adjacency == "zero_out" else "one record is any other record"
+            terms.append((", ".join(left_out), f"left out: no value for {self.adjacency} adjacency"))
+        changed = kind.zeroed if self.adjacency is Adjacency.ZERO_OUT else "one record is any other record"
         terms.append((self.adjacency, f"compared with a run in which {changed}"))
         used = {bound.guarantee for bound in self.bounds}
         terms += [(guarantee.name, guarantee.value) for guarantee in Guarantee if guarantee in used]
@@ -234,23 +212,3 @@ def contradiction(estimate: PrivacyBound, pair: PrivacyBound) -> str:
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
     """None for infinity, which is no JSON (a clipping norm that clips nothing)."""
     return {name: None if value == math.inf else value for name, value in values.items()}
-
-
-def ladder(rounds: Rounds, *, delta: float, adjacency: str = "zero_out") -> list[PrivacyBound]:
-    """Every bound and baseline of the rounds' mechanism that has a value for this adjacency, in the order of ``LADDER``."""
-    kind = type(rounds[0][0])
-    names = [*bounds_of(kind), *baselines_of(kind)]
-    found = []
-    for name in sorted(names, key=_rung):
-        with contextlib.suppress(NotCovered):
-            if name in bounds_of(kind):
-                found.append(compute_bound(rounds, delta=delta, bound=name, adjacency=adjacency))
-            else:
-                found.append(compute_baseline(rounds, delta=delta, baseline=name, adjacency=adjacency))
-    return found
-
-
-def _rung(name: str) -> float:
-    """A bound's place in the ladder: what only some mechanisms have stands beside its like, unknown ones come last."""
-    beside = {"composition": 0.5, "published_optimised": 3.5}
-    return LADDER.index(name) if name in LADDER else beside.get(name, len(LADDER))

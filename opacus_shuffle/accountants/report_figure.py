@@ -12,35 +12,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from opacus_shuffle.accountants.bounds.registry import Guarantee, Rounds
+from opacus_shuffle.accountants.bounds.registry import Rounds, find_bound, kind_of, ladder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from opacus_shuffle.accountants.report import PrivacyReport
-
 POINTS = 9
-
-STYLES = {
-    "local": ("#000000", (0, (1, 1)), "", "local: no shuffler"),
-    "certified": ("#0072B2", "-", "s", "certified: every data set"),
-    "certified_sharp": ("#0072B2", "--", "", "certified_sharp: every data set, longer proof"),
-    "composition": ("#000000", (0, (4, 2)), "", "composition: every data set, by advanced composition"),
-    "published": ("#CC79A7", "-.", "^", "paper: one pair, as printed"),
-    "published_optimised": ("#CC79A7", ":", "", "paper_optimised: an estimate, delta split in the best way"),
-    "pair": ("#D55E00", "-", "o", "tight: one pair, exact"),
-    "secure_aggregation": ("#666666", (0, (5, 2, 1, 2)), "", "secure aggregation"),
-    "central": ("#999999", ":", "", "central: trusted server"),
-}
-"""Colour (Okabe and Ito's palette), line, marker, legend."""
+"""Of each curve."""
 
 
 def epsilons_over_rounds(
     rounds: Rounds, *, delta: float, adjacency: str = "zero_out", points: int | None = None
 ) -> dict[str, list[tuple[int, float]]]:
-    """For each bound, (rounds, ε) after the first 1, …, T rounds of the history, geometrically spaced."""
-    from opacus_shuffle.accountants.report import ladder
-
+    """Returns for each bound (rounds, ε) after the first 1, …, T rounds of the history, geometrically spaced."""
     total = sum(count for _, count in rounds)
     curves: dict[str, list[tuple[int, float]]] = {}
     for count in sorted({round(value) for value in np.geomspace(1, total, points or POINTS)}):
@@ -50,7 +34,7 @@ def epsilons_over_rounds(
 
 
 def first_rounds(rounds: Rounds, count: int) -> Rounds:
-    """The history's first ``count`` rounds."""
+    """Returns the history's first ``count`` rounds."""
     found = []
     for mechanism, repetitions in rounds:
         taken = min(repetitions, count)
@@ -60,38 +44,49 @@ def first_rounds(rounds: Rounds, count: int) -> Rounds:
     return found
 
 
-def draw(report: PrivacyReport, ax: Axes | None) -> Axes:
-    """See :meth:`PrivacyReport.plot`."""
+def draw(rounds: Rounds, *, delta: float, adjacency: str, ax: Axes | None) -> Axes:
+    """Draws a report; :meth:`PrivacyReport.plot <opacus_shuffle.accountants.report.PrivacyReport.plot>` says how."""
     if ax is None:
         try:
             import matplotlib.pyplot as plt
         except ImportError as error:
             raise ImportError("plot needs matplotlib: pip install 'opacus_shuffle[plots]'") from error
         ax = plt.subplots(figsize=(9.0, 4.6), layout="constrained")[1]
-    curves = epsilons_over_rounds(report.rounds, delta=report.delta, adjacency=report.adjacency)
-    estimates = {bound.bound for bound in report.bounds if bound.guarantee is Guarantee.ESTIMATE}
+    kind = kind_of(rounds)
+    curves = {
+        name: [(count, epsilon) for count, epsilon in points if epsilon > 0]
+        for name, points in epsilons_over_rounds(rounds, delta=delta, adjacency=adjacency).items()
+    }
     for name, points in curves.items():
-        color, line, marker, label = STYLES.get(name, ("#444444", "-", "", name))
-        label = "paper: an estimate, as printed" if name == "published" and name in estimates else label
-        counts, epsilons = (
-            zip(*((c, e) for c, e in points if e > 0), strict=True) if any(e > 0 for _, e in points) else ((), ())
+        entry = find_bound(kind, name)
+        style = entry.style
+        ax.plot(
+            [count for count, _ in points],
+            [epsilon for _, epsilon in points],
+            color=style.color,
+            linestyle=style.line,
+            marker=style.marker,
+            markersize=4,
+            linewidth=1.6,
+            label=f"{name}: {entry.legend}",
         )
-        ax.plot(counts, epsilons, color=color, linestyle=line, marker=marker, markersize=4, linewidth=1.6, label=label)
-    if "pair" in curves:
-        proved = "certified_sharp" if "certified_sharp" in curves else "certified"
-        both = [
-            (c, low, high) for (c, low), (_, high) in zip(curves["pair"], curves[proved], strict=True) if min(low, high) > 0
-        ]
-        if both:
-            counts, low, high = zip(*both, strict=True)
-            ax.fill_between(
-                counts, low, high, color="#56B4E9", alpha=0.25, linewidth=0, label="the truth for the worst data set lies here"
-            )
+    low, high = (dict(curves.get(name, ())) for name in ("pair", "certified"))
+    both = [count for count in low if count in high]
+    if both:
+        ax.fill_between(
+            both,
+            [low[count] for count in both],
+            [high[count] for count in both],
+            color="#56B4E9",
+            alpha=0.25,
+            linewidth=0,
+            label="the truth for the worst data set lies here",
+        )
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_xlabel("rounds")
-    ax.set_ylabel(f"ε at δ = {report.delta:.3g}")
-    ax.set_title(f"{report.bounds[0].mechanism}, {report.adjacency} adjacency", fontsize=11)
+    ax.set_ylabel(f"ε at δ = {delta:.3g}")
+    ax.set_title(f"{kind.name}, {adjacency} adjacency", fontsize=11)
     ax.grid(which="major", alpha=0.3)
     ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False)
     return ax

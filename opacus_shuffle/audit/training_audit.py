@@ -32,7 +32,7 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from opacus_shuffle.accountants import ShuffledWeightsAccountant
+from opacus_shuffle.accountants.mechanisms import ShuffledWeights
 from opacus_shuffle.analysis import fenton_wilkinson
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, sampled_gaussian_epsilon
 from opacus_shuffle.audit.canary import GradientCanary, entry
@@ -309,9 +309,10 @@ def _claims(
     accountant = None if engine is None else engine.accountant
     if shuffler is not None and name not in shuffler.spec.blocks:
         return (certified,)  # this tensor stays where it is
-    if isinstance(accountant, ShuffledWeightsAccountant) and accountant.dimension is not None:
-        clip, dimension = accountant.clip, accountant.dimension
-        batch_clip = clip if accountant.batch_clip is None else accountant.batch_clip
+    planned = getattr(accountant, "planned", None)
+    if isinstance(planned, ShuffledWeights):
+        clip, dimension = planned.clip, planned.dimension
+        batch_clip = clip if planned.batch_clip is None else planned.batch_clip
     elif shuffler is not None:
         spec = shuffler.spec
         trained = {id(each) for each in optimizer.params}

@@ -76,21 +76,16 @@ class OpenEngine(opacus.PrivacyEngine):
         return self.build_optimizer(**keywords)
 
 
-def stock_engine_loader(ours: str = "") -> DataLoader | None:
+def stock_engine_loader() -> DataLoader | None:
     """The loader in the ``make_private`` of a stock engine that asks its accountant for a step hook, up to six calls above.
 
     Opacus tells accountants nothing of the data but a batch size that float arithmetic has rounded down (98 records in batches
     of 2 become 49 of 1), and of its sampler nothing at all. If it ever names its loader otherwise, nothing is found.
-
-    Args:
-        ours: Name of the module whose engine chooses the sampler itself, so that nothing is to be found.
     """
     frame = inspect.currentframe()
     for _ in range(6):  # this function, the accountant's methods, the engine's
         if frame is None:
             break
-        if frame.f_globals.get("__name__") == ours:
-            return None
         loader = frame.f_locals.get("data_loader")
         if isinstance(loader, DataLoader):
             return loader

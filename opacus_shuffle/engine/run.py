@@ -147,6 +147,11 @@ class Budget:
         object.__setattr__(self, "epochs", integer("epochs", self.epochs))
         Adjacency(self.adjacency)
 
+    @property
+    def of_bound(self) -> dict[str, Any]:
+        """The keywords of the calibrator."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "epochs"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:

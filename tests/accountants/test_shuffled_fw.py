@@ -114,7 +114,7 @@ def test_epsilon_is_a_number_however_little_or_much_the_noise(sigma, delta):
             assert 0 <= found < math.inf
 
 
-# ---- paper ------------------------------------------------------------------------------------------------------------------
+# ---- published ------------------------------------------------------------------------------------------------------
 
 
 def reference_delta(epsilon, sigma, d, c, batch_clip):
@@ -170,7 +170,7 @@ def reference_paper(run, *, delta=DELTA, split=0.5):
 
 
 @every_run
-def test_paper_is_theorem_6_then_2_then_1(run):
+def test_published_is_theorem_6_then_2_then_1(run):
     expected = reference_paper(run)
     assert expected > 0.01
     # The code's δ is off by 1e-13 (its terms are at most 1), which moves ε by that over δ's slope, some δ of one step: 1e-6.
@@ -217,7 +217,7 @@ def test_the_noise_for_a_budget_is_theorem_6_at_the_budget_of_a_step(run, epsilo
     options = {"dimension": run["dimension"], "clip": clip, "batch_clip": run.get("batch_clip", clip)}
     direct = compute_noise_std(epsilon=each, delta=its_delta, **options) / clip
     found = opacus_shuffle.compute_noise_multiplier(
-        "shuffled_fw", target_epsilon=epsilon, target_delta=delta, num_users=1, **run
+        "shuffled_fw", target_epsilon=epsilon, target_delta=delta, num_users=1, bound="published", **run
     )
     assert found == pytest.approx(direct, rel=3e-7)  # solved to 1e-7
     assert spent("published", noise_multiplier=found, delta=delta, **run) <= epsilon
@@ -225,7 +225,9 @@ def test_the_noise_for_a_budget_is_theorem_6_at_the_budget_of_a_step(run, epsilo
 
 def test_at_ws_own_setting_the_noise_is_0_27372_and_the_report_denies_the_budget():
     with pytest.warns(PrivacyAssumptionWarning, match="covers no data set for certain"):
-        sigma = opacus_shuffle.compute_noise_multiplier("shuffled_fw", target_epsilon=0.5, target_delta=5e-6, **VIT)
+        sigma = opacus_shuffle.compute_noise_multiplier(
+            "shuffled_fw", target_epsilon=0.5, target_delta=5e-6, bound="published", **VIT
+        )
     assert sigma == pytest.approx(0.27372, abs=5e-6)
     report = opacus_shuffle.privacy_report("shuffled_fw", noise_multiplier=sigma, delta=5e-6, **VIT)
     found = {bound.bound: bound for bound in report.bounds}
@@ -292,7 +294,7 @@ def test_parameters_that_stay_count_as_the_gaussian_mechanism_that_they_are(rati
     assert (alone > moves > 0) == (ratio < 2)
     for bound in ("pair", "certified"):
         assert spent(bound, dimension=10**6, **run, **stays) == spent(bound, dimension=10**6, **run)
-    with pytest.raises(ValueError, match="unshuffled_noise_multiplier must not be below"):
+    with pytest.raises(ValueError, match="unshuffled_noise_multiplier must be at least"):
         ShuffledWeights(num_users=1, noise_multiplier=0.5, dimension=9, unshuffled_noise_multiplier=0.4)
 
 
@@ -309,6 +311,11 @@ def test_more_dimensions_and_smaller_batches_cost_less_but_not_in_what_is_proved
 # ---- the accountant ---------------------------------------------------------------------------------------------------------
 
 
+def planned(**changes):
+    run = {"noise_multiplier": 1.0, "sample_rate": 0.1, "dimension": 1000, "batch_clip": 50.0}
+    return ShuffledWeights(**{**run, **changes})
+
+
 def accountant(**weights):
     found = ShuffledWeightsAccountant(**{"dimension": 1000, "batch_clip": 50.0, **weights})
     found.history = [(1.0, 0.1, 30)]
@@ -316,35 +323,38 @@ def accountant(**weights):
 
 
 def test_the_number_of_records_is_not_needed():
-    assert accountant().get_epsilon(DELTA) == accountant(num_users=77).get_epsilon(DELTA) == spent("published", **RUNS[2])
+    assert accountant().get_epsilon(DELTA) == accountant(num_users=77).get_epsilon(DELTA) == spent("certified", **RUNS[2])
 
 
 def test_it_can_be_told_of_the_weights_when_it_is_asked():
     known, unknown = accountant(), ShuffledWeightsAccountant()
     unknown.history = known.history
-    with pytest.raises(ValueError, match=r"does not know dimension.*describe_weights"):
+    with pytest.raises(ValueError, match=r"does not know dimension.*engine\.accountant\.plan"):
         unknown.get_epsilon(DELTA)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        told = [unknown.get_epsilon(DELTA, dimension=1000, batch_clip=50.0) for _ in range(2)]
-    assert told == [known.get_epsilon(DELTA)] * 2
+        told = [unknown.get_epsilon(DELTA, bound="published", dimension=1000, batch_clip=50.0) for _ in range(2)]
+    assert told == [known.get_epsilon(DELTA, bound="published")] * 2
     assert sum(issubclass(each.category, PrivacyAssumptionWarning) for each in caught) == 1
-    assert known.get_epsilon(DELTA, dimension=1000, clip=1.0) == told[0]
+    assert known.get_epsilon(DELTA, bound="published", dimension=1000, clip=1.0) == told[0]
     for other in ({"dimension": 1001}, {"batch_clip": 1.0}, {"clip": 2.0}):
-        with pytest.raises(ValueError, match="leave them out"):
+        with pytest.raises(ValueError, match="leave it out"):
             known.get_epsilon(DELTA, **other)
-    unknown.describe_weights(dimension=1000, batch_clip=50.0)
-    assert unknown.get_epsilon(DELTA) == told[0]
+    unknown.plan(planned())
+    assert unknown.get_epsilon(DELTA, bound="published") == told[0]
 
 
 def test_steps_keep_the_weights_that_they_were_taken_with():
     found = accountant()
     before = found.state_dict()
-    found.describe_weights(dimension=1000, batch_clip=50)
-    for other in ({"dimension": 5}, {"dimension": 1000}, {"dimension": None}):
-        with pytest.raises(ValueError, match=r"accounts for a run with.*new PrivacyEngine"):
-            found.describe_weights(**other)
+    for other in (planned(dimension=5), planned(batch_clip=None), planned(clip=2.0), planned(sample_rate=0.2)):
+        with pytest.raises(ValueError, match=r"accounts for ShuffledWeights.*new PrivacyEngine"):
+            found.plan(other)
+    with pytest.raises(ValueError, match="mechanism must be a ShuffledWeights"):
+        found.plan(opacus_shuffle.ShuffledCheckIn(noise_multiplier=1.0, num_users=9, sample_rate=0.1))
     assert found.state_dict() == before
+    found.plan(planned(noise_multiplier=3.0))  # noise may change
+    assert found.planned == planned(noise_multiplier=3.0)
 
 
 @pytest.mark.parametrize(
@@ -359,10 +369,11 @@ def test_steps_keep_the_weights_that_they_were_taken_with():
         ({"clip": math.inf}, "clip"),
         ({"batch_clip": -1.0}, "batch_clip"),
         ({"batch_clip": math.nan}, "batch_clip"),
-        ({"dimension": None, "batch_clip": -1.0}, "batch_clip"),
-        ({"unshuffled_noise_ratio": 0.9}, "unshuffled_noise_ratio"),
-        ({"unshuffled_noise_ratio": math.nan}, "unshuffled_noise_ratio"),
+        ({"unshuffled_noise_multiplier": 1e-4}, "unshuffled_noise_multiplier"),
+        ({"unshuffled_noise_multiplier": math.nan}, "unshuffled_noise_multiplier"),
+        ({"unshuffled_noise_ratio": 1.0}, "unshuffled_noise_ratio"),
         ({"local_noise": 1}, "local_noise"),
+        ({"local_noise": True}, "local_noise"),
     ],
 )
 def test_weights_that_cannot_be_are_refused_by_name(weights, named):
@@ -370,12 +381,9 @@ def test_weights_that_cannot_be_are_refused_by_name(weights, named):
         accountant(**weights)
 
 
-def test_local_noise_is_not_the_server_s():
-    with pytest.raises(ValueError, match="local_noise must be False"):
-        accountant(local_noise=True).get_epsilon(DELTA)
-
-
-@pytest.mark.parametrize("weights", [{}, {"dimension": (400, 30)}, {"batch_clip": math.inf, "unshuffled_noise_ratio": 3.0}])
+@pytest.mark.parametrize(
+    "weights", [{}, {"dimension": (400, 30)}, {"batch_clip": math.inf, "unshuffled_noise_multiplier": 3.0}]
+)
 def test_the_state_keeps_the_weights(weights):
     saved = accountant(**weights)
     state = saved.state_dict()
@@ -383,7 +391,8 @@ def test_the_state_keeps_the_weights(weights):
     restored.load_state_dict(json.loads(json.dumps(state)))  # lists in place of tuples
     assert restored.state_dict() == state
     assert restored.get_epsilon(DELTA) == saved.get_epsilon(DELTA)
-    other = ShuffledWeightsAccountant(dimension=7)
-    with pytest.raises(ValueError, match="make the same run private"):
+    other = ShuffledWeightsAccountant()
+    other.plan(planned(dimension=7))
+    with pytest.raises(ValueError, match="made private with the same"):
         other.load_state_dict(state)
     assert len(other) == 0

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opacus_shuffle.analysis import composition, gaussian, mean_ratio
-from opacus_shuffle.analysis.calibration import smallest_noise_multiplier
 from opacus_shuffle.analysis.composition import RELATIVE_ERROR, OrderCapWarning, epsilon_from_rdp
 from opacus_shuffle.core.rounding import round_up
 
@@ -105,33 +104,6 @@ def test_the_gaussian_epsilon_is_just_above_the_exact_one(mu, delta):
             slack = 2 * gaussian.RELATIVE_ERROR * epsilon + 1e-11 * (mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / delta)))
             lower = epsilon - slack
             assert lower <= 0 or exact_delta(mpmath.mpf(lower)) >= mpmath.mpf(delta)
-
-
-@settings(deadline=None)
-@given(st.floats(1e-4, 1e3), st.floats(1e-12, 0.1))
-def test_calibration_ends_on_the_safe_side_and_close(target, delta):
-    def epsilon(sigma):
-        return gaussian.compute_epsilon(mu=1 / sigma, delta=delta)
-
-    sigma = smallest_noise_multiplier(epsilon, target_epsilon=target)
-    assert epsilon(sigma) <= target
-    assert sigma == 1e-3 or epsilon(sigma * (1 - 1e-6)) > target
-
-
-def test_a_budget_that_no_noise_meets_is_refused_with_the_floor():
-    with pytest.raises(ValueError, match="stays at"):
-        smallest_noise_multiplier(lambda sigma: 0.5 + 1 / sigma, target_epsilon=0.1)
-
-
-def test_calibration_refuses_nan():
-    with pytest.raises(ValueError, match="NaN"):
-        smallest_noise_multiplier(lambda sigma: math.nan, target_epsilon=1.0)
-
-
-@pytest.mark.parametrize("target", [0, -1, math.nan, math.inf])
-def test_target_epsilon_must_be_positive(target):
-    with pytest.raises(ValueError, match="target_epsilon"):
-        smallest_noise_multiplier(lambda sigma: 1 / sigma, target_epsilon=target)
 
 
 def test_no_privacy_loss_is_exactly_zero():

@@ -1,1 +1,7 @@
-"""The bounds of every mechanism, and the registry they answer through."""
+"""The bounds, one file for each family of mechanisms, and their registry; a file that is put here is found."""
+
+import importlib
+import pkgutil
+
+for _found in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_found.name}")

@@ -1,155 +1,267 @@
-"""An ε with its meaning: which bound, which data sets, which adjacency, proved or not; and the open tables of bounds.
+"""The open tables of bounds: which function answers for which mechanism, with what meaning, and in which place of a report.
 
-A bound is a function registered for a mechanism; nothing here knows what the bounds compute. A *baseline* is the same for
-another trust model with the same noise: what no shuffler would give, or a trusted server. It is not an ε of the mechanism, so
-nothing accounts or calibrates by it.
+A bound is a function registered for a mechanism; nothing here knows what it computes. A *baseline* is the same for another
+trust model with the same noise: what no shuffler would give, or a trusted server. It is no ε of the mechanism, so nothing
+accounts or calibrates by it.
 
 >>> from opacus_shuffle.accountants.mechanisms import ShuffleGauss
 >>> rounds = [(ShuffleGauss(noise_multiplier=9.48, num_users=60_000), 7)]
->>> answer = compute_bound(rounds, delta=1 / 60_000, bound="pair")
->>> round(answer.epsilon, 7), answer.guarantee.name
-(0.0020509, 'PAIR')
+>>> answer = compute_bound(rounds, delta=1 / 60_000)
+>>> round(answer.epsilon, 7), answer.guarantee.name, answer.proof
+(0.002947, 'PROVED', 'truncated clones')
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
-from opacus_shuffle.accountants.mechanisms import Mechanism
+from opacus_shuffle.accountants.mechanism import Mechanism
 from opacus_shuffle.core.guarantees import (
     ADVERSARY,
+    EVERY_DATA_SET,
     SHUFFLER,
     Adjacency,
     Guarantee,
     NotCovered,
-    PrivacyAssumptionWarning,
     PrivacyBound,
 )
-from opacus_shuffle.core.validation import one_of, open_unit_interval
-
-__all__ = [
-    "ADJACENCIES",
-    "BoundValue",
-    "Guarantee",
-    "NotCovered",
-    "PrivacyAssumptionWarning",
-    "PrivacyBound",
-    "compute_baseline",
-    "compute_bound",
-    "register_bound",
-]
+from opacus_shuffle.core.validation import integer, one_of, open_unit_interval
 
 Rounds = Sequence[tuple[Mechanism, int]]
 """What ran, in order: mechanisms of one kind, each with its number of rounds."""
 
-ADJACENCIES = tuple(Adjacency)
-
 
 @dataclasses.dataclass(frozen=True)
-class BoundValue:
-    """What a bound function answers: ε, its worth, and the data sets it covers in words.
+class Answer:
+    """What a bound function found; None stands for what was registered with it.
 
-    ``lower``, where there is one, is a value that the exact ε of what is covered is not below. ``meaning`` is for mechanisms
-    that give the bound's name another meaning than the shuffle-Gaussian family does.
+    Attributes:
+        epsilon: ε, rounded up.
+        lower: A value, rounded down, that the exact ε of what is covered is not below.
+        proof: Which of several proofs gave ε.
+        guarantee: What ε is worth in this case.
+        covers: The data sets it covers in this case.
+        meaning: What the bound computes in this case.
+        adversary: What the adversary sees in this case.
     """
 
     epsilon: float
-    guarantee: Guarantee
-    covers: str
     lower: float | None = None
-    trusted: str = SHUFFLER
-    adversary: str = ADVERSARY
-    meaning: str = ""
+    proof: str = ""
+    guarantee: Guarantee | None = None
+    covers: str | None = None
+    meaning: str | None = None
+    adversary: str | None = None
 
 
 class BoundFunction(Protocol):
     """ε of several rounds at δ; ``orders`` fixes the Rényi orders where the bound uses any."""
 
-    def __call__(self, rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[float] | None) -> BoundValue:
-        """One ε with its worth."""
+    def __call__(self, rounds: Any, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+        """One ε with what is particular to the case."""
 
 
-Table = dict[type[Mechanism], dict[str, BoundFunction]]
-_BOUNDS: Table = {}
-_BASELINES: Table = {}
+@dataclasses.dataclass(frozen=True)
+class Style:
+    """A bound's place in a report, from the least trust to the most and from proved to not, and its line in the picture."""
+
+    place: float
+    color: str = "#444444"
+    line: Any = "-"
+    marker: str = ""
+
+
+STYLES = {
+    "local": Style(0, "#000000", (0, (1, 1))),
+    "composition": Style(0.5, "#000000", (0, (4, 2))),
+    "certified": Style(1, "#0072B2", "-", "s"),
+    "published": Style(3, "#CC79A7", "-.", "^"),
+    "published_optimised": Style(3.5, "#CC79A7", ":"),
+    "pair": Style(4, "#D55E00", "-", "o"),
+    "secure_aggregation": Style(5, "#666666", (0, (5, 2, 1, 2))),
+    "central": Style(6, "#999999", ":"),
+}
+"""Of the names that several mechanisms share, in Okabe and Ito's palette; other bounds bring their own or come last."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bound:
+    """One entry of the tables; :func:`register_bound` says what the fields are."""
+
+    name: str
+    function: BoundFunction
+    meaning: str
+    legend: str
+    baseline: bool
+    guarantee: Guarantee
+    covers: str
+    trusted: str
+    adversary: str
+    zero_out_only: bool
+    uses_orders: bool
+    style: Style
+
+
+_TABLE: dict[type[Mechanism], dict[str, Bound]] = {}
 
 
 def register_bound(
-    mechanism: type[Mechanism], bound: str, *, baseline: bool = False
+    mechanisms: type[Mechanism] | Iterable[type[Mechanism]],
+    name: str,
+    *,
+    meaning: str,
+    legend: str = "",
+    baseline: bool = False,
+    guarantee: Guarantee = Guarantee.PROVED,
+    covers: str = EVERY_DATA_SET,
+    trusted: str = SHUFFLER,
+    adversary: str = ADVERSARY,
+    zero_out_only: bool = False,
+    uses_orders: bool = False,
+    style: Style | None = None,
 ) -> Callable[[BoundFunction], BoundFunction]:
-    """Decorator: let ``bound`` (or baseline) of ``mechanism`` be answered by this function."""
+    """Returns a decorator that lets a function answer for a bound.
+
+    Args:
+        mechanisms: One or several.
+        name: Of the bound; ``"certified"`` is what every mechanism should have, proved for every data set.
+        meaning: What the bound computes, one sentence of the report's glossary.
+        legend: A few words for the picture; by default the data sets covered.
+        baseline: It is about another trust model with the same noise.
+        guarantee: What ε is worth.
+        covers: The data sets that it covers, in words.
+        trusted: Who must not be the adversary.
+        adversary: What the adversary sees.
+        zero_out_only: It has no value for replacement.
+        uses_orders: It takes Rényi orders.
+        style: Place and line; by default those of ``STYLES``, or the last place.
+    """
+    entry: dict[str, Any] = {
+        "name": name,
+        "meaning": meaning,
+        "legend": legend or covers,
+        "baseline": baseline,
+        "guarantee": guarantee,
+        "covers": covers,
+        "trusted": trusted,
+        "adversary": adversary,
+        "zero_out_only": zero_out_only,
+        "uses_orders": uses_orders,
+        "style": style or STYLES.get(name, Style(len(STYLES))),
+    }
 
     def register(function: BoundFunction) -> BoundFunction:
-        (_BASELINES if baseline else _BOUNDS).setdefault(mechanism, {})[bound] = function
+        for mechanism in [mechanisms] if isinstance(mechanisms, type) else mechanisms:
+            _TABLE.setdefault(mechanism, {})[name] = Bound(function=function, **entry)
         return function
 
     return register
 
 
+def find_bound(mechanism: type[Mechanism], name: str) -> Bound:
+    """Returns the entry of a bound or baseline."""
+    return _TABLE[mechanism][name]
+
+
 def bounds_of(mechanism: type[Mechanism]) -> tuple[str, ...]:
-    """The names of the bounds a mechanism has, in order of registration."""
-    return tuple(_BOUNDS.get(mechanism, {}))
+    """Returns the names of a mechanism's bounds, in the order of a report."""
+    return tuple(entry.name for entry in _entries(mechanism) if not entry.baseline)
 
 
 def baselines_of(mechanism: type[Mechanism]) -> tuple[str, ...]:
-    """The names of the baselines a mechanism has, in order of registration."""
-    return tuple(_BASELINES.get(mechanism, {}))
+    """Returns the names of a mechanism's baselines, in the order of a report."""
+    return tuple(entry.name for entry in _entries(mechanism) if entry.baseline)
 
 
 def compute_bound(
     rounds: Rounds,
     *,
     delta: float,
-    bound: str = "published",
+    bound: str = "certified",
     adjacency: str = "zero_out",
     orders: Iterable[float] | None = None,
 ) -> PrivacyBound:
-    """ε of ``rounds`` at δ, with its meaning. Nothing ran (no rounds) is an error here: it has no mechanism.
+    """Returns ε of some rounds at δ, with its meaning.
 
     Args:
-        rounds: Mechanisms of one kind with their numbers of rounds, each at least 1.
+        rounds: Mechanisms of one kind with their numbers of rounds, each at least 1; at least one.
         delta: δ in (0, 1).
-        bound: A name in :func:`bounds_of`: ``"published"``, ``"pair"``, ``"certified"``, ``"certified_sharp"``.
+        bound: A name in :func:`bounds_of`.
         adjacency: ``"zero_out"`` (a record becomes a zero report) or ``"replace"``.
         orders: Rényi orders to use in place of the adaptive grid, for bounds that use any.
 
     Raises:
-        ValueError: If an argument is out of range; :class:`NotCovered` if the bound has no value for the adjacency.
+        ValueError: If an argument is out of range; :class:`~opacus_shuffle.core.guarantees.NotCovered` if the bound has no
+            value for the adjacency.
     """
-    return _answer(_BOUNDS, rounds, delta=delta, bound=bound, adjacency=adjacency, orders=orders)
+    kind = kind_of(rounds)
+    entry = _TABLE[kind][one_of("bound", bound, bounds_of(kind))]
+    return _answer(kind, entry, rounds, delta=delta, adjacency=adjacency, orders=orders)
 
 
 def compute_baseline(rounds: Rounds, *, delta: float, baseline: str, adjacency: str = "zero_out") -> PrivacyBound:
-    """What the same noise would give under another trust model, with its meaning (arguments as :func:`compute_bound`)."""
-    return _answer(_BASELINES, rounds, delta=delta, bound=baseline, adjacency=adjacency, orders=None)
+    """Returns what the same noise would give under another trust model (arguments as :func:`compute_bound`)."""
+    kind = kind_of(rounds)
+    entry = _TABLE[kind][one_of("baseline", baseline, baselines_of(kind))]
+    return _answer(kind, entry, rounds, delta=delta, adjacency=adjacency, orders=None)
 
 
-def _answer(
-    table: Table, rounds: Rounds, *, delta: float, bound: str, adjacency: str, orders: Iterable[float] | None
-) -> PrivacyBound:
-    """Look the function up, ask it, and attach the meaning."""
-    delta = open_unit_interval("delta", delta)
-    adjacency = Adjacency(adjacency)
+def ladder(rounds: Rounds, *, delta: float, adjacency: str = "zero_out") -> list[PrivacyBound]:
+    """Returns every bound and baseline that has a value for this adjacency, from the least trust to the most."""
+    kind, found = kind_of(rounds), []
+    for entry in _entries(kind):
+        with contextlib.suppress(NotCovered):
+            found.append(_answer(kind, entry, rounds, delta=delta, adjacency=adjacency, orders=None))
+    return found
+
+
+def kind_of(rounds: Rounds) -> type[Mechanism]:
+    """Returns the one kind of mechanism that ran."""
     kinds = {type(mechanism) for mechanism, _ in rounds}
     if len(kinds) != 1:
         raise ValueError(f"rounds must hold one kind of mechanism, got {sorted(kind.name for kind in kinds)}")
-    (kind,) = kinds
-    functions = table.get(kind, {})
-    one_of("bound", bound, functions)
-    value = functions[bound](rounds, delta=delta, adjacency=adjacency, orders=orders)
+    return kinds.pop()
+
+
+def _entries(mechanism: type[Mechanism]) -> Iterator[Bound]:
+    """In the order of a report."""
+    yield from sorted(_TABLE.get(mechanism, {}).values(), key=lambda entry: entry.style.place)
+
+
+def _answer(
+    kind: type[Mechanism],
+    entry: Bound,
+    rounds: Rounds,
+    *,
+    delta: float,
+    adjacency: str,
+    orders: Iterable[float] | None,
+) -> PrivacyBound:
+    """Asks the function, and attaches the meaning."""
+    delta, adjacency = open_unit_interval("delta", delta), Adjacency(adjacency)
+    if adjacency is not Adjacency.ZERO_OUT and entry.zero_out_only:
+        raise NotCovered(
+            f"bound={entry.name!r} is about adjacency='zero_out', got {adjacency.value!r}: use bound='certified', which covers "
+            "both"
+        )
+    if orders is not None and not entry.uses_orders:
+        raise ValueError(f"bound={entry.name!r} uses no Rényi orders, got orders={orders!r}: leave them out")
+    found = entry.function(rounds, delta=delta, adjacency=adjacency, orders=orders)
     return PrivacyBound(
         mechanism=kind.name,
-        bound=bound,
-        epsilon=value.epsilon,
+        bound=entry.name,
+        epsilon=found.epsilon,
         delta=delta,
         adjacency=adjacency,
-        guarantee=value.guarantee,
-        covers=value.covers,
-        rounds=sum(count for _, count in rounds),
-        lower=value.lower,
-        trusted=value.trusted,
-        adversary=value.adversary,
-        meaning=value.meaning,
+        guarantee=found.guarantee or entry.guarantee,
+        covers=found.covers or entry.covers,
+        rounds=sum(integer("number of rounds", count) for _, count in rounds),
+        lower=found.lower,
+        trusted=entry.trusted,
+        adversary=found.adversary or entry.adversary,
+        meaning=found.meaning or entry.meaning,
+        proof=found.proof,
     )

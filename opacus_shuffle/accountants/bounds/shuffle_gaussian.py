@@ -1,47 +1,52 @@
-"""The bounds of the shuffle-Gaussian family, for rounds that may differ in σ, γ or size.
+"""The bounds of Liew and Takahashi's shuffle Gaussian mechanisms (SG), for rounds that may differ in σ, γ or size.
 
-``published``            SG Theorems 1, 2, 3 as printed, RDP over all useful orders: one pair of data sets, one direction.
-``pair``             the same pair, exactly: numerical composition of its privacy loss, both directions; with a lower value.
-``certified``        Gaussian clones: every data set, both adjacencies.
-``certified_sharp``  the smaller of that and what a longer proof gives (truncated clones, in
-                     :mod:`opacus_shuffle.analysis.gaussian_clones`): every data set, both adjacencies.
+``certified``  Gaussian clones: every data set, both adjacencies; the smaller of two proofs
+               (:mod:`opacus_shuffle.analysis.gaussian_clones`).
+``published``  SG Theorems 1, 2, 3 as printed, RDP over all useful orders: one pair of data sets, one direction.
+``pair``       the same pair, exactly: numerical composition of its privacy loss, both directions; with a lower value.
 
 The pair: every other record reports zero and one record at the clipping norm becomes zero. SG takes it without loss of
 generality; it is not the worst case (with the others at −1, n = 2, σ = 0.86, order 2 gives 1.3228, not 0.8890), so its ε is no
 guarantee for every data set. SG's text says "replacement", but its pair is the zero-out adjacency.
 
->>> from opacus_shuffle.accountants.bounds.registry import compute_bound
+Baselines, the same noise under other trust models: ``local``, nobody is trusted; ``secure_aggregation``, a protocol reveals the
+sum of the round's reports, and who takes part, but no single report; ``central``, a trusted server chooses the participants in
+secret and adds the whole noise, √B·σ, to the sum.
+
+>>> from opacus_shuffle.accountants.bounds.registry import ladder
 >>> from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn
 >>> rounds = [(ShuffledCheckIn(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1), 5540)]
->>> for name in ("published", "certified", "certified_sharp", "pair"):
-...     print(name, round(compute_bound(rounds, delta=1 / 60_000, bound=name).epsilon, 3))
+>>> for bound in ladder(rounds, delta=1 / 60_000):
+...     print(bound.bound, round(bound.epsilon, 3))
+local 30.183
+certified 0.113
 published 9.617
-certified 0.124
-certified_sharp 0.113
 pair 0.054
+secure_aggregation 0.19
+central 0.053
 """
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Iterable
 
 import numpy as np
 
-from opacus_shuffle.accountants.bounds.registry import BoundValue, Guarantee, NotCovered, Rounds, register_bound
-from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledCheckIn, ShuffleGauss, SubsampledShuffle
+from opacus_shuffle.accountants.bounds.registry import Answer, Rounds, register_bound
+from opacus_shuffle.accountants.mechanism import Mechanism
+from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn, ShuffleGauss, SubsampledShuffle
 from opacus_shuffle.analysis import composition, gaussian_clones, mean_ratio, shuffled_rounds, subsampling
-from opacus_shuffle.analysis.gaussian_clones import Clones
 from opacus_shuffle.analysis.mean_ratio import Vector
-from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound
+from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, sampled_gaussian_epsilon, unshuffled_epsilon
+from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Adjacency, Guarantee, NotCovered
 
 FAMILY: tuple[type[Mechanism], ...] = (ShuffleGauss, SubsampledShuffle, ShuffledCheckIn)
 PAIR = "one pair of data sets: all other records report zero, one record at the clipping norm becomes zero"
-EVERY = "every data set"
 
 
 def exact_rdp(mechanism: Mechanism, orders: Vector) -> Vector:
-    """Exact RDP of the pair, one round."""
+    """Returns the exact RDP of the pair, one round."""
     return mean_ratio.compute_rdp(
         noise_multiplier=mechanism.noise_multiplier,
         num_users=mechanism.num_users,
@@ -52,7 +57,7 @@ def exact_rdp(mechanism: Mechanism, orders: Vector) -> Vector:
 
 
 def printed_rdp(mechanism: Mechanism, orders: Vector) -> Vector:
-    """RDP by the papers' formulas, one round; Theorem 1, for a round of everyone, is exact already.
+    """Returns the RDP by the paper's formulas, one round; Theorem 1, for a round of everyone, is exact already.
 
     Never below the exact value: Theorem 3 as printed would be, for fewer than one expected report.
     """
@@ -70,7 +75,7 @@ def printed_rdp(mechanism: Mechanism, orders: Vector) -> Vector:
 
 
 def shuffled(rounds: Rounds) -> shuffled_rounds.Rounds:
-    """The rounds as :mod:`opacus_shuffle.analysis` knows them."""
+    """Returns the rounds as :mod:`opacus_shuffle.analysis` knows them."""
     return [
         (
             ShuffledRound(
@@ -85,52 +90,113 @@ def shuffled(rounds: Rounds) -> shuffled_rounds.Rounds:
     ]
 
 
-def _paper(rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[float] | None) -> BoundValue:
+@register_bound(
+    FAMILY,
+    "certified",
+    meaning="the reports are seen in random order; whatever the other records are (by Gaussian clones)",
+)
+def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+    """ε for every data set: the smaller of the proofs by mended and by truncated clones."""
+    ran = shuffled(rounds)
+    mended = gaussian_clones.compute_epsilon(ran, delta=delta, adjacency=adjacency.value, clones="mended")
+    truncated = gaussian_clones.compute_epsilon(ran, delta=delta, adjacency=adjacency.value, clones="truncated")
+    if mended == truncated:
+        return Answer(mended, proof="no gain from shuffling")
+    return Answer(mended, proof="mended clones") if mended < truncated else Answer(truncated, proof="truncated clones")
+
+
+@register_bound(
+    FAMILY,
+    "published",
+    meaning="the published formula, for one pair of data sets: all other records report zero, one record at the clipping norm "
+    "becomes zero; other pairs can be worse",
+    legend="one pair, as printed",
+    guarantee=Guarantee.PAIR,
+    covers=f"{PAIR}; one direction, D(moved || zero)",
+    zero_out_only=True,
+    uses_orders=True,
+)
+def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """ε of the pair from the rounds' RDP, which adds up."""
-    _refuse_replacement("published", adjacency)
 
     def composed(vector: Vector) -> Vector:
         return np.sum([count * printed_rdp(mechanism, vector) for mechanism, count in rounds], axis=0)
 
-    epsilon, _ = composition.epsilon_from_rdp(composed, delta=delta, orders=orders)
-    return BoundValue(epsilon, Guarantee.PAIR, f"{PAIR}; one direction, D(moved || zero)")
+    return Answer(composition.epsilon_from_rdp(composed, delta=delta, orders=orders)[0])
 
 
-def _tight(rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[float] | None) -> BoundValue:
+@register_bound(
+    FAMILY,
+    "pair",
+    meaning="the exact value for the published formula's pair of data sets, from above",
+    legend="one pair, exact",
+    guarantee=Guarantee.PAIR,
+    covers=f"{PAIR}; both directions",
+    zero_out_only=True,
+)
+def _pair(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """ε of the pair from the distribution of its privacy loss."""
-    _refuse_replacement("pair", adjacency)
-    refuse_orders("pair", orders)
     lower, upper = shuffled_rounds.pair_epsilon(shuffled(rounds), delta=delta)
-    return BoundValue(upper, Guarantee.PAIR, f"{PAIR}; both directions", lower)
+    return Answer(upper, lower)
 
 
-def _certified(
-    clones: tuple[Clones, ...], name: str, rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[float] | None
-) -> BoundValue:
-    """ε for every data set, by Gaussian clones of the kinds that are trusted."""
-    refuse_orders(name, orders)
-    ran = shuffled(rounds)
-    epsilon = min(gaussian_clones.compute_epsilon(ran, delta=delta, adjacency=adjacency, clones=kind) for kind in clones)
-    return BoundValue(epsilon, Guarantee.PROVED, EVERY)
+@register_bound(
+    FAMILY,
+    "local",
+    meaning="no shuffler: who sends which noised report is seen",
+    legend="no shuffler",
+    baseline=True,
+    trusted="nobody",
+    adversary="sees who sends which report",
+)
+def _local(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+    """The reports as they are sent."""
+    return Answer(unshuffled_epsilon(shuffled(rounds), delta=delta, distance=adjacency.distance))
 
 
-def _refuse_replacement(bound: str, adjacency: str) -> None:
-    """The papers' pair is a zero-out pair."""
-    if adjacency != "zero_out":
-        raise NotCovered(
-            f"bound={bound!r} is about the zero-out pair, got adjacency={adjacency!r}: use bound='certified', which covers "
-            "both adjacencies"
-        )
+@register_bound(
+    FAMILY,
+    "secure_aggregation",
+    meaning="only the sum of a round's reports is seen, and who took part",
+    legend="sums alone are seen",
+    baseline=True,
+    trusted="the aggregation",
+    adversary="sees the sum of every round's reports, and who takes part",
+)
+def _secure_aggregation(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+    """The sum of a round's reports carries the noise of all of them."""
+    epsilon = unshuffled_epsilon(_summed(rounds), delta=delta, distance=adjacency.distance)
+    if not any(mechanism.sampling == "poisson" and mechanism.sample_rate < 1 for mechanism, _ in rounds):
+        return Answer(epsilon)
+    return Answer(epsilon, guarantee=Guarantee.ESTIMATE, covers=f"{EVERY_DATA_SET}, at the expected number of reports")
 
 
-def refuse_orders(bound: str, orders: Iterable[float] | None) -> None:
-    """Only the papers' bound goes by Rényi orders."""
-    if orders is not None:
-        raise ValueError(f"bound={bound!r} uses no Rényi orders, got orders={orders!r}: leave them out")
+@register_bound(
+    FAMILY,
+    "central",
+    meaning="a trusted server picks the participants in secret and adds the noise of all reports to their sum",
+    legend="trusted server",
+    baseline=True,
+    trusted="the server",
+    adversary="sees the noised sum of every round",
+)
+def _central(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+    """DP-SGD: the sampled Gaussian mechanism with the noise of the sum."""
+    if adjacency is Adjacency.ZERO_OUT:
+        epsilon = sampled_gaussian_epsilon(_summed(rounds), delta=delta)
+    elif any(mechanism.sample_rate < 1 for mechanism, _ in rounds):
+        raise NotCovered(f"baseline='central' with sampling is about adjacency='zero_out', got {adjacency.value!r}")
+    else:
+        epsilon = unshuffled_epsilon(_summed(rounds), delta=delta, distance=adjacency.distance)
+    if not any(mechanism.sampling == "fixed_size" and mechanism.sample_rate < 1 for mechanism, _ in rounds):
+        return Answer(epsilon)
+    return Answer(epsilon, guarantee=Guarantee.ESTIMATE, covers=f"{EVERY_DATA_SET}, as if each user took part by its own coin")
 
 
-for _mechanism in FAMILY:
-    register_bound(_mechanism, "published")(_paper)
-    register_bound(_mechanism, "pair")(_tight)
-    register_bound(_mechanism, "certified")(functools.partial(_certified, ("mended",), "certified"))
-    register_bound(_mechanism, "certified_sharp")(functools.partial(_certified, ("mended", "truncated"), "certified_sharp"))
+def _summed(rounds: Rounds) -> shuffled_rounds.Rounds:
+    """The rounds with the noise of the sum, √B·σ."""
+    largest = 1e12  # that any mechanism takes
+    return [
+        (each.with_noise(min(math.sqrt(max(each.reports, 1.0)) * each.noise_multiplier, largest)), count)
+        for each, count in shuffled(rounds)
+    ]

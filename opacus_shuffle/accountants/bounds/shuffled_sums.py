@@ -1,67 +1,62 @@
-"""The bounds of multi-message shuffled sums, all of them proved for every data set and for both adjacencies.
+"""The bounds of Cheu, Joseph, Mao and Peng's shuffled sums (SCO), all of them proved for every data set and both adjacencies.
 
-``published``  The round's own ε, composed as SCO Algorithm 5 does: of δ each of T rounds and the composition get 1/(T + 1).
-               A round's ε at its share is SCO Theorem A.6 at the protocol's noise where the protocol has the paper's
-               constants, else the Gaussian mechanism that covers it. Nothing is gained from sampling.
 ``certified``  The covering Gaussian mechanisms (:mod:`opacus_shuffle.analysis.binomial_sums`) composed exactly: the smallest of
                everyone in every round, of seeing in which rounds a record takes part, and of secret samples of fixed size
                (:mod:`opacus_shuffle.analysis.sampled_sums`). Under replacement, one pair's lower value stands beside it.
+``published``  The round's own ε, composed as SCO Algorithm 5 does: of δ each of T rounds and the composition get 1/(T + 1).
+               A round's ε at its share is SCO Theorem A.6 at the protocol's noise where the protocol has the paper's
+               constants, else the Gaussian mechanism that covers it. Nothing is gained from sampling.
 
 A record that becomes zero moves the sum half as far as one that becomes any other. Sampling's gain is about replacement also
-then: the record that takes its place in the sample may be any other.
+then, the record that takes its place in the sample may be any other: such an ε holds for both adjacencies, and says so.
 
 >>> from opacus_shuffle.accountants.bounds.registry import compute_bound
 >>> from opacus_shuffle.accountants.mechanisms import ShuffledSums
->>> sums = ShuffledSums(noise_multiplier=8.5, num_users=50_000, sample_rate=0.01, dimension=1000, granularity=90,
-...                     noise_trials=600_000, lost=1e-12, epsilon=1.0, delta=1e-6)
->>> for name in ("published", "certified"):
+>>> sums = ShuffledSums.build(noise_multiplier=8.5, num_users=50_000, sample_rate=0.01, dimension=1000)
+>>> for name in ("certified", "published"):
 ...     print(name, round(compute_bound([(sums, 100)], delta=1e-5, bound=name).epsilon, 3))
-published 110.824
-certified 0.079
+certified 0.078
+published 110.731
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from opacus_shuffle.accountants.bounds.registry import BoundValue, Guarantee, NotCovered, Rounds, register_bound
-from opacus_shuffle.accountants.bounds.shuffle_gaussian import EVERY, refuse_orders
-from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledSums
+from opacus_shuffle.accountants.bounds.registry import Answer, register_bound
+from opacus_shuffle.accountants.mechanisms import ShuffledSums
 from opacus_shuffle.analysis import advanced_composition, binomial_sums, gaussian, sampled_sums
-from opacus_shuffle.analysis.binomial_sums import BinomialNoise, SumRound
+from opacus_shuffle.analysis.binomial_sums import SumRound
 from opacus_shuffle.analysis.sampled_sums import SampledRound
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, unshuffled_epsilon
+from opacus_shuffle.core.guarantees import Adjacency, NotCovered
 from opacus_shuffle.core.rounding import round_up
 
 MESSAGES = "sees every shuffled message of every round (bits with their coordinate)"
-SERVER = "the server"
-_DISTANCE = {"zero_out": 1.0, "replace": 2.0}
-_LARGEST_PAPER_EPSILON = 15.0
-_SECRET, _SEEN = "secret samples of fixed size, under replacement", "samples that are seen"
-
-
-def sums(mechanism: Mechanism) -> ShuffledSums:
-    """The mechanism as what it is."""
-    if not isinstance(mechanism, ShuffledSums):
-        raise TypeError(f"no shuffled sums in {mechanism!r}")
-    return mechanism
+Rounds = Sequence[tuple[ShuffledSums, int]]
+_LARGEST_PUBLISHED_EPSILON = 15.0
+_SECRET, _SEEN, _EVERYONE = (
+    "secret samples of fixed size, under replacement",
+    "samples that are seen",
+    "everyone in every round",
+)
 
 
 def round_epsilon(each: ShuffledSums, delta: float) -> float:
-    """ε of one round at δ, everyone in it.
+    """Returns ε of one round at δ, everyone in it.
 
     Theorem A.6's noise for (ε, δ) in d coordinates is proportional to ln(2(d+1)/δ)·ln((d+1)/δ)/ε², so the noise that there is
     has an ε at every δ below ½, as far as the theorem goes: up to 15, with drop-outs up to one over the honest share.
     """
-    if each.calibration == "published" and delta == each.delta:
-        return each.epsilon
-    if each.calibration == "published" and delta < 0.5:
-        asked, made = (delta / (each.dimension + 1), each.delta / (each.dimension + 1))
+    if each.round_epsilon is not None and each.round_delta is not None and delta < 0.5:
+        if delta == each.round_delta:
+            return each.round_epsilon
+        asked, made = (delta / (each.dimension + 1), each.round_delta / (each.dimension + 1))
         ratio = math.log(2 / asked) * math.log(asked) / (math.log(2 / made) * math.log(made))
-        epsilon = each.epsilon * math.sqrt(ratio) * (1 + 1e-12)
-        largest = _LARGEST_PAPER_EPSILON if each.honest_fraction == 1 else 1 / each.honest_fraction
+        epsilon = each.round_epsilon * math.sqrt(ratio) * (1 + 1e-12)
+        largest = _LARGEST_PUBLISHED_EPSILON if each.honest_fraction == 1 else 1 / each.honest_fraction
         if epsilon <= largest * (1 + 1e-9):
             return epsilon
     if delta <= each.lost:
@@ -72,85 +67,94 @@ def round_epsilon(each: ShuffledSums, delta: float) -> float:
     return gaussian.compute_epsilon(mu=each.mu, delta=delta - each.lost)
 
 
-def _paper(rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[float] | None) -> BoundValue:
+@register_bound(
+    ShuffledSums,
+    "published",
+    meaning="every round's own epsilon, composed by advanced composition",
+    legend="every round's epsilon, advanced composition",
+    adversary=MESSAGES,
+)
+def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """Advanced composition."""
-    refuse_orders("published", orders)
     total = sum(count for _, count in rounds)
     if total == 1:
-        epsilon = round_epsilon(sums(rounds[0][0]), delta)
+        epsilon = round_epsilon(rounds[0][0], delta)
     else:
         share = delta / (total + 1)
-        epsilon = advanced_composition.compose(
-            [(round_epsilon(sums(each), share), count) for each, count in rounds], slack=share
-        )
-    printed = all(sums(each).calibration == "published" for each, _ in rounds)
+        epsilon = advanced_composition.compose([(round_epsilon(each, share), count) for each, count in rounds], slack=share)
+    printed = all(each.calibration == "published" for each, _ in rounds)
     by = "SCO Theorem A.6" if printed else "the covering Gaussian mechanism"
     meaning = (
         f"every round's own epsilon by {by}, composed by advanced composition as in SCO Algorithm 5, replacement (so zeroing "
         "too); takes nothing off for sampling"
     )
-    return BoundValue(epsilon, Guarantee.PROVED, EVERY, adversary=MESSAGES, meaning=meaning)
+    return Answer(epsilon, meaning=meaning)
 
 
-def _certified(rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[float] | None) -> BoundValue:
-    """Exact composition of what covers the rounds."""
-    refuse_orders("certified", orders)
-    covering = [(SampledRound(mu=sums(e).mu, sample_rate=e.sample_rate, lost=sums(e).lost), count) for e, count in rounds]
+@register_bound(
+    ShuffledSums,
+    "certified",
+    meaning="Gaussian mechanisms that cover the binomial noise, composed exactly",
+    legend="exact composition",
+    adversary=MESSAGES,
+)
+def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+    """Exact composition of what covers the rounds, the cheapest row that holds for the adjacency."""
+    covering = [(SampledRound(mu=each.mu, sample_rate=each.sample_rate, lost=each.lost), count) for each, count in rounds]
     found = gaussian_epsilons(covering, delta=delta, adjacency=adjacency)
-    epsilon = min(found.values())
+    proof, epsilon = min(found.items(), key=lambda row: row[1])
     meaning = "Gaussian mechanisms that cover the binomial noise, composed exactly"
-    if _SECRET in found:
-        seen = max(found[_SEEN], epsilon) if _SEEN in found else math.inf
-        meaning += (
-            f"; counts on the shuffler to draw and hide who takes part in each round (if that is seen: {round_up(seen)})"
-            if epsilon < seen < math.inf
-            else "; holds even if it is seen who takes part in each round"
-        )
-    meaning += f"; a record sends {max(sums(each).bits_per_report for each, _ in rounds):,} bits a round"
-    lower = _lower(rounds, delta) if adjacency == "replace" else None
-    return BoundValue(epsilon, Guarantee.PROVED, EVERY, lower, adversary=MESSAGES, meaning=meaning)
+    if proof == _SECRET:
+        seen = found.get(_SEEN, math.inf)
+        if epsilon < seen < math.inf:
+            meaning += (
+                f"; counts on the shuffler to draw and hide who takes part in each round (if that is seen: {round_up(seen)})"
+            )
+        if adjacency is Adjacency.ZERO_OUT:
+            meaning += "; the same epsilon holds if the record is replaced by any other"
+    elif proof == _SEEN:
+        meaning += "; holds even if it is seen who takes part in each round"
+    meaning += f"; a record sends {max(each.bits_per_report for each, _ in rounds):,} bits a round"
+    return Answer(epsilon, _lower(rounds, delta) if adjacency is Adjacency.REPLACE else None, proof, meaning=meaning)
 
 
 def _lower(rounds: Rounds, delta: float) -> float | None:
     """One record at −C along a coordinate becomes +C, all others stay at −C; None for drop-outs or samples of several sizes."""
     rates = {each.sample_rate for each, _ in rounds}
-    if len(rates) > 1 or any(sums(each).honest_fraction < 1 for each, _ in rounds):
+    if len(rates) > 1 or any(each.honest_fraction < 1 for each, _ in rounds):
         return None
-    return _pair_lower(tuple((sums(each), count) for each, count in rounds), delta)
+    return _pair_lower(tuple(rounds), delta)
 
 
 @functools.lru_cache(maxsize=256)
 def _pair_lower(rounds: tuple[tuple[ShuffledSums, int], ...], delta: float) -> float:
     """See :func:`_lower`."""
-    summed = [
-        (
-            SumRound(
-                noise=BinomialNoise(trials=each.noise_trials, probability=each.bit_probability),
-                shift=each.granularity,
-                dimension=each.dimension,
-            ),
-            count,
-        )
-        for each, count in rounds
-    ]
+    summed = [(SumRound(noise=each.noise, shift=each.granularity, dimension=each.dimension), count) for each, count in rounds]
     return binomial_sums.lower_epsilon(summed, delta=delta, sample_rate=rounds[0][0].sample_rate)
 
 
-def _central(rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[float] | None) -> BoundValue:
+@register_bound(
+    ShuffledSums,
+    "central",
+    meaning="a trusted server draws the same samples and adds Gaussian noise of the same size to the sum",
+    legend="trusted server",
+    baseline=True,
+    trusted="the server",
+    adversary="sees the noised sum of every round",
+)
+def _central(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """DP-SGD with Gaussian noise of the same standard deviation on the same samples."""
-    server = [(SampledRound(mu=2 / sums(each).noise_std, sample_rate=each.sample_rate), count) for each, count in rounds]
-    epsilon = min(gaussian_epsilons(server, delta=delta, adjacency=adjacency).values())
-    meaning = "a trusted server draws the same samples and adds Gaussian noise of the same size to the sum"
-    return BoundValue(
-        epsilon, Guarantee.PROVED, EVERY, trusted=SERVER, adversary="sees the noised sum of every round", meaning=meaning
-    )
+    server = [(SampledRound(mu=2 / each.noise_std, sample_rate=each.sample_rate), count) for each, count in rounds]
+    return Answer(min(gaussian_epsilons(server, delta=delta, adjacency=adjacency).values()))
 
 
-def gaussian_epsilons(rounds: list[tuple[SampledRound, int]], *, delta: float, adjacency: str = "replace") -> dict[str, float]:
-    """ε of rounds of the Gaussian mechanism on samples of fixed size, by what is known of the samples; at least one is finite.
+def gaussian_epsilons(
+    rounds: list[tuple[SampledRound, int]], *, delta: float, adjacency: Adjacency = Adjacency.REPLACE
+) -> dict[str, float]:
+    """Returns ε of rounds of the Gaussian mechanism on samples of fixed size, by what is known of the samples.
 
     Raises:
-        ValueError: If what the rounds lose leaves nothing of δ.
+        ValueError: If what the rounds lose leaves nothing of δ, so that none is finite.
     """
     lost = math.fsum(each.lost * count for each, count in rounds)
     everyone = all(each.sample_rate == 1 for each, _ in rounds)
@@ -162,20 +166,11 @@ def gaussian_epsilons(rounds: list[tuple[SampledRound, int]], *, delta: float, a
             (ShuffledRound(noise_multiplier=2 / each.mu, num_users=1, sample_rate=each.sample_rate, sampling="poisson"), count)
             for each, count in rounds
         ]
-        found[_SEEN] = unshuffled_epsilon(seen, delta=delta - lost, distance=_DISTANCE[adjacency])
+        epsilon = unshuffled_epsilon(seen, delta=delta - lost, distance=adjacency.distance)
+        found[_EVERYONE if everyone else _SEEN] = epsilon
     if not found or not math.isfinite(min(found.values())):
-        raise _nothing_left(delta, lost)
+        raise ValueError(
+            f"delta must exceed what the rounds' binomial tails take, {lost:.3g}, got {delta!r}: ask for a larger delta, or "
+            "build the protocol with a smaller one"
+        )
     return found
-
-
-def _nothing_left(delta: float, lost: float) -> ValueError:
-    """δ is too small for these rounds."""
-    return ValueError(
-        f"delta must exceed what the rounds' binomial tails take, {lost:.3g}, got {delta!r}: ask for a larger delta, or build "
-        "the ShuffleVectorSum with a smaller one"
-    )
-
-
-register_bound(ShuffledSums, "published")(_paper)
-register_bound(ShuffledSums, "certified")(_certified)
-register_bound(ShuffledSums, "central", baseline=True)(_central)

@@ -10,6 +10,8 @@ what is its own; ``make_private`` goes through the verbs of the class in the ord
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -18,10 +20,10 @@ import torch
 from opacus.optimizers import DPOptimizer, get_optimizer_class
 from torch.utils.data import DataLoader
 
-from opacus_shuffle.accountants.base import assumption
+from opacus_shuffle.accountants.accountant import assumption
 from opacus_shuffle.accountants.bounds.registry import bounds_of, compute_bound
+from opacus_shuffle.accountants.calibrate import smallest_noise
 from opacus_shuffle.accountants.mechanisms import Mechanism
-from opacus_shuffle.analysis.calibration import smallest_noise_multiplier
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning
 from opacus_shuffle.core.randomness import secret_generator
 from opacus_shuffle.core.validation import noise_level, one_of
@@ -183,8 +185,8 @@ class Scheme:
         def rounds(noise_multiplier: float) -> list[tuple[Mechanism, int]]:
             return [(self.mechanism(run, noise_multiplier), steps)]
 
-        sigma = smallest_noise(rounds, budget)
-        self.warn_of_assumption(rounds(sigma), budget, emulated=not (request.local_noise or self.noise_elsewhere))
+        sigma = smallest_noise(rounds, **budget.of_bound)
+        self.warn_of_assumption(rounds(sigma), budget, emulated=self.emulated(request))
         return {"noise_multiplier": sigma}
 
     @staticmethod
@@ -206,12 +208,18 @@ class Scheme:
 
     def mechanism(self, run: Run, noise_multiplier: float) -> Mechanism:
         """One round of this run, at an optimizer's noise multiplier."""
-        probe = type(self.accountant)(
-            num_users=run.sampling.num_users, batch_size=run.sampling.batch_size, local_noise=run.request.local_noise
+        kind: type[Mechanism] = self.accountant.mechanism_class
+        return kind.of_batch(
+            noise_multiplier=noise_multiplier,
+            num_users=run.sampling.num_users,
+            sample_rate=run.sampling.sample_rate,
+            batch_size=run.sampling.batch_size,
+            emulated=self.emulated(run.request),
         )
-        probe.history = [(noise_multiplier, run.sampling.sample_rate, 1)]
-        found: Mechanism = probe.rounds()[0][0]
-        return found
+
+    def emulated(self, request: Request) -> bool:
+        """Whether the noise of the reports is added once to their sum."""
+        return not (request.local_noise or self.noise_elsewhere)
 
     def describe(self, run: Run) -> None:
         """Tells the accountant what every round will be.
@@ -219,14 +227,7 @@ class Scheme:
         Raises:
             ValueError: If it accounts for another run already.
         """
-        accountant, local_noise = self.accountant, run.request.local_noise
-        known, asked = (accountant.num_users, accountant.local_noise), (run.sampling.num_users, local_noise)
-        if accountant.num_users is not None and known != asked:
-            raise ValueError(
-                f"this engine accounts for (num_users, local_noise) = {known}, got {asked}: use a new PrivacyEngine"
-            )
-        accountant.num_users, accountant.batch_size = run.sampling.num_users, run.sampling.batch_size
-        accountant.local_noise = local_noise
+        self.accountant.plan(self.mechanism(run, run.noise_multiplier), emulated=self.emulated(run.request))
 
     # ---- sampler, build_optimizer: what Opacus's make_private asks for -------------------------------------------------------
 
@@ -301,18 +302,24 @@ class Scheme:
             optimizer.records_per_round = self.records_per_round(run)
             if isinstance(made[-1].batch_sampler, EpochStart):
                 call_at_epoch_start(made[-1].batch_sampler, optimizer.discard_partial_batch)
-        # Opacus's hook has the rate 1/L; a fixed-size batch has B/n.
-        optimizer.step_hook = None
-        optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=run.sampling.sample_rate))
+        optimizer.step_hook = None  # Opacus's has the rate 1/L; a fixed-size batch has B/n
+        optimizer.attach_step_hook(functools.partial(self.record, run))
+
+    def record(self, run: Run, optimizer: DPOptimizer) -> None:
+        """Accounts for the step that an optimizer is about to take.
+
+        Raises:
+            ValueError: If it is not what was planned; then the weights stay as they are.
+        """
+        each = self.mechanism(run, optimizer.noise_multiplier)
+        if each.sampling is not None and optimizer.accumulated_iterations > 1:
+            rate = min(1.0, run.sampling.sample_rate * optimizer.accumulated_iterations)
+            each = dataclasses.replace(each, sample_rate=rate)
+        self.accountant.record(each)
 
     def records_per_round(self, run: Run) -> int | None:
         """How many records the accountant counts on in every round; None where that is random."""
         return None if run.sampling.kind == "poisson" else run.sampling.batch_size
-
-
-def smallest_noise(rounds: Callable[[float], list[tuple[Mechanism, int]]], budget: Budget) -> float:
-    """The smallest σ at which ``rounds(σ)`` stay within a budget."""
-    return smallest_noise_multiplier(lambda sigma: Scheme.epsilon(rounds(sigma), budget), target_epsilon=budget.target_epsilon)
 
 
 def _shuffler(run: Run, module: Any, optimizer: DPOptimizer) -> WeightShuffler | None:

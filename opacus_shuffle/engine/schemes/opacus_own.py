@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from opacus.accountants.utils import get_noise_multiplier
+from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.core.validation import finite_number, positive
 from opacus_shuffle.engine.run import Budget, Request, Run
@@ -71,6 +72,10 @@ class OpacusOwn(Scheme):
 
     def describe(self, run: Run) -> None:
         """Nothing: Opacus's accountants learn all from the step hook."""
+
+    def record(self, run: Run, optimizer: DPOptimizer) -> None:
+        """As Opacus's own hook."""
+        self.accountant.get_optimizer_hook_fn(sample_rate=run.sampling.sample_rate)(optimizer)
 
     def records_per_round(self, run: Run) -> int | None:
         """Any number."""

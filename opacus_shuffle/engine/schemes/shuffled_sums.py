@@ -13,10 +13,11 @@ from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.bounds.shuffled_sums import gaussian_epsilons
+from opacus_shuffle.accountants.calibrate import smallest_noise_for
 from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledSums
 from opacus_shuffle.analysis.binomial_sums import LOST_SHARE
-from opacus_shuffle.analysis.calibration import smallest_noise_multiplier
 from opacus_shuffle.analysis.sampled_sums import SampledRound
+from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.validation import instance_of, one_of, positive
 from opacus_shuffle.engine.optimizers import VectorSumOptimizer
 from opacus_shuffle.engine.run import Budget, Request, Run
@@ -135,15 +136,26 @@ class VectorSums(Scheme):
 
     def mechanism(self, run: Run, noise_multiplier: float) -> Mechanism:
         """One round of the protocol."""
-        probe = type(self.accountant)(num_users=run.sampling.num_users, aggregator=run.aggregator)
-        probe.history = [(probe.noise_multiplier, run.sampling.sample_rate, 1)]
-        found: Mechanism = probe.rounds()[0][0]
-        return found
+        protocol = instance_of("aggregator", run.aggregator, (ShuffleVectorSum,))
+        return ShuffledSums.of_protocol(protocol, num_users=run.sampling.num_users)
 
-    def describe(self, run: Run) -> None:
-        """Tells the accountant of the protocol, besides."""
-        super().describe(run)
-        self.accountant.describe_protocol(run.aggregator, once=True)
+    def record(self, run: Run, optimizer: DPOptimizer) -> None:
+        """Accounts for a step by the protocol; refuses another noise, or another protocol."""
+        planned = self.mechanism(run, run.noise_multiplier)
+        planned.check_optimizer(optimizer)
+        if not math.isclose(optimizer.noise_multiplier, planned.noise_multiplier, rel_tol=1e-9):
+            raise ValueError(
+                f"noise_multiplier of the optimizer is {optimizer.noise_multiplier}, the protocol's is "
+                f"{planned.noise_multiplier}: its noise is fixed, no schedule changes it; leave noise_multiplier alone"
+            )
+        protocol: Any = getattr(optimizer, "aggregator", None)
+        found = ShuffledSums.of_protocol(protocol, num_users=run.sampling.num_users)
+        if (found, protocol.max_norm) != (planned, run.aggregator and run.aggregator.max_norm):
+            raise ValueError(
+                "optimizer.aggregator was changed after make_private: shuffled_sums accounts for the protocol that "
+                "make_private got; call it on a new engine"
+            )
+        self.accountant.record(planned)
 
     def optimizer_class(self, base: type[DPOptimizer], run: Run) -> Callable[..., DPOptimizer]:
         """The optimizer that sums by the protocol."""
@@ -174,7 +186,7 @@ def _protocol_for(budget: Budget, steps: int, sampling: SamplingPlan, dimension:
 
     def spent(noise_multiplier: float) -> float:
         rounds = [(SampledRound(mu=2 / noise_multiplier, sample_rate=sampling.sample_rate, lost=lost), steps)]
-        return min(gaussian_epsilons(rounds, delta=delta, adjacency=budget.adjacency).values())
+        return min(gaussian_epsilons(rounds, delta=delta, adjacency=Adjacency(budget.adjacency)).values())
 
-    sigma = smallest_noise_multiplier(spent, target_epsilon=epsilon)
+    sigma = smallest_noise_for(spent, target_epsilon=epsilon)
     return ShuffleVectorSum.with_noise_multiplier(users, dimension, norm, sigma, delta=delta, rounds=steps)

@@ -7,11 +7,15 @@ import math
 import warnings
 from typing import Any, ClassVar
 
+from opacus.optimizers import DPOptimizer
+
 from opacus_shuffle.accountants.bounds.registry import bounds_of
+from opacus_shuffle.accountants.calibrate import smallest_noise
 from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledWeights
 from opacus_shuffle.core.validation import one_of
+from opacus_shuffle.engine.optimizers import BatchClipping
 from opacus_shuffle.engine.run import Budget, Request, Run
-from opacus_shuffle.engine.schemes.base import Scheme, smallest_noise
+from opacus_shuffle.engine.schemes.base import Scheme
 from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan, noise_ratio, plan_batch_clip, whole_norm
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 from opacus_shuffle.permutation import PermutationSpec
@@ -97,7 +101,7 @@ class ShuffledDPSGD(Scheme):
         if ratio is not None:
             # "published_optimised" splits δ once, not in the best way for each kind of parameter; or it is rounding.
             if self.epsilon(rounds(sigma), budget) > budget.target_epsilon:
-                sigma = smallest_noise(rounds, budget)
+                sigma = smallest_noise(rounds, **budget.of_bound)
             unshuffled = sigma * ratio
         self.warn_of_assumption(rounds(sigma), budget)
         if spec is None:
@@ -110,19 +114,20 @@ class ShuffledDPSGD(Scheme):
         assert run.batch_clip is not None
         return _round(run, noise_multiplier, ratio=run.batch_clip.unshuffled_noise_ratio)
 
-    def describe(self, run: Run) -> None:
-        """Tells the accountant what is shuffled and clipped, besides."""
-        super().describe(run)
+    def record(self, run: Run, optimizer: DPOptimizer) -> None:
+        """Accounts for a step; refuses one that shuffles or clips other things than ``make_private`` found."""
+        self.mechanism(run, optimizer.noise_multiplier).check_optimizer(optimizer)
         plan = run.batch_clip
-        assert plan is not None
-        self.accountant.describe_weights(
-            dimension=plan.dimension,
-            clip=plan.clip,
-            batch_clip=plan.batch_clip,
-            unshuffled_noise_ratio=plan.unshuffled_noise_ratio,
-            orbit=plan.orbit,
-            once=True,
-        )
+        if plan is not None and plan.orbit is not None and isinstance(optimizer, BatchClipping):
+            trained = frozenset(map(id, optimizer.params))
+            told = (optimizer.batch_clip, optimizer.unshuffled_noise_ratio if trained - optimizer.shuffled else None)
+            planned = (plan.batch_clip, plan.unshuffled_noise_ratio)
+            if not optimizer.shuffled or not optimizer.shuffled <= trained or told != planned:
+                raise ValueError(
+                    "parameters were frozen or thawed, or the optimizer's batch_clip or unshuffled_noise_ratio set, after "
+                    "make_private: shuffled_fw accounts for what make_private found; call it on a new engine"
+                )
+        super().record(run, optimizer)
 
 
 def calibrated_noise(each: ShuffledWeights, steps: int, budget: Budget) -> CalibratedNoise:
@@ -138,7 +143,7 @@ def calibrated_noise(each: ShuffledWeights, steps: int, budget: Budget) -> Calib
     """
 
     def smallest(step: ShuffledWeights) -> float:
-        return smallest_noise(lambda sigma: [(_with_noise(step, sigma), steps)], budget)
+        return smallest_noise(lambda sigma: [(_with_noise(step, sigma), steps)], **budget.of_bound)
 
     shuffled = smallest(each)
     # What is not shuffled is not clipped as a batch either: one record may move it by c, even if c′ is less.

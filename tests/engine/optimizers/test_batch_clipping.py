@@ -194,7 +194,7 @@ def test_a_noise_scheduler_keeps_the_ratio_and_is_accounted():
     run.train(after=schedule.step)
     history = run.engine.accountant.history
     assert [sigma for sigma, _, _ in history] == pytest.approx([2.0 * 0.9**step for step in range(STEPS)])
-    for mechanism, _ in run.engine.accountant.rounds():
+    for mechanism, _ in run.engine.accountant.rounds:
         assert mechanism.unshuffled_noise_multiplier == pytest.approx(3 * mechanism.noise_multiplier)
     assert run.engine.get_epsilon(DELTA, bound="certified") > 0
 

@@ -1,0 +1,104 @@
+"""The one calibrator: the smallest noise that keeps a run within its budget.
+
+>>> from opacus_shuffle.accountants.mechanisms import ShuffleGauss
+>>> def run(noise_multiplier):
+...     return [(ShuffleGauss(noise_multiplier=noise_multiplier, num_users=10_000), 100)]
+>>> round(smallest_noise(run, target_epsilon=1.0, target_delta=1e-6), 3)
+2.123
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+
+from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound
+from opacus_shuffle.analysis.composition import OrderCapWarning
+from opacus_shuffle.core.rounding import round_up
+from opacus_shuffle.core.solve import bracket, safe_root
+from opacus_shuffle.core.validation import open_unit_interval, positive
+
+LOWEST, HIGHEST = 1e-3, 1e9
+RELATIVE_TOLERANCE = 1e-7
+
+
+def smallest_noise(
+    make: Callable[[float], Rounds],
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    bound: str = "certified",
+    adjacency: str = "zero_out",
+    lowest: float = LOWEST,
+) -> float:
+    """Returns the smallest noise multiplier (to 1e-7, rounded up) whose run stays within the budget.
+
+    Args:
+        make: The run at a noise multiplier: mechanisms with their numbers of rounds. More noise must not cost more.
+        target_epsilon: ε to stay within, above 0.
+        target_delta: δ in (0, 1).
+        bound: Which ε is meant.
+        adjacency: Between which data sets.
+        lowest: The least multiplier to try.
+
+    Returns:
+        A multiplier whose ε was computed and found within the budget; ``lowest`` if that is enough.
+
+    Raises:
+        ValueError: If an argument is out of range, or no multiplier up to 1e9 meets the budget (a bound by RDP has a floor,
+            about log(1/δ)/16384).
+    """
+    target, delta = positive("target_epsilon", target_epsilon), open_unit_interval("target_delta", target_delta)
+
+    def epsilon(noise_multiplier: float) -> float:
+        return compute_bound(make(noise_multiplier), delta=delta, bound=bound, adjacency=adjacency).epsilon
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OrderCapWarning)
+        return smallest_noise_for(epsilon, target_epsilon=target, lowest=lowest)
+
+
+def smallest_noise_for(epsilon: Callable[[float], float], *, target_epsilon: float, lowest: float = LOWEST) -> float:
+    """Returns the same for an ε that is any falling function of the noise multiplier.
+
+    Raises:
+        ValueError: If no multiplier up to 1e9 meets the target, or ε is NaN.
+    """
+    target = positive("target_epsilon", target_epsilon)
+
+    @functools.cache
+    def excess(log_sigma: float) -> float:
+        value = epsilon(math.exp(log_sigma))
+        if math.isnan(value):
+            raise ValueError(f"epsilon is NaN at noise_multiplier={math.exp(log_sigma):.6g}")
+        difference = math.log(max(value, 1e-300)) - math.log(target)
+        return max(difference, 1e-16) if value > target else difference  # logarithms may agree where the numbers do not
+
+    start, quarter = max(0.0, math.log(lowest)), math.log(4)
+    more = [start + quarter, start + 2 * quarter, start + 3 * quarter]
+    unsafe, safe = bracket(excess, start, towards_safe=more, towards_unsafe=_steps(start, math.log(lowest), -quarter))
+    if safe is None:  # before many costly steps: does the end of the range meet it?
+        floor = epsilon(HIGHEST)
+        if floor > target:
+            raise ValueError(
+                f"no noise_multiplier up to {HIGHEST:g} meets target_epsilon={target}: by this bound epsilon stays at "
+                f"{round_up(floor)}, however large the noise; raise the target or delta, or use bound='pair' (one pair of data "
+                "sets) or 'certified' (every data set, more noise)"
+            )
+        unsafe, safe = bracket(excess, more[-1], towards_safe=_steps(more[-1], math.log(HIGHEST), quarter), towards_unsafe=())
+    if unsafe is None:
+        return lowest
+    assert safe is not None
+    tolerance = RELATIVE_TOLERANCE / 4
+    return math.exp(safe_root(excess, unsafe=unsafe, safe=safe, tolerance=tolerance, step=tolerance))
+
+
+def _steps(start: float, end: float, step: float) -> list[float]:
+    """Points from ``start`` on to ``end``."""
+    points = []
+    while start != end:
+        start = max(start + step, end) if step < 0 else min(start + step, end)
+        points.append(start)
+    return points

@@ -1,0 +1,163 @@
+"""What ran: a frozen record of one round, apart from how it is accounted and how it trains.
+
+A mechanism is a frozen dataclass derived from :class:`Mechanism`, which registers it under its name. Its fields are the
+keywords of :func:`opacus_shuffle.compute_epsilon` and the flags of the command line; its bounds are registered in
+:mod:`opacus_shuffle.accountants.bounds`.
+
+>>> sorted(MECHANISMS)[:2], [field.name for field in dataclasses.fields(MECHANISMS["shuffled_checkin"])]
+(['shuffle_gauss', 'shuffled_checkin'], ['noise_multiplier', 'num_users', 'sample_rate'])
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+from opacus_shuffle.analysis.mean_ratio import Sampling
+from opacus_shuffle.core.validation import integer, noise_level, reject_unknown, sampling_rate
+
+MECHANISMS: dict[str, type[Mechanism]] = {}
+"""Every mechanism by its name."""
+
+
+def described(text: str, metavar: str, *, noise: bool = False, **options: Any) -> Any:
+    """A dataclass field with what the command line says of it.
+
+    Args:
+        text: One line of help.
+        metavar: The letter that stands for a value.
+        noise: Whether it may differ from round to round of one run.
+        **options: As :func:`dataclasses.field`'s.
+    """
+    return dataclasses.field(metadata={"help": text, "metavar": metavar, "noise": noise}, **options)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """One round.
+
+    Attributes:
+        name: The accountant that goes with it.
+        sampling: How the round's users are drawn: None for everyone, ``"poisson"`` or ``"fixed_size"``.
+        released: What the adversary sees in the end, in words.
+        zeroed: What zero-out adjacency compares with, in words.
+        noise_is_local: Whether ``noise_multiplier`` is that of each report; else it is that of the sum.
+        shuffled: Whether reports pass through a shuffler, which a training run in one process simulates.
+        trains_on_stock_engines: Whether Opacus's own engine can train so.
+        least_noise: The smallest σ that calibration tries.
+        noise_multiplier: σ, the noise's standard deviation over the clipping norm.
+        num_users: n, the whole population.
+        sample_rate: γ, the expected share of it in the round.
+    """
+
+    name: ClassVar[str]
+    sampling: ClassVar[Sampling]
+    released: ClassVar[str] = "all the shuffled reports"
+    zeroed: ClassVar[str] = "one record's report is noise alone"
+    noise_is_local: ClassVar[bool] = True
+    shuffled: ClassVar[bool] = True
+    trains_on_stock_engines: ClassVar[bool] = True
+    least_noise: ClassVar[float] = 1e-3
+    noise_multiplier: float = described("noise of one report over the clipping norm", "SIGMA", noise=True)
+    num_users: int = described("n, the whole population", "N")
+    sample_rate: float = described("expected share of the users in a round", "GAMMA", default=1.0)
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "name" in cls.__dict__:
+            MECHANISMS[cls.name] = cls
+
+    def __post_init__(self) -> None:
+        self._set(
+            noise_multiplier=noise_level("noise_multiplier", self.noise_multiplier),
+            num_users=integer("num_users", self.num_users),
+            sample_rate=sampling_rate("sample_rate", self.sample_rate),
+        )
+
+    def _set(self, **fields: Any) -> None:
+        """Puts checked values in the place of those that were passed."""
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def _round_the_sample(self) -> None:
+        """Makes γ the share of a whole number of users."""
+        reports = integer("round(sample_rate * num_users)", round(self.expected_reports))
+        self._set(sample_rate=reports / self.num_users)
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        """The names of the fields."""
+        return tuple(field.name for field in dataclasses.fields(cls))
+
+    @classmethod
+    def build(cls, **fields: Any) -> Mechanism:
+        """Returns the mechanism with these fields.
+
+        Raises:
+            ValueError: If a field is unknown, missing or out of range.
+        """
+        return cls(**cls._complete(fields))
+
+    @classmethod
+    def _complete(cls, fields: Mapping[str, Any], *, without: Collection[str] = ()) -> dict[str, Any]:
+        """The same fields, none of them unknown and none that is needed missing."""
+        known = [field for field in dataclasses.fields(cls) if field.name not in without]
+        names = [field.name for field in known]
+        unknown = {name: value for name, value in fields.items() if name not in names}
+        reject_unknown(cls.name, unknown, names, parameters=names)
+        required = [field.name for field in known if field.default is dataclasses.MISSING]
+        missing = [name for name in required if name not in fields]
+        if missing:
+            raise ValueError(f"{cls.name} needs {', '.join(missing)}: pass {', '.join(f'{name}=...' for name in missing)}")
+        return dict(fields)
+
+    @classmethod
+    def of_batch(
+        cls,
+        *,
+        noise_multiplier: float,
+        num_users: int,
+        sample_rate: float,
+        batch_size: int | None = None,
+        emulated: bool = False,
+        **fields: Any,
+    ) -> Mechanism:
+        """Returns the round that one step of training is.
+
+        Args:
+            noise_multiplier: As the optimizer has it.
+            num_users: n, the size of the data set.
+            sample_rate: γ, the expected share of it in a batch.
+            batch_size: B, if it may exceed n·γ.
+            emulated: The noise is added once to the sum and stands for the reports' own: √B·σ.
+            **fields: What else the mechanism needs.
+        """
+        if emulated:
+            noise_multiplier = noise_multiplier / math.sqrt(max(1, num_users * sample_rate, batch_size or 1))
+        return cls._of_batch(noise_multiplier=noise_multiplier, num_users=num_users, sample_rate=sample_rate, **fields)
+
+    @classmethod
+    def _of_batch(cls, *, noise_multiplier: float, num_users: int, sample_rate: float, **fields: Any) -> Mechanism:
+        """The same at the mechanism's own noise."""
+        return cls(noise_multiplier=noise_multiplier, num_users=num_users, sample_rate=sample_rate, **fields)
+
+    def with_noise(self, noise_multiplier: float) -> Mechanism:
+        """Returns the same round at another σ."""
+        if noise_multiplier == self.noise_multiplier:
+            return self
+        return dataclasses.replace(self, noise_multiplier=noise_multiplier)
+
+    def same_run_as(self, other: Mechanism) -> bool:
+        """Whether both may be rounds of one run: all fields but the noise are equal."""
+        fixed = [field.name for field in dataclasses.fields(self) if not field.metadata.get("noise")]
+        return type(self) is type(other) and all(getattr(self, name) == getattr(other, name) for name in fixed)
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Refuses an optimizer whose next step is no such round; by default none."""
+
+    @property
+    def expected_reports(self) -> float:
+        """Reports per round: exact where their number is fixed, else its mean."""
+        return self.num_users * self.sample_rate

@@ -1,0 +1,238 @@
+"""Cheu, Joseph, Mao and Peng's shuffle-private vector sums (SCO Algorithm 2) on samples of fixed size."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, ClassVar
+
+from opacus_shuffle.accountants.mechanism import Mechanism, described
+from opacus_shuffle.analysis.binomial_sums import BinomialNoise, gaussian_bound
+from opacus_shuffle.analysis.mean_ratio import Sampling
+from opacus_shuffle.core.validation import finite_number, integer, open_unit_interval, positive, sampling_rate
+from opacus_shuffle.protocols.calibration import SMALLEST_MULTIPLIER, honest_users, published_vector_plan
+from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
+
+TOLERANCE = 1e-6
+"""How far σ and what is lost may be from what the bits give, relatively: another SciPy's tails differ by some 1e-9."""
+ROUND_DELTA = 1e-9
+"""Of this, binomial tails take a millionth in each round of a protocol that is built from a noise multiplier."""
+_HALVINGS = 14
+"""Of the factor 2 in which a tail lies: 4e-5 of a tail move σ by some 4e-5/(7√m), and whole bits are no closer than that."""
+_BITS = ("granularity", "noise_trials", "bit_probability", "lost", "round_epsilon", "round_delta")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShuffledSums(Mechanism):
+    """One round's sum of clipped vectors, each sent as shuffled bits with noise bits among them.
+
+    The adversary sees every bit with its coordinate, so the sum of all rounded vectors and binomial noise. The plain numbers
+    describe a :class:`~opacus_shuffle.protocols.vector_sum.ShuffleVectorSum`: :meth:`of_protocol` reads them off, :meth:`build`
+    chooses them for a noise multiplier.
+
+    Attributes:
+        noise_multiplier: 2/μ: over the clipping norm, the noise of the Gaussian mechanism on the **sum** that is no more
+            private than a round. (Replacing a record moves the sum by up to twice the norm.) It must follow from the bits.
+        num_users: n, the whole data set.
+        sample_rate: γ = B/n, the share of it in each round, drawn afresh and in secret.
+        dimension: d, entries of a vector.
+        granularity: g, steps of the grid from −C to C.
+        noise_trials: m, the honest reports' noise bits of one coordinate together.
+        bit_probability: p, that a noise bit is 1.
+        lost: The probability that μ does not cover, one round.
+        honest_fraction: The share of a round's reports that carry their noise for certain.
+        round_epsilon: ε of one round by SCO Theorem A.6, where the bits have the paper's constants; else None.
+        round_delta: Its δ.
+
+    Raises:
+        ValueError: If a number is out of range, or one of them does not follow from the bits.
+    """
+
+    name: ClassVar[str] = "shuffled_sums"
+    sampling: ClassVar[Sampling] = "fixed_size"
+    released: ClassVar[str] = "all the shuffled messages"
+    zeroed: ClassVar[str] = "one record's gradient is zero"
+    noise_is_local: ClassVar[bool] = False
+    trains_on_stock_engines: ClassVar[bool] = False
+    least_noise: ClassVar[float] = SMALLEST_MULTIPLIER
+    noise_multiplier: float = described("noise of the sum over the clipping norm", "SIGMA")
+    dimension: int = described("entries of a vector, the trainable parameters", "D")
+    granularity: int = described("steps of the grid (default: chosen for the noise)", "G", default=0)
+    noise_trials: int = described("noise bits of one coordinate, all honest reports'", "M", default=0)
+    bit_probability: float = described("that a noise bit is 1", "P", default=0.5)
+    lost: float = described("probability that the noise multiplier does not cover", "P", default=0.0)
+    honest_fraction: float = described("share of the reports that carry their noise for certain", "SHARE", default=1.0)
+    round_epsilon: float | None = described("epsilon of one round by the published theorem", "EPSILON", default=None)
+    round_delta: float | None = described("delta of one round by the published theorem", "DELTA", default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._round_the_sample()
+        if not self.granularity or not self.noise_trials:
+            raise ValueError(
+                "shuffled_sums is described by its bits (granularity, noise_trials, ...), not by a noise multiplier alone: let "
+                "ShuffledSums.build choose them, or read them off a ShuffleVectorSum with ShuffledSums.of_protocol"
+            )
+        self._set(**{name: integer(name, getattr(self, name)) for name in ("dimension", "granularity", "noise_trials")})
+        self._set(bit_probability=open_unit_interval("bit_probability", self.bit_probability))
+        if not 0 < finite_number("lost", self.lost) < 1:
+            raise ValueError(f"lost must lie strictly between 0 and 1, got {self.lost!r}")
+        sampling_rate("honest_fraction", self.honest_fraction)
+        follows = _noise_multiplier(self.noise, self.granularity, self.dimension, self.lost, self.noise_multiplier)
+        if not math.isclose(follows, self.noise_multiplier, rel_tol=TOLERANCE):
+            raise ValueError(
+                f"noise_multiplier must follow from the protocol's own bits, which give {follows!r}, got "
+                f"{self.noise_multiplier!r}: let ShuffledSums.build or ShuffledSums.of_protocol compute it; a protocol's "
+                "noise is fixed, another noise takes another protocol"
+            )
+        if (self.round_epsilon is None) != (self.round_delta is None):
+            raise ValueError("round_epsilon and round_delta go together: pass both, or neither")
+        if self.round_epsilon is not None and self.round_delta is not None:
+            self._check_published(
+                positive("round_epsilon", self.round_epsilon), open_unit_interval("round_delta", self.round_delta)
+            )
+
+    def _check_published(self, epsilon: float, delta: float) -> None:
+        """Refuses a published (ε, δ) that these bits were not made for."""
+        reports = round(self.expected_reports)
+        plan = published_vector_plan(
+            num_users=reports,
+            dimension=self.dimension,
+            max_norm=(self.granularity - 0.5) / (2 * math.sqrt(reports)),  # any unit in which this is the printed grid
+            epsilon=epsilon,
+            delta=delta,
+            honest_fraction=self.honest_fraction,
+        )
+        same = (plan.granularity, plan.noise.trials) == (self.granularity, self.noise_trials)
+        if not same or not math.isclose(plan.bit_probability, self.bit_probability, rel_tol=TOLERANCE):
+            raise ValueError(
+                f"round_epsilon={epsilon!r} and round_delta={delta!r} are not what SCO Theorem A.6 made these bits for: leave "
+                "them out, or read them off the protocol with ShuffledSums.of_protocol"
+            )
+
+    @classmethod
+    def build(cls, **fields: Any) -> Mechanism:
+        """Returns the mechanism with these fields; where the bits are left out, those of the protocol with this noise.
+
+        A grid does not allow every noise: the multiplier is the one asked for or up to 2.5 % more.
+        """
+        if fields.get("granularity") or fields.get("noise_trials") or not {"noise_multiplier", "dimension"} <= fields.keys():
+            return super().build(**fields)
+        given = sorted({name for name in _BITS if name in fields})
+        if given:
+            raise ValueError(f"{', '.join(given)} of shuffled_sums needs granularity and noise_trials too: pass all, or none")
+        return cls._of_noise(**cls._complete(fields, without=_BITS))
+
+    @classmethod
+    def _of_noise(
+        cls,
+        *,
+        noise_multiplier: float,
+        num_users: int,
+        dimension: int,
+        sample_rate: float = 1.0,
+        honest_fraction: float = 1.0,
+    ) -> ShuffledSums:
+        """See :meth:`build`."""
+        users = integer("num_users", num_users)
+        reports = integer("round(sample_rate * num_users)", round(sampling_rate("sample_rate", sample_rate) * users))
+        protocol = ShuffleVectorSum.with_noise_multiplier(
+            reports, dimension, 1.0, noise_multiplier, delta=ROUND_DELTA, honest_fraction=honest_fraction
+        )
+        return cls.of_protocol(protocol, num_users=users)
+
+    @classmethod
+    def of_protocol(cls, protocol: ShuffleVectorSum, *, num_users: int | None = None) -> ShuffledSums:
+        """Returns the round that a protocol is.
+
+        Args:
+            protocol: Its ``num_users`` are the reports of a round.
+            num_users: n, of whom they are a fresh sample; by default they are everyone.
+        """
+        users = protocol.num_users if num_users is None else integer("num_users", num_users)
+        published = protocol.calibration == "published"
+        return cls(
+            noise_multiplier=protocol.noise_multiplier,
+            num_users=users,
+            sample_rate=protocol.num_users / users,
+            dimension=protocol.dimension,
+            granularity=protocol.granularity,
+            noise_trials=protocol.sum_round.noise.trials,
+            bit_probability=protocol.bit_probability,
+            lost=protocol.lost,
+            honest_fraction=protocol.honest_fraction,
+            round_epsilon=protocol.round_epsilon if published else None,
+            round_delta=protocol.round_delta if published else None,
+        )
+
+    def same_run_as(self, other: Mechanism) -> bool:
+        """Whether both are the same protocol on the same samples; computed numbers may be another SciPy's."""
+        return isinstance(other, ShuffledSums) and super(ShuffledSums, self._plain()).same_run_as(other._plain())
+
+    def _plain(self) -> ShuffledSums:
+        """The mechanism without the numbers that are computed from the others."""
+        plain = object.__new__(ShuffledSums)
+        computed = {"noise_multiplier": 0.0, "lost": 0.0, "round_epsilon": None}
+        plain._set(**{**dataclasses.asdict(self), **computed})
+        return plain
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Refuses an optimizer that adds no shuffled sums' noise, as a stock engine's."""
+        if getattr(optimizer, "aggregator", None) is None:
+            raise ValueError(
+                f"this optimizer adds no shuffled sums' noise, got a {type(optimizer).__name__}: train with "
+                "opacus_shuffle.PrivacyEngine(accountant='shuffled_sums')"
+            )
+
+    @property
+    def calibration(self) -> str:
+        """``"published"`` where the bits have SCO Theorem A.6's constants, else ``"tight"``."""
+        return "tight" if self.round_epsilon is None else "published"
+
+    @property
+    def noise(self) -> BinomialNoise:
+        """The honest reports' noise in one coordinate."""
+        return BinomialNoise(trials=self.noise_trials, probability=self.bit_probability)
+
+    @property
+    def bits_per_report(self) -> int:
+        """What one record sends in a round."""
+        honest = honest_users(round(self.expected_reports), self.honest_fraction)
+        return self.dimension * (self.granularity + self.noise_trials // honest)
+
+    @property
+    def mu(self) -> float:
+        """μ of one round that everyone takes part in, replacement adjacency."""
+        return 2 / self.noise_multiplier
+
+    @property
+    def noise_std(self) -> float:
+        """The binomial noise of one coordinate of the sum, honest reports' alone, over the clipping norm."""
+        return 2 * math.sqrt(self.noise.variance) / self.granularity
+
+
+@functools.lru_cache(maxsize=256)
+def _noise_multiplier(noise: BinomialNoise, granularity: int, dimension: int, lost: float, stated: float) -> float:
+    """2/μ by the bits, where no more than ``lost`` is left uncovered: the largest there is, or the one that is stated.
+
+    A bound for a tail t loses at most t, half of it on each side. What it lost is known, t is not: it is no less, and at most
+    twice that where one side's tail is empty.
+    """
+
+    def found(tail: float) -> tuple[float, bool]:
+        bound = gaussian_bound(noise, shift=granularity, tail=min(max(tail, 1e-300), 0.5))
+        within = bound.lost * dimension <= lost * (1 + TOLERANCE)
+        return (2 / (bound.slope * granularity) if math.isfinite(bound.slope) else 0.0), within
+
+    low, high = (share * lost / dimension * (1 + TOLERANCE) for share in (1, 2))
+    best = found(low)[0]
+    if stated <= best * (1 + TOLERANCE) or stated > found(high)[0] * (1 + TOLERANCE):
+        return best
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        multiplier, within = found(middle)
+        best, low, high = (max(best, multiplier), middle, high) if within else (best, low, middle)
+        if math.isclose(best, stated, rel_tol=TOLERANCE):
+            break
+    return best

@@ -1,0 +1,152 @@
+"""ε of noised sums on secret samples: the distribution of one round, and its composition."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.integrate import quad
+from scipy.stats import norm
+
+from opacus_shuffle.analysis import gaussian
+from opacus_shuffle.analysis.sampled_sums import SampledRound, compute_epsilon, largest_mu, sampled_distribution
+
+
+def gaussian_stick(mu, alpha):
+    """H_α of N(μ, 1) against N(0, 1)."""
+    return norm.cdf(mu / 2 - np.log(alpha) / mu) - alpha * norm.cdf(-mu / 2 - np.log(alpha) / mu)
+
+
+def profile(mu, rate, alpha):
+    """h of the module's text."""
+    if alpha >= 1:
+        return rate * gaussian_stick(mu, 1 + (alpha - 1) / rate)
+    return alpha * profile(mu, rate, 1 / alpha) + 1 - alpha
+
+
+# --- one round ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    mu=st.floats(0.01, 6.0),
+    rate=st.floats(1e-4, 1.0),
+    share=st.floats(0.0, 3.0),
+)
+def test_the_law_s_sticks_are_just_above_the_profile_in_both_directions(mu, rate, share):
+    distribution = sampled_distribution(mu=mu, sample_rate=rate)
+    epsilon = share * math.log1p(rate * math.expm1(mu))
+    true = profile(mu, rate, math.exp(epsilon))
+    for found in (distribution.hockey_stick(epsilon), distribution.reverse_hockey_stick(epsilon)):
+        assert found >= true * (1 - 1e-9) - 1e-15
+        # The distribution's stick is the chord between grid points: above it by at most width²/8 times the density of R. A step
+        # of 0.03μ (half as much more 9 deviations out) in log W, W of density φ(z)/(μw): rate·μ·(1.5·0.03)²·w·φ(z)/8, w·φ(z)
+        # being at most 0.4 times e^{0.06μ} from one end of a cell to the other.
+        assert found <= true + rate * mu * 0.045**2 * 0.4 / 8 * math.exp(0.06 * mu)
+
+
+@pytest.mark.parametrize("mu", [0.05, 0.8, 3.0])
+@pytest.mark.parametrize("rate", [1.0, 0.3, 0.001])
+def test_the_law_is_one_in_mass_and_mean_and_has_the_atom_at_one(mu, rate):
+    distribution = sampled_distribution(mu=mu, sample_rate=rate)
+    ratios = distribution.offsets + distribution.centre
+    assert np.all(np.diff(distribution.offsets) > 0)
+    assert np.all(distribution.masses >= 0)
+    zero = distribution.masses[ratios == 0].sum()
+    assert distribution.masses.sum() == pytest.approx(1, abs=1e-12)
+    assert distribution.masses @ ratios + distribution.infinite == pytest.approx(1, abs=1e-12)
+    assert zero == pytest.approx(distribution.infinite, abs=1e-15)
+    atom = distribution.masses[np.argmin(np.abs(ratios - 1))]
+    assert atom >= (1 - rate) * (2 * norm.cdf(mu / 2) - 1) - 1e-12
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.05])
+def test_the_profile_covers_a_pair_that_sampling_really_has(rate):
+    """Others at −1, the record at +1 or −1, unit noise of mean shift μ: (1 − γ)N(0) + γN(μ) against N(0), both ways."""
+    mu, z = 1.3, np.linspace(-12, 14, 400_001)
+    stayed, moved = norm.pdf(z), (1 - rate) * norm.pdf(z) + rate * norm.pdf(z - mu)
+    for alpha in (1.0, 1.02, 1.2, 2.0):
+        for p, q in ((stayed, moved), (moved, stayed)):
+            stick = np.trapezoid(np.maximum(p - alpha * q, 0), z)
+            assert stick <= profile(mu, rate, alpha) + 1e-9
+    # and with replacement and sampling in both data sets: the record is +1 in one, −1 in the other, the rest at 0
+    left = (1 - rate) * norm.pdf(z) + rate * norm.pdf(z + mu / 2)
+    right = (1 - rate) * norm.pdf(z) + rate * norm.pdf(z - mu / 2)
+    for alpha in (1.0, 1.02, 1.2):
+        assert np.trapezoid(np.maximum(left - alpha * right, 0), z) <= profile(mu, rate, alpha) + 1e-9
+
+
+# --- composition ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mu", "rate", "epsilon"), [(1.0, 0.3, 0.2), (2.5, 0.1, 0.4), (0.4, 0.7, 0.1), (1.0, 1.0, 1.0)])
+def test_two_rounds_are_the_composition_of_the_profile_by_quadrature(mu, rate, epsilon):
+    """H_α of a product is the integral of r·h(α/r) over the other factor's distribution of R."""
+    alpha = math.exp(epsilon)
+
+    def integrand(z):  # above 1: R = r at z ~ N(0, 1); below 1: R = 1/r with density r·φ(z)
+        r = 1 - rate + rate * math.exp(mu * z - mu**2 / 2)
+        return norm.pdf(z) * (r * profile(mu, rate, alpha / r) + profile(mu, rate, alpha * r))
+
+    value, error = quad(integrand, mu / 2, mu + 12, limit=400, epsabs=1e-13, epsrel=1e-10)
+    delta = value + (1 - rate) * (2 * norm.cdf(mu / 2) - 1) * profile(mu, rate, alpha)
+    if rate == 1:
+        assert math.log(delta) == pytest.approx(gaussian.log_delta(mu=mu * math.sqrt(2), epsilon=epsilon), abs=1e-8)
+    found = compute_epsilon([(SampledRound(mu=mu, sample_rate=rate), 2)], delta=delta - error)
+    # The two grids' steps, 0.03 and 0.05 standard deviations, add (0.03² + 0.05²)/6 = 6e-4 to the variance of the loss, 3e-4 to
+    # its deviation; ε at a fixed δ grows by a few times that.
+    assert epsilon * (1 - 1e-7) <= found <= epsilon * 1.01
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+def test_a_sample_of_everyone_is_the_gaussian_mechanism(steps):
+    expected = gaussian.compute_epsilon(mu=0.7 * math.sqrt(steps), delta=1e-5)
+    assert compute_epsilon([(SampledRound(mu=0.7), steps)], delta=1e-5) == expected
+    nearly = compute_epsilon([(SampledRound(mu=0.7, sample_rate=1 - 1e-9), steps)], delta=1e-5)
+    assert expected * (1 - 1e-6) <= nearly <= expected * 1.005
+
+
+def test_lost_counts_with_the_sampling_rate_and_never_leaks_infinity():
+    plain = compute_epsilon([(SampledRound(mu=0.5, sample_rate=0.1), 10)], delta=1e-5)
+    lossy = compute_epsilon([(SampledRound(mu=0.5, sample_rate=0.1, lost=5e-6), 10)], delta=1e-5)
+    smaller = compute_epsilon([(SampledRound(mu=0.5, sample_rate=0.1), 10)], delta=1e-5 - 10 * 0.1 * 5e-6 * 1.0001)
+    assert plain < lossy == pytest.approx(smaller, rel=1e-3)
+
+
+@settings(max_examples=10, deadline=None)
+@given(mu=st.floats(0.05, 2.0), rate=st.floats(0.001, 0.9), steps=st.integers(1, 300))
+def test_epsilon_grows_with_rounds_rate_and_mu(mu, rate, steps):
+    def spent(mu, rate, steps):
+        return compute_epsilon([(SampledRound(mu=mu, sample_rate=rate), steps)], delta=1e-5)
+
+    here = spent(mu, rate, steps)
+    grid = 1.005  # each value is an upper bound within half a percent
+    assert here <= spent(mu, rate, 2 * steps) * grid
+    assert here <= spent(mu, min(1.0, 1.1 * rate), steps) * grid
+    assert here <= spent(1.1 * mu, rate, steps) * grid
+    assert here <= gaussian.compute_epsilon(mu=mu * math.sqrt(steps), delta=1e-5) * grid
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.02])
+def test_the_largest_mu_meets_the_budget_and_a_little_more_does_not(rate):
+    mu = largest_mu(epsilon=1.0, delta=1e-6, rounds=100, sample_rate=rate)
+    assert compute_epsilon([(SampledRound(mu=mu, sample_rate=rate), 100)], delta=1e-6) <= 1.0
+    assert compute_epsilon([(SampledRound(mu=mu * 1.001, sample_rate=rate), 100)], delta=1e-6) > 1.0
+
+
+def test_bad_rounds_are_refused():
+    for bad, named in (
+        ({"mu": 0.0}, "mu"),
+        ({"mu": 1.0, "sample_rate": 0}, "sample_rate"),
+        ({"mu": 1.0, "lost": 1.0}, "lost"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            SampledRound(**bad)
+    assert compute_epsilon([], delta=0.1) == 0.0
+    with pytest.raises(ValueError, match="delta"):
+        compute_epsilon([], delta=0)
+    with pytest.raises(ValueError, match="larger delta"):
+        largest_mu(epsilon=1.0, delta=1e-6, rounds=10, sample_rate=0.1, lost=1e-6)
