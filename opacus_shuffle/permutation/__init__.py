@@ -1,5 +1,11 @@
 """Permutations of weights that leave a network's function alone: finding them, drawing them, moving weights by them.
 
+    * ``discover`` finds them, by the means of ``finding/`` (docs/how_permutations_are_found.rst tells how).
+    * ``spec`` describes what was found. It is a ``group``, which draws, inverts and composes permutations, with an ``action``,
+      which moves a network's tensors by them. ``self_check`` makes sure that the function stays.
+    * ``moving/`` moves the entries of tensors fast, with PyTorch or with Triton.
+    * ``network`` and ``sample_input`` handle networks as they come, and find something to run them on.
+
 >>> import torch
 >>> from opacus_shuffle.permutation import find_permutations
 >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)

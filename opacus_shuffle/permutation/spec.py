@@ -35,11 +35,7 @@ class PermutationSpec(GroupAction):
     """The group of permutations of a network's parameters under which its function stays as it is.
 
     Attributes:
-        factors: What is permuted.
-        blocks: Per tensor that moves, by its name in the network (tied ones once), the axes made of factors that move.
-        shapes: Shapes of these tensors.
-        buffers: Those of them that are buffers.
-        aliases: Other names of tied parameters, by the one used here.
+        factors, blocks, shapes, buffers, aliases: What moves, as of :class:`~opacus_shuffle.permutation.action.GroupAction`.
         unmoved: Names of the parameters that stay, with their sizes.
         unknown: Operations without a rule that were met, with their numbers of calls: what they touched stays.
         level: ``"paper"``, ``"heads"`` or ``"residual"``; or what its maker calls it.
