@@ -30,7 +30,7 @@ def alone(sigma, steps):
     return [(ShuffledRound(noise_multiplier=sigma, num_users=1), steps)]
 
 
-def gaussian_by_laws(sigmas_and_steps, delta):
+def gaussian_by_distributions(sigmas_and_steps, delta):
     """The unshuffled Gaussian through distributions, grids and FFT: (lower, upper)."""
 
     def distributions(side):
@@ -49,12 +49,12 @@ def gaussian_by_laws(sigmas_and_steps, delta):
 def test_the_composed_gaussian_is_enclosed_within_a_percent(history, delta):
     mu = math.sqrt(sum(steps / sigma**2 for sigma, steps in history))
     exact = gaussian.compute_epsilon(mu=mu, delta=delta)
-    lower, upper = gaussian_by_laws(history, delta)
+    lower, upper = gaussian_by_distributions(history, delta)
     assert lower <= exact <= upper * (1 + 1e-8)  # the exact one is rounded up itself
     assert upper - lower <= 0.01 * upper + 1e-3 * (exact == 0)
 
 
-THEORY_5 = [  # n, σ, T, δ, sampling, γ: this library's earlier prototype, five digits
+PROTOTYPE = [  # n, σ, T, δ, sampling, γ: this library's earlier prototype, five digits
     (60_000, 9.48, 1, 1 / 60_000, None, 1.0, 0.00059456),
     (60_000, 9.48, 7, 1 / 60_000, None, 1.0, 0.0020472),
     (60_000, 9.48, 1000, 1 / 60_000, None, 1.0, 0.036357),
@@ -63,7 +63,7 @@ THEORY_5 = [  # n, σ, T, δ, sampling, γ: this library's earlier prototype, fi
 ]
 
 
-@pytest.mark.parametrize(("users", "sigma", "steps", "delta", "sampling", "rate", "prototype"), THEORY_5)
+@pytest.mark.parametrize(("users", "sigma", "steps", "delta", "sampling", "rate", "prototype"), PROTOTYPE)
 def test_both_sides_lie_within_a_percent_of_each_other_and_of_the_prototype(
     users, sigma, steps, delta, sampling, rate, prototype
 ):
@@ -83,7 +83,7 @@ def test_both_sides_lie_within_a_percent_of_each_other_and_of_the_prototype(
     steps=st.integers(1, 10**4),
     sampling=st.sampled_from(["poisson", "fixed_size"]),
 )
-def test_the_law_never_costs_more_than_its_exact_renyi_divergences(sigma, users, rate, steps, sampling):
+def test_the_distribution_never_costs_more_than_its_exact_renyi_divergences(sigma, users, rate, steps, sampling):
     if round(rate * users) < 1:
         rate = 1.0
     rounds = [(ShuffledRound(noise_multiplier=sigma, num_users=users, sample_rate=rate, sampling=sampling), steps)]
@@ -186,7 +186,7 @@ def test_what_is_lost_adds_to_delta_and_too_much_of_it_leaves_nothing():
     assert compute_epsilon([(Mixture.of(distribution), 10)], delta=1e-5, slack=(5e-6, 5e-6)) == math.inf
 
 
-def test_a_mixture_of_one_law_with_itself_is_that_law():
+def test_a_mixture_of_one_distribution_with_itself_is_that_distribution():
     distribution = mean_distribution(noise_multiplier=3.0, num_users=100)
     whole = compute_epsilon([(Mixture.of(distribution), 10)], delta=1e-5)
     assert compute_epsilon([(Mixture(((0.3, distribution), (0.7, distribution))), 10)], delta=1e-5) == pytest.approx(
@@ -194,13 +194,13 @@ def test_a_mixture_of_one_law_with_itself_is_that_law():
     )
 
 
-def test_a_law_that_tells_nothing_costs_nothing():
+def test_a_distribution_that_tells_nothing_costs_nothing():
     nothing = RatioDistribution(np.zeros(1), np.ones(1), 1.0, 0.0, 1.0)
     assert compute_epsilon([(Mixture.of(nothing), 10)], delta=1e-5) == 0.0
 
 
 @pytest.mark.parametrize("sigma", [1e-3, 0.04, 0.06])
-def test_too_little_noise_for_the_law_falls_back_to_no_shuffler(sigma):
+def test_too_little_noise_for_the_distribution_falls_back_to_no_shuffler(sigma):
     lower, upper = pair_epsilon([(ShuffledRound(noise_multiplier=sigma, num_users=100), 2)], delta=1e-5)
     assert 0 <= lower <= upper <= gaussian.compute_epsilon(mu=math.sqrt(2) / sigma, delta=1e-5)
 
@@ -247,7 +247,7 @@ def test_extreme_rounds_end_in_a_finite_number_without_a_warning(sigma, users, s
                 assert lower <= found < math.inf
 
 
-def test_clipping_a_law_with_atoms_at_zero_leaves_no_nan():
+def test_clipping_a_distribution_with_atoms_at_zero_leaves_no_nan():
     distribution = mean_distribution(noise_multiplier=0.6, num_users=5).scaled(1.5)  # pushes several atoms to R = 0
     for side in ("upper", "lower"):
         clipped = distribution.clipped(1e-9, side)

@@ -51,7 +51,7 @@ def epsilons_that_matter(distribution):
 
 @settings(deadline=None, max_examples=30)
 @given(sigma=sigmas, users=st.integers(1, 10**5), rate=rates, sampling=st.sampled_from(["poisson", "fixed_size"]))
-def test_both_laws_are_probability_laws_of_mean_one(sigma, users, rate, sampling):
+def test_both_are_probability_distributions_of_mean_one(sigma, users, rate, sampling):
     if round(rate * users) < 1:
         rate = 1.0
     for distribution in both_sides(
@@ -67,7 +67,7 @@ def test_both_laws_are_probability_laws_of_mean_one(sigma, users, rate, sampling
 
 @settings(deadline=None, max_examples=30)
 @given(sigma=sigmas, users=st.integers(1, 10**5), rate=rates)
-def test_the_lower_law_never_exceeds_the_upper_one(sigma, users, rate):
+def test_the_lower_distribution_never_exceeds_the_upper_one(sigma, users, rate):
     lower, upper = both_sides(noise_multiplier=sigma, num_users=users, sample_rate=rate, sampling="poisson", resolution=0.1)
     for epsilon in epsilons_that_matter(upper):
         assert lower.hockey_stick(epsilon) <= upper.hockey_stick(epsilon) * (1 + 1e-11)

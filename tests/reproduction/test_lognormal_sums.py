@@ -75,7 +75,7 @@ def test_fenton_wilkinson_has_the_sums_own_mean_and_variance(terms, std):
 
 
 @given(st.floats(-1e5, 1e5), stds)
-def test_one_term_is_its_own_law(mean, std):
+def test_one_term_is_its_own_distribution(mean, std):
     for distribution in (fenton_wilkinson(mean, std), schwartz_yeh(mean, std)):
         assert distribution.mean == pytest.approx(mean, abs=1e-10)
         assert distribution.std == pytest.approx(std, rel=1e-12)
@@ -298,7 +298,7 @@ def test_every_fit_has_a_distribution_function(make):
     assert values[-1] == pytest.approx(1, abs=1e-12)
 
 
-def test_the_empirical_law_counts():
+def test_the_empirical_distribution_counts():
     np.testing.assert_array_equal(
         SampledDistribution(np.array([3.0, 1.0, 2.0, 2.0])).cdf([0.9, 1.0, 2.0, 2.5, 3.0]), [0, 1 / 4, 3 / 4, 3 / 4, 1]
     )
