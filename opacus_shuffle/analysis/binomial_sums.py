@@ -188,7 +188,7 @@ def _largest_with_tail(noise: BinomialNoise, tail: float) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SumRound:
+class BinomialSum:
     """One round's sum as the analyzer sees it.
 
     Attributes:
@@ -206,10 +206,10 @@ class SumRound:
         object.__setattr__(self, "dimension", integer("dimension", self.dimension))
 
 
-Rounds = Sequence[tuple[SumRound, int]]
+Rounds = Sequence[tuple[BinomialSum, int]]
 
 
-def gaussian_equivalent(each: SumRound, *, lost: float) -> tuple[float, float]:
+def gaussian_equivalent(each: BinomialSum, *, lost: float) -> tuple[float, float]:
     """Returns (μ, lost) of one round: it is a μ-Gaussian mechanism but for that probability, which is at most the one given."""
     bound = gaussian_bound(each.noise, shift=each.shift, tail=max(lost / each.dimension, 1e-300))
     return bound.slope * each.shift, bound.lost * each.dimension
@@ -266,7 +266,7 @@ def lower_epsilon(rounds: Rounds, *, delta: float, sample_rate: float = 1.0) -> 
 
 
 @functools.lru_cache(maxsize=256)
-def _shift_distribution(each: SumRound, reflected: bool) -> RatioDistribution:
+def _shift_distribution(each: BinomialSum, reflected: bool) -> RatioDistribution:
     """Returns R's distribution for a shift of one coordinate; outcomes are lumped, which can only hide something."""
     noise = each.noise.reflected if reflected else each.noise
     m, p = noise.trials, noise.probability

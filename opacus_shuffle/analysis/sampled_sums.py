@@ -5,7 +5,7 @@ records anew, without replacement; γ = B/n. Proved in docs/proofs/03_secret_sam
 h(α) + γ·``lost``, h(α) = γ·H_{1+(α−1)/γ} of the μ-Gaussian for α ≥ 1 (Theorem 3.1), which is the curve of one pair with a known
 likelihood ratio (3.2); rounds compose (3.3). γ = 1 is the Gaussian mechanism. A record that becomes zero is a replacement too.
 
->>> rounds = [(SampledRound(mu=0.5, sample_rate=0.01), 1000)]
+>>> rounds = [(SampledSum(mu=0.5, sample_rate=0.01), 1000)]
 >>> round(compute_epsilon(rounds, delta=1e-6), 3)
 0.827
 """
@@ -29,7 +29,7 @@ from opacus_shuffle.core.validation import finite_number, integer, open_unit_int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SampledRound:
+class SampledSum:
     """One round on a fresh secret sample of fixed size.
 
     Attributes:
@@ -50,7 +50,7 @@ class SampledRound:
             raise ValueError(f"lost must lie in [0, 1), got {self.lost!r}")
 
 
-Rounds = Sequence[tuple[SampledRound, int]]
+Rounds = Sequence[tuple[SampledSum, int]]
 
 
 def sampled_distribution(*, mu: float, sample_rate: float, tail: float = TAILS[0]) -> RatioDistribution:
@@ -95,14 +95,14 @@ def compute_epsilon(rounds: Rounds, *, delta: float) -> float:
     Source: this library's; one round is Balle, Barthe and Gaboardi 2018, Theorems 2 and 10.
     """
     delta = open_unit_interval("delta", delta)
-    counts: dict[SampledRound, int] = {}
+    counts: dict[SampledSum, int] = {}
     for each, count in rounds:
         counts[each] = counts.get(each, 0) + integer("repetitions", count)
     return _compute_epsilon(tuple(counts.items()), delta) if counts else 0.0
 
 
 @functools.lru_cache(maxsize=256)
-def _compute_epsilon(rounds: tuple[tuple[SampledRound, int], ...], delta: float) -> float:
+def _compute_epsilon(rounds: tuple[tuple[SampledSum, int], ...], delta: float) -> float:
     """Returns ε of merged rounds."""
     if all(each.sample_rate == 1.0 for each, _ in rounds):
         lost = math.fsum(each.lost * count for each, count in rounds)
@@ -150,7 +150,7 @@ def largest_mu(*, epsilon: float, delta: float, rounds: int, sample_rate: float,
         everyone = gaussian.compute_epsilon(mu=mu * math.sqrt(count), delta=delta - count * lost)
         if everyone <= target:
             return everyone
-        each = SampledRound(mu=mu, sample_rate=sample_rate, lost=lost)
+        each = SampledSum(mu=mu, sample_rate=sample_rate, lost=lost)
         return min(everyone, compute_epsilon([(each, count)], delta=delta))
 
     def excess(log_mu: float) -> float:

@@ -27,7 +27,7 @@ from opacus_shuffle.analysis.binomial_sums import (
     LOST_SHARE,
     MOST_TRIALS,
     BinomialNoise,
-    SumRound,
+    BinomialSum,
     gaussian_bound,
     hockey_stick,
     largest_mu,
@@ -68,9 +68,9 @@ class GridPlan:
         """What the honest users add to a coordinate's sum."""
         return BinomialNoise(trials=self.noise_bits * self.honest_users, probability=self.bit_probability)
 
-    def round(self, dimension: int) -> SumRound:
+    def round(self, dimension: int) -> BinomialSum:
         """The round as :mod:`opacus_shuffle.analysis.binomial_sums` accounts for it."""
-        return SumRound(noise=self.noise, shift=self.granularity, dimension=dimension)
+        return BinomialSum(noise=self.noise, shift=self.granularity, dimension=dimension)
 
     def variance(self, num_users: int) -> float:
         """Of a coordinate's sum of ``num_users`` reports, in grid steps squared: noise, and rounding at its worst."""

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from opacus_shuffle.analysis import binomial_sums, sampled_sums
-from opacus_shuffle.analysis.binomial_sums import LOST_SHARE, SumRound, gaussian_equivalent
-from opacus_shuffle.analysis.sampled_sums import SampledRound
+from opacus_shuffle.analysis.binomial_sums import LOST_SHARE, BinomialSum, gaussian_equivalent
+from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.core.guarantees import InconsistentBound
 from opacus_shuffle.core.validation import instance_of, integer, one_of
 from opacus_shuffle.protocols.calibration import GridPlan, Promise, published_round_budget
@@ -75,7 +75,7 @@ class GridSum(ABC):
         return self.dimension * self.variance
 
     @property
-    def sum_round(self) -> SumRound:
+    def sum_round(self) -> BinomialSum:
         """One round, as :mod:`opacus_shuffle.analysis.binomial_sums` accounts for it; honest users' noise alone."""
         return self._plan.round(self.dimension)
 
@@ -132,7 +132,7 @@ class GridSum(ABC):
         repeated = [(self.sum_round, count)]
         upper = binomial_sums.compute_epsilon(repeated, delta=delta)
         if self.sample_rate < 1:
-            each = SampledRound(mu=self.mu, sample_rate=self.sample_rate, lost=self.lost)
+            each = SampledSum(mu=self.mu, sample_rate=self.sample_rate, lost=self.lost)
             upper = min(upper, sampled_sums.compute_epsilon([(each, count)], delta=delta))
         if (delta, count) == (self.delta, self.rounds):
             upper = min(upper, self.epsilon)

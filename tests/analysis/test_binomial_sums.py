@@ -24,7 +24,7 @@ from scipy.stats import binom
 from opacus_shuffle.analysis import binomial_sums, gaussian
 from opacus_shuffle.analysis.binomial_sums import (
     BinomialNoise,
-    SumRound,
+    BinomialSum,
     compute_epsilon,
     gaussian_bound,
     hockey_stick,
@@ -334,7 +334,7 @@ def test_blocks_cost_what_a_density_changes_in_one(trials):
 
 def test_a_noise_too_small_for_the_shift_gives_no_bound():
     assert gaussian_bound(BinomialNoise(trials=20, probability=0.5), shift=15, tail=1e-3).slope == math.inf
-    each = SumRound(noise=BinomialNoise(trials=20, probability=0.5), shift=15, dimension=2)
+    each = BinomialSum(noise=BinomialNoise(trials=20, probability=0.5), shift=15, dimension=2)
     assert compute_epsilon([(each, 1)], delta=1e-6) == math.inf
 
 
@@ -345,7 +345,7 @@ def test_a_noise_too_small_for_the_shift_gives_no_bound():
 @pytest.mark.parametrize("count", [1, 3, 12])
 @pytest.mark.parametrize(("trials", "probability", "shift"), [(2000, 0.5, 6), (3000, 0.2, 4), (2500, 0.85, 9)])
 def test_rounds_together_cost_between_the_lower_and_the_upper_value(trials, probability, shift, count, delta):
-    each = SumRound(noise=BinomialNoise(trials=trials, probability=probability), shift=shift, dimension=4)
+    each = BinomialSum(noise=BinomialNoise(trials=trials, probability=probability), shift=shift, dimension=4)
     upper, lower = compute_epsilon([(each, count)], delta=delta), lower_epsilon([(each, count)], delta=delta)
     assert 0 <= lower <= upper < math.inf
     _, p, q = moved_pair(binomial_distribution(trials, probability, reach=9), 0, shift)
@@ -361,7 +361,7 @@ def test_rounds_together_cost_between_the_lower_and_the_upper_value(trials, prob
 @pytest.mark.parametrize("kind", ["axis", "diagonal", "signs", "random", "one large"])
 def test_rounds_with_any_direction_cost_no_more_than_computed(kind):
     rng = np.random.default_rng(11)
-    each = SumRound(noise=BinomialNoise(trials=3000, probability=0.5), shift=9, dimension=8)
+    each = BinomialSum(noise=BinomialNoise(trials=3000, probability=0.5), shift=9, dimension=8)
     distribution = binomial_distribution(3000, 0.5, reach=9)
     move = 9 * direction(kind, 8, rng)
     start = rng.uniform(np.maximum(0, -move), np.minimum(9, 9 - move))
@@ -374,7 +374,7 @@ def test_rounds_with_any_direction_cost_no_more_than_computed(kind):
 
 def test_rounds_of_two_kinds_cost_no_more_than_computed():
     kinds = [(BinomialNoise(trials=2000, probability=0.5), 5, 3), (BinomialNoise(trials=900, probability=0.4), 2, 2)]
-    rounds = [(SumRound(noise=noise, shift=shift, dimension=1), count) for noise, shift, count in kinds]
+    rounds = [(BinomialSum(noise=noise, shift=shift, dimension=1), count) for noise, shift, count in kinds]
     pairs = []
     for noise, shift, count in kinds:
         pairs += count * [moved_pair(binomial_distribution(noise.trials, noise.probability, reach=9), 0, shift)[1:]]
@@ -385,7 +385,7 @@ def test_rounds_of_two_kinds_cost_no_more_than_computed():
 
 
 def test_a_value_that_becomes_zero_costs_no_more_than_computed():
-    each = SumRound(noise=BinomialNoise(trials=2000, probability=0.5), shift=20, dimension=2)
+    each = BinomialSum(noise=BinomialNoise(trials=2000, probability=0.5), shift=20, dimension=2)
     epsilon = compute_epsilon([(each, 1)], delta=1e-3, distance=0.5)
     assert epsilon < compute_epsilon([(each, 1)], delta=1e-3)
     distribution = binomial_distribution(2000, 0.5, reach=9)
@@ -406,7 +406,7 @@ def test_a_value_that_becomes_zero_costs_no_more_than_computed():
 @settings(max_examples=15, deadline=None)
 def test_the_lower_value_never_exceeds_the_upper(trials, probability, share, dimension, count, delta):
     shift = max(1, round(share * math.sqrt(trials * probability * (1 - probability))))
-    each = SumRound(noise=BinomialNoise(trials=trials, probability=probability), shift=shift, dimension=dimension)
+    each = BinomialSum(noise=BinomialNoise(trials=trials, probability=probability), shift=shift, dimension=dimension)
     lower, upper = lower_epsilon([(each, count)], delta=delta), compute_epsilon([(each, count)], delta=delta)
     assert not math.isnan(lower)
     assert not math.isnan(upper)
@@ -415,7 +415,7 @@ def test_the_lower_value_never_exceeds_the_upper(trials, probability, share, dim
 
 @pytest.mark.parametrize(("trials", "shift"), [(1, 1), (1, 2), (5, 3), (5, 5), (5, 9), (40, 40), (40, 41)])
 def test_noise_that_hides_little_has_a_lower_value(trials, shift):
-    each = SumRound(noise=BinomialNoise(trials=trials, probability=0.5), shift=shift, dimension=1)
+    each = BinomialSum(noise=BinomialNoise(trials=trials, probability=0.5), shift=shift, dimension=1)
     lower = lower_epsilon([(each, 1)], delta=1e-3)
     assert lower >= 0
     _, p, q = moved_pair(binomial_distribution(trials, 0.5), 0, shift)
@@ -424,7 +424,7 @@ def test_noise_that_hides_little_has_a_lower_value(trials, shift):
 
 @pytest.mark.parametrize("rate", [0.1, 0.6])
 def test_the_lower_value_of_a_sampled_user_is_that_of_a_mixture(rate):
-    each = SumRound(noise=BinomialNoise(trials=2000, probability=0.3), shift=12, dimension=1)
+    each = BinomialSum(noise=BinomialNoise(trials=2000, probability=0.3), shift=12, dimension=1)
     lower = lower_epsilon([(each, 1)], delta=1e-3, sample_rate=rate)
     worst = 0.0
     for start, end in ((0, 12), (12, 0)):
@@ -449,8 +449,8 @@ def test_the_largest_mu_is_just_private_enough(epsilon, delta):
         (lambda: BinomialNoise(trials=True, probability=0.5), "trials.*True"),
         (lambda: BinomialNoise(trials=10, probability=1.0), "probability.*1.0"),
         (lambda: BinomialNoise(trials=10, probability=math.nan), "probability.*nan"),
-        (lambda: SumRound(noise=BinomialNoise(trials=9, probability=0.5), shift=0, dimension=1), "shift.*0"),
-        (lambda: SumRound(noise=BinomialNoise(trials=9, probability=0.5), shift=1, dimension=1.5), "dimension.*1.5"),
+        (lambda: BinomialSum(noise=BinomialNoise(trials=9, probability=0.5), shift=0, dimension=1), "shift.*0"),
+        (lambda: BinomialSum(noise=BinomialNoise(trials=9, probability=0.5), shift=1, dimension=1.5), "dimension.*1.5"),
         (lambda: hockey_stick(BinomialNoise(trials=9, probability=0.5), shift=-1, epsilon=1.0), "shift.*-1"),
         (lambda: hockey_stick(BinomialNoise(trials=9, probability=0.5), shift=1, epsilon=-1.0), "epsilon.*-1.0"),
         (lambda: gaussian_bound(BinomialNoise(trials=9, probability=0.5), shift=1, tail=0.0), "tail.*0.0"),

@@ -12,7 +12,7 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.analysis.sampled_sums import SampledRound, compute_epsilon, largest_mu, sampled_distribution
+from opacus_shuffle.analysis.sampled_sums import SampledSum, compute_epsilon, largest_mu, sampled_distribution
 
 
 def gaussian_stick(mu, alpha):
@@ -95,7 +95,7 @@ def test_two_rounds_are_the_composition_of_the_profile_by_quadrature(mu, rate, e
     delta = value + (1 - rate) * (2 * norm.cdf(mu / 2) - 1) * profile(mu, rate, alpha)
     if rate == 1:
         assert math.log(delta) == pytest.approx(gaussian.log_delta(mu=mu * math.sqrt(2), epsilon=epsilon), abs=1e-8)
-    found = compute_epsilon([(SampledRound(mu=mu, sample_rate=rate), 2)], delta=delta - error)
+    found = compute_epsilon([(SampledSum(mu=mu, sample_rate=rate), 2)], delta=delta - error)
     # The two grids' steps, 0.03 and 0.05 standard deviations, add (0.03² + 0.05²)/6 = 6e-4 to the variance of the loss, 3e-4 to
     # its deviation; ε at a fixed δ grows by a few times that.
     assert epsilon * (1 - 1e-7) <= found <= epsilon * 1.01
@@ -104,15 +104,15 @@ def test_two_rounds_are_the_composition_of_the_profile_by_quadrature(mu, rate, e
 @pytest.mark.parametrize("steps", [1, 7])
 def test_a_sample_of_everyone_is_the_gaussian_mechanism(steps):
     expected = gaussian.compute_epsilon(mu=0.7 * math.sqrt(steps), delta=1e-5)
-    assert compute_epsilon([(SampledRound(mu=0.7), steps)], delta=1e-5) == expected
-    nearly = compute_epsilon([(SampledRound(mu=0.7, sample_rate=1 - 1e-9), steps)], delta=1e-5)
+    assert compute_epsilon([(SampledSum(mu=0.7), steps)], delta=1e-5) == expected
+    nearly = compute_epsilon([(SampledSum(mu=0.7, sample_rate=1 - 1e-9), steps)], delta=1e-5)
     assert expected * (1 - 1e-6) <= nearly <= expected * 1.005
 
 
 def test_lost_counts_with_the_sampling_rate_and_never_leaks_infinity():
-    plain = compute_epsilon([(SampledRound(mu=0.5, sample_rate=0.1), 10)], delta=1e-5)
-    lossy = compute_epsilon([(SampledRound(mu=0.5, sample_rate=0.1, lost=5e-6), 10)], delta=1e-5)
-    smaller = compute_epsilon([(SampledRound(mu=0.5, sample_rate=0.1), 10)], delta=1e-5 - 10 * 0.1 * 5e-6 * 1.0001)
+    plain = compute_epsilon([(SampledSum(mu=0.5, sample_rate=0.1), 10)], delta=1e-5)
+    lossy = compute_epsilon([(SampledSum(mu=0.5, sample_rate=0.1, lost=5e-6), 10)], delta=1e-5)
+    smaller = compute_epsilon([(SampledSum(mu=0.5, sample_rate=0.1), 10)], delta=1e-5 - 10 * 0.1 * 5e-6 * 1.0001)
     assert plain < lossy == pytest.approx(smaller, rel=1e-3)
 
 
@@ -120,7 +120,7 @@ def test_lost_counts_with_the_sampling_rate_and_never_leaks_infinity():
 @given(mu=st.floats(0.05, 2.0), rate=st.floats(0.001, 0.9), steps=st.integers(1, 300))
 def test_epsilon_grows_with_rounds_rate_and_mu(mu, rate, steps):
     def spent(mu, rate, steps):
-        return compute_epsilon([(SampledRound(mu=mu, sample_rate=rate), steps)], delta=1e-5)
+        return compute_epsilon([(SampledSum(mu=mu, sample_rate=rate), steps)], delta=1e-5)
 
     here = spent(mu, rate, steps)
     grid = 1.005  # each value is an upper bound within half a percent
@@ -133,8 +133,8 @@ def test_epsilon_grows_with_rounds_rate_and_mu(mu, rate, steps):
 @pytest.mark.parametrize("rate", [1.0, 0.02])
 def test_the_largest_mu_meets_the_budget_and_a_little_more_does_not(rate):
     mu = largest_mu(epsilon=1.0, delta=1e-6, rounds=100, sample_rate=rate)
-    assert compute_epsilon([(SampledRound(mu=mu, sample_rate=rate), 100)], delta=1e-6) <= 1.0
-    assert compute_epsilon([(SampledRound(mu=mu * 1.001, sample_rate=rate), 100)], delta=1e-6) > 1.0
+    assert compute_epsilon([(SampledSum(mu=mu, sample_rate=rate), 100)], delta=1e-6) <= 1.0
+    assert compute_epsilon([(SampledSum(mu=mu * 1.001, sample_rate=rate), 100)], delta=1e-6) > 1.0
 
 
 def test_bad_rounds_are_refused():
@@ -144,7 +144,7 @@ def test_bad_rounds_are_refused():
         ({"mu": 1.0, "lost": 1.0}, "lost"),
     ):
         with pytest.raises(ValueError, match=named):
-            SampledRound(**bad)
+            SampledSum(**bad)
     assert compute_epsilon([], delta=0.1) == 0.0
     with pytest.raises(ValueError, match="delta"):
         compute_epsilon([], delta=0)

@@ -28,8 +28,8 @@ from collections.abc import Iterable, Sequence
 from opacus_shuffle.accountants.bounds.registry import Answer, register_bound
 from opacus_shuffle.accountants.mechanisms import ShuffledSums
 from opacus_shuffle.analysis import advanced_composition, binomial_sums, gaussian, sampled_sums
-from opacus_shuffle.analysis.binomial_sums import SumRound
-from opacus_shuffle.analysis.sampled_sums import SampledRound
+from opacus_shuffle.analysis.binomial_sums import BinomialSum
+from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, unshuffled_epsilon
 from opacus_shuffle.core.guarantees import Adjacency, NotCovered
 from opacus_shuffle.core.rounding import round_up
@@ -100,7 +100,7 @@ def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
 )
 def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """Exact composition of what covers the rounds, the cheapest row that holds for the adjacency."""
-    covering = [(SampledRound(mu=each.mu, sample_rate=each.sample_rate, lost=each.lost), count) for each, count in rounds]
+    covering = [(SampledSum(mu=each.mu, sample_rate=each.sample_rate, lost=each.lost), count) for each, count in rounds]
     found = gaussian_epsilons(covering, delta=delta, adjacency=adjacency)
     proof, epsilon = min(found.items(), key=lambda row: row[1])
     meaning = "Gaussian mechanisms that cover the binomial noise, composed exactly"
@@ -129,7 +129,9 @@ def _lower(rounds: Rounds, delta: float) -> float | None:
 @functools.lru_cache(maxsize=256)
 def _pair_lower(rounds: tuple[tuple[ShuffledSums, int], ...], delta: float) -> float:
     """See :func:`_lower`."""
-    summed = [(SumRound(noise=each.noise, shift=each.granularity, dimension=each.dimension), count) for each, count in rounds]
+    summed = [
+        (BinomialSum(noise=each.noise, shift=each.granularity, dimension=each.dimension), count) for each, count in rounds
+    ]
     return binomial_sums.lower_epsilon(summed, delta=delta, sample_rate=rounds[0][0].sample_rate)
 
 
@@ -144,12 +146,12 @@ def _pair_lower(rounds: tuple[tuple[ShuffledSums, int], ...], delta: float) -> f
 )
 def _central(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """DP-SGD with Gaussian noise of the same standard deviation on the same samples."""
-    server = [(SampledRound(mu=2 / each.noise_std, sample_rate=each.sample_rate), count) for each, count in rounds]
+    server = [(SampledSum(mu=2 / each.noise_std, sample_rate=each.sample_rate), count) for each, count in rounds]
     return Answer(min(gaussian_epsilons(server, delta=delta, adjacency=adjacency).values()))
 
 
 def gaussian_epsilons(
-    rounds: list[tuple[SampledRound, int]], *, delta: float, adjacency: Adjacency = Adjacency.REPLACE
+    rounds: list[tuple[SampledSum, int]], *, delta: float, adjacency: Adjacency = Adjacency.REPLACE
 ) -> dict[str, float]:
     """Returns ε of rounds of the Gaussian mechanism on samples of fixed size, by what is known of the samples.
 

@@ -16,7 +16,7 @@ from opacus_shuffle.accountants.bounds.shuffled_sums import gaussian_epsilons
 from opacus_shuffle.accountants.calibrate import smallest_noise_for
 from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledSums
 from opacus_shuffle.analysis.binomial_sums import LOST_SHARE
-from opacus_shuffle.analysis.sampled_sums import SampledRound
+from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.validation import instance_of, one_of, positive
 from opacus_shuffle.engine.optimizers import VectorSumOptimizer
@@ -185,7 +185,7 @@ def _protocol_for(budget: Budget, steps: int, sampling: SamplingPlan, dimension:
     lost = LOST_SHARE * Promise(epsilon, delta).delta / steps
 
     def spent(noise_multiplier: float) -> float:
-        rounds = [(SampledRound(mu=2 / noise_multiplier, sample_rate=sampling.sample_rate, lost=lost), steps)]
+        rounds = [(SampledSum(mu=2 / noise_multiplier, sample_rate=sampling.sample_rate, lost=lost), steps)]
         return min(gaussian_epsilons(rounds, delta=delta, adjacency=Adjacency(budget.adjacency)).values())
 
     sigma = smallest_noise_for(spent, target_epsilon=epsilon)
