@@ -124,31 +124,21 @@ class AcceleratedSGD(Solver):
         """Returns the caller's batch size, or the proved bound's best."""
         if self.choices.batch_size is not None:
             return fitting("batch_size", self.choices.batch_size, num_users)
-        problem = self.problem
-        # How long an envelope's gradients are does not depend on its smoothness.
-        gradients = problem.smooth_gradients(problem.lipschitz / start.distance)
-        return accelerated_batch_size(
-            self.oracle(gradients, self.variance(None, gradients)),
-            num_users=num_users,
-            smoothness=problem.smoothness,
-            distance=start.distance,
-            lipschitz=problem.lipschitz,
-        )
+        oracle, smoothness = self.oracle(self.variance(None)), self.problem.smoothness
+        return accelerated_batch_size(oracle, num_users=num_users, smoothness=smoothness, distance=start.distance)
 
     def plan(self, sizes: list[int], start: Start, *, exact: bool) -> AcceleratedPlan:
         """Returns smoothing, steps and bound for rounds of these sizes, with the protocols' own variance if ``exact``."""
         problem, count = self.problem, len(sizes)
         smoothness = problem.smoothness or best_smoothing(rounds=count, lipschitz=problem.lipschitz, distance=start.distance)
         gradients = problem.smooth_gradients(smoothness)
-        deviation = max(
-            self.oracle(gradients, self.variance(size if exact else None, gradients)).deviation(size) for size in set(sizes)
-        )
+        deviation = max(self.oracle(self.variance(size if exact else None)).deviation(size) for size in set(sizes))
         steps = self.choices.inverse_step_sizes
         if steps is None:
             steps = accelerated_step_sizes(rounds=count, smoothness=smoothness, deviation=deviation, distance=start.distance)
         elif len(steps) != count:
             raise ValueError(f"inverse_step_sizes must hold one L_t for each of the {count} rounds, got {len(steps)}")
-        gap = gradients.limit * start.distance
+        gap = problem.lipschitz * start.distance
         if start.gap is not None:  # the envelope lies below the loss, by no more than the cost
             gap = min(gap, start.gap + gradients.smoothing_cost)
         bound = accelerated_bound(
@@ -163,17 +153,15 @@ class AcceleratedSGD(Solver):
         whole = None if bound is None else problem.capped(bound + gradients.smoothing_cost)
         return AcceleratedPlan(gradients, smoothness, list(steps), whole)
 
-    def variance(self, size: int | None, gradients: BoundedGradients) -> float:
+    def variance(self, size: int | None) -> float:
         """Returns the variance per coordinate of the sum of a batch of this size; None: of one of a size not yet known."""
-        if size is None:
-            return self.budget.planned_variance(self.problem.dimension, gradients.limit)
-        return self.protocols([size], gradients)[size].variance
+        return self.planned_variance() if size is None else self.protocol(size).variance
 
     def iterate(
         self, plan: AcceleratedPlan, groups: list[Tensor], start: Start
     ) -> tuple[Tensor, list[Round], dict[str, Any], int | None]:
         """Makes the rounds; returns the answer, the history, more of what was used, and what a user sends."""
-        protocols = self.protocols(map(len, groups), plan.gradients)
+        protocols = self.protocols(groups)
         iterates, history, reached = AcceleratedIterates(self.problem.project, start.theta, plan.steps), History(len(groups)), 0
         for group in groups:
             gradient = self.mean_gradient(protocols[len(group)], plan.gradients, iterates.middle, group)

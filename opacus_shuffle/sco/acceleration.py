@@ -100,17 +100,14 @@ def accelerated_bound(
     return gamma * (start_gap + float(moves) + noise) + bias * diameter
 
 
-def accelerated_batch_size(
-    oracle: Oracle, *, num_users: int, smoothness: float | None, distance: float, lipschitz: float
-) -> int:
+def accelerated_batch_size(oracle: Oracle, *, num_users: int, smoothness: float | None, distance: float) -> int:
     """Returns the batch size with the least bound at T = ⌊n/b⌋ rounds; of order n^{3/5}s^{2/5}(L/(βD))^{2/5}.
 
     Args:
-        oracle: L and the variance, both of what is reported.
+        oracle: What a round tells.
         num_users: n.
         smoothness: β; None to choose it with the batch size (:func:`best_smoothing`).
         distance: D.
-        lipschitz: L of the loss before smoothing.
 
     Returns:
         The largest b with the best T, in [1, n].
@@ -120,12 +117,12 @@ def accelerated_batch_size(
     rounds = np.unique(np.maximum(num_users // candidates, 1)).astype(np.float64)
     sizes = num_users // rounds
     gamma = 2 / ((rounds + 1) * (rounds + 2))
-    beta = lipschitz / distance * np.sqrt(1 / (2 * gamma)) if smoothness is None else np.full_like(rounds, smoothness)
+    beta = oracle.lipschitz / distance * np.sqrt(1 / (2 * gamma)) if smoothness is None else np.full_like(rounds, smoothness)
     deviation = oracle.lipschitz * np.sqrt(1 / sizes + (oracle.ratio / sizes) ** 2)
     bound = gamma * (oracle.lipschitz * distance + beta * distance**2)
     bound += 2 * distance * deviation * np.sqrt(gamma * (2 * rounds + 3) / 12)
     if smoothness is None:
-        bound += lipschitz**2 / (2 * beta)
+        bound += oracle.lipschitz**2 / (2 * beta)
     return int(sizes[int(np.argmin(bound))])
 
 

@@ -128,9 +128,8 @@ class GradientDescent(Solver):
         """
         problem, choices = self.problem, self.choices
         rounds = choices.rounds or self._best_rounds(num_users, start)[1]
-        probe = self._probe(start)
-        protocol = self._protocol(num_users, rounds, probe)
-        proved = self._bound(num_users, rounds, start, probe, protocol.variance, protocol.granularity)
+        protocol = self.protocol(num_users, rounds)
+        proved = self._bound(num_users, rounds, start, protocol.variance, protocol.granularity)
         step = choices.step_size or proved.best_step(smoothness=problem.smoothness, lipschitz=problem.lipschitz)
         smoothness = problem.smoothness or 2 / step
         gradients = problem.smooth_gradients(smoothness)
@@ -139,28 +138,15 @@ class GradientDescent(Solver):
         bound = None if value is None else problem.capped(value + gradients.smoothing_cost)
         return DescentPlan(protocol, rounds, step, smoothness, gradients, bound)
 
-    def _probe(self, start: Start) -> BoundedGradients:
-        """Returns what users report before the smoothness is chosen: how long it is does not depend on it."""
-        return self.problem.smooth_gradients(self.problem.lipschitz / start.distance)
-
-    def _protocol(self, num_users: int, rounds: int, gradients: BoundedGradients) -> ShuffleVectorSum:
-        """Returns the protocol of each of so many rounds."""
-        return self.budget.protocol(num_users, self.problem.dimension, gradients.limit, rounds=rounds)
-
-    def _bound(
-        self,
-        num_users: int,
-        rounds: int,
-        start: Start,
-        gradients: BoundedGradients,
-        variance: float,
-        granularity: int,
-    ) -> DescentBound:
-        """Returns what is proved of so many rounds with this noise."""
+    def _bound(self, num_users: int, rounds: int, start: Start, variance: float, granularity: int) -> DescentBound:
+        """Returns what is proved of so many rounds with this noise, before the smoothness is chosen."""
+        likely = self.problem.smooth_gradients(
+            self.problem.lipschitz / start.distance
+        )  # for the error of an envelope's gradients
         return DescentBound(
             rounds=rounds,
             num_users=num_users,
-            oracle=self.oracle(gradients, variance),
+            oracle=self.oracle(variance, likely.bias),
             granularity=granularity,
             distance=start.distance,
             diameter=self.problem.diameter,
@@ -168,22 +154,21 @@ class GradientDescent(Solver):
 
     def _best_rounds(self, num_users: int, start: Start) -> tuple[float, int]:
         """Returns the least bound and its number of rounds, as far as known without building every number's protocol."""
-        problem, probe = self.problem, self._probe(start)
-        single = self._protocol(num_users, 1, probe)
-        oracle = self.oracle(probe, single.variance)
+        problem, single = self.problem, self.protocol(num_users)
 
         def value(rounds: int) -> float:
             if self.budget.calibration == "tight":  # as T grows the noise does in proportion, and the grid gets coarser
                 variance, granularity = rounds * single.variance, max(1, math.floor(single.granularity / math.sqrt(rounds)))
             else:
                 try:
-                    protocol = self._protocol(num_users, rounds, probe)
+                    protocol = self.protocol(num_users, rounds)
                 except ValueError:  # more noise bits than anyone would send
                     return math.inf
                 variance, granularity = protocol.variance, protocol.granularity
-            bound = self._bound(num_users, rounds, start, probe, variance, granularity)
+            bound = self._bound(num_users, rounds, start, variance, granularity)
             return bound.best_value(smoothness=problem.smoothness, lipschitz=problem.lipschitz)
 
-        chosen = self.choices.rounds
-        candidates = descent_candidates(oracle, num_users=num_users) if chosen is None else [chosen]
+        candidates = descent_candidates(self.oracle(single.variance), num_users=num_users)
+        if self.choices.rounds is not None:
+            candidates = [self.choices.rounds]
         return min((value(rounds), rounds) for rounds in candidates)

@@ -23,7 +23,6 @@ from typing import Any
 from torch import Tensor
 
 from opacus_shuffle.sco.accelerated_sgd import AcceleratedPlan, AcceleratedSGD
-from opacus_shuffle.sco.bounded_gradients import BoundedGradients
 from opacus_shuffle.sco.budget import PrivacyBudget
 from opacus_shuffle.sco.pan_private_stream import PanPrivateAcceleratedSGD, pan_private_noise
 from opacus_shuffle.sco.problem import Problem
@@ -80,31 +79,25 @@ class PanPrivate(AcceleratedSGD):
         """Returns the records in the order of the stream, in whole batches."""
         return self.ledger.claim_all(whole_batches(users, batch_size or 1))
 
-    def noise(self, batch_size: int, gradients: BoundedGradients) -> float:
+    def noise(self, batch_size: int) -> float:
         """Returns ζ for the mean of so many gradients."""
-        budget = self.budget
-        return pan_private_noise(
-            lipschitz=gradients.limit,
-            batch_size=batch_size,
-            epsilon=budget.epsilon,
-            delta=budget.delta,
-            calibration=budget.calibration,
-        )
+        budget = {name: getattr(self.budget, name) for name in ("epsilon", "delta", "calibration")}
+        return pan_private_noise(lipschitz=self.problem.lipschitz, batch_size=batch_size, **budget)
 
-    def variance(self, size: int | None, gradients: BoundedGradients) -> float:
+    def variance(self, size: int | None) -> float:
         """Returns the variance of two noises, for the sum of a batch: it does not depend on the batch's size."""
-        return 2 * self.noise(1, gradients) ** 2
+        return 2 * self.noise(1) ** 2
 
     def iterate(
         self, plan: AcceleratedPlan, groups: list[Tensor], start: Start
     ) -> tuple[Tensor, list[Round], dict[str, Any], int | None]:
         """Lets the algorithm read the stream; returns what the method that it replaces does."""
         size = len(groups[0])
-        noise = self.noise(size, plan.gradients)
+        noise = self.noise(size)
         algorithm = PanPrivateAcceleratedSGD(
             plan.gradients.objective,
             constraint=self.problem.constraint,
-            lipschitz=plan.gradients.limit,
+            lipschitz=self.problem.lipschitz,
             noise=noise,
             batch_size=size,
             inverse_step_sizes=plan.steps,

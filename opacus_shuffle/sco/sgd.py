@@ -72,11 +72,10 @@ class _SGD(Solver):
     def run(self, users: Tensor, start: Start) -> Phase:
         problem, gradients, size = self.problem, self.problem.own_gradients(), self.choices.batch_size
         if size is None and self.choices.batches is None:
-            variance = self.budget.planned_variance(problem.dimension, gradients.limit)
-            size = sgd_batch_size(self.oracle(gradients, variance), num_users=len(users))
+            size = sgd_batch_size(self.oracle(self.planned_variance()), num_users=len(users))
         groups = self.batches(users, size)
-        count, protocols = len(groups), self.protocols(map(len, groups), gradients)
-        moment = max(self.oracle(gradients, each.variance).second_moment(size) for size, each in protocols.items())
+        count, protocols = len(groups), self.protocols(groups)
+        moment = max(self.oracle(each.variance).second_moment(size) for size, each in protocols.items())
         step = self.choices.step_size or start.distance / (moment * count) ** 0.5
 
         theta, total, history, reached = start.theta, torch.zeros_like(start.theta), History(count), 0

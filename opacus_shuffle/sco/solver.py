@@ -139,14 +139,22 @@ class Solver(ABC):
             excess_loss_bound=phases[-1].bound,
         )
 
-    def oracle(self, gradients: BoundedGradients, variance: float) -> Oracle:
+    def oracle(self, variance: float, bias: float = 0.0) -> Oracle:
         """Returns what a round with this variance of its sum tells about a gradient."""
-        return Oracle(lipschitz=gradients.limit, dimension=self.problem.dimension, variance=variance, bias=gradients.bias)
+        problem = self.problem
+        return Oracle(lipschitz=problem.lipschitz, dimension=problem.dimension, variance=variance, bias=bias)
 
-    def protocols(self, sizes: Iterable[int], gradients: BoundedGradients) -> dict[int, ShuffleVectorSum]:
-        """Returns the protocol of a round of each of these sizes, for users who take part in that round only."""
-        dimension, limit = self.problem.dimension, gradients.limit
-        return {size: self.budget.protocol(size, dimension, limit) for size in sorted(set(sizes))}
+    def protocol(self, num_users: int, rounds: int = 1) -> ShuffleVectorSum:
+        """Returns the protocol of each of so many rounds with the same users."""
+        return self.budget.protocol(num_users, self.problem.dimension, self.problem.lipschitz, rounds=rounds)
+
+    def protocols(self, groups: Iterable[Tensor]) -> dict[int, ShuffleVectorSum]:
+        """Returns the protocols of groups of each size, for users who take part in one round."""
+        return {size: self.protocol(size) for size in sorted({len(group) for group in groups})}
+
+    def planned_variance(self) -> float:
+        """Returns the variance per coordinate of a round's sum, before its number of users is known."""
+        return self.budget.planned_variance(self.problem.dimension, self.problem.lipschitz)
 
     def batches(self, users: Tensor, batch_size: int | None) -> list[Tensor]:
         """Returns the given batches, or these users at random in batches of one size; all claimed from the ledger."""

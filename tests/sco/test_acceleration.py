@@ -118,16 +118,14 @@ def test_the_accelerated_batch_size_is_the_best_of_all(smoothness, users, varian
         cost = 1.3**2 / (2 * beta) if smoothness is None else 0.0
         return closed_form(rounds, beta, deviation, 2.0, 1.3 * 2.0, weight) + cost
 
-    chosen = accelerated_batch_size(oracle, num_users=users, smoothness=smoothness, distance=2.0, lipschitz=1.3)
+    chosen = accelerated_batch_size(oracle, num_users=users, smoothness=smoothness, distance=2.0)
     assert value(chosen) <= min(value(size) for size in range(1, users + 1)) * (1 + 1e-9)
 
 
 def test_the_accelerated_batch_size_grows_as_the_theorem_says():
     """n^{3/5} s^{2/5}: where noise dominates the sampling error (s² ≫ b) and n is large, the exponents show."""
     sizes = [
-        accelerated_batch_size(
-            Oracle(lipschitz=1.0, dimension=10, variance=v), num_users=n, smoothness=100.0, distance=1.0, lipschitz=1.0
-        )
+        accelerated_batch_size(Oracle(lipschitz=1.0, dimension=10, variance=v), num_users=n, smoothness=100.0, distance=1.0)
         for n, v in [(10**7, 1e9), (10**9, 1e9), (10**9, 1e11)]
     ]
     assert math.log(sizes[1] / sizes[0]) / math.log(100) == pytest.approx(0.6, abs=0.05)
