@@ -28,7 +28,7 @@ def run_training(options: dict[str, Any]) -> None:
     result = train(settings)
     if as_json:
         found = {"test_accuracy": result.accuracy, "noise_multiplier": result.noise_multiplier, **result.report.to_dict()}
-        print(json.dumps({"settings": dataclasses.asdict(settings), **found}))
+        print(json.dumps({"job": dataclasses.asdict(settings), **found}))
         return
     shown = round_up(result.noise_multiplier) if settings.target_epsilon is not None else f"{result.noise_multiplier:g}"
     kind = "each record's own" if settings.local_noise else "the sum's"

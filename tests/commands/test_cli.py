@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
@@ -11,6 +12,8 @@ import sys
 import pytest
 
 from opacus_shuffle import compute_epsilon, compute_noise_multiplier
+from opacus_shuffle.accountants.mechanisms import MECHANISMS
+from opacus_shuffle.commands.flags import add_run_flags, flag
 from opacus_shuffle.commands.main import main
 from opacus_shuffle.commands.training import TrainingSettings, train
 
@@ -247,6 +250,18 @@ def test_the_main_job_trains_and_ends_with_accuracy_and_the_table(capsys, accoun
     assert ("added once to the sum" in printed) is not local_noise
 
 
+@pytest.mark.parametrize(("options", "worth"), [([], 10.0), (["--target-epsilon", "4"], 1.7)])
+def test_the_main_job_with_shuffled_sums(capsys, options, worth):
+    assert main(["train", "--accountant", "shuffled_sums", "--epochs", "1", "--batch-size", "400", *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # A grid has the noise asked for (0.5·√400 by default) or up to 2.5 % more.
+    assert worth <= found["noise_multiplier"] <= worth * 1.025
+    spent = {row["bound"]: row for row in found["bounds"]}["certified"]
+    assert spent["guarantee"] == "PROVED"
+    assert spent["epsilon"] <= 4.0
+    assert (found["job"]["local_noise"], found["job"]["shuffle_weights"]) == (False, False)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -301,6 +316,14 @@ def test_the_main_job_learns_the_digits():
     result = train(dataclasses.replace(TrainingSettings(), seed=0), progress=False)
     assert result.accuracy > 0.85
     assert all(math.isfinite(answer.epsilon) for answer in result.report.bounds)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_field_of_every_mechanism_is_a_flag(name):
+    parser = argparse.ArgumentParser()
+    add_run_flags(parser)
+    fields = dataclasses.fields(MECHANISMS[name])
+    assert {flag(field.name) for field in fields} <= set(parser._option_string_actions)
 
 
 def test_the_module_runs_as_a_script():
