@@ -59,7 +59,7 @@ def print_noise(options: dict[str, Any]) -> None:
     print(round_up(sigma, 6))
     whose = (
         "local noise multiplier (one report's own sigma"
-        if flags.noise_is_local(MECHANISMS[answer.mechanism])
+        if MECHANISMS[answer.mechanism].noise_is_local
         else "noise multiplier of the sum (sigma"
     )
     print(
@@ -81,7 +81,7 @@ def _print_meaning(answer: PrivacyBound, certified: PrivacyBound, run: dict[str,
     print(f"covers {answer.covers}")
     print(f"the adversary {answer.adversary}")
     if answer.proof:
-        print(f"by the proof of {answer.proof}")
+        print(f"the proof that gives it: {answer.proof}")
     if answer.guarantee is not Guarantee.PROVED:
         print(f"certified for every data set: epsilon = {round_up(certified.epsilon)}")
     if answer.guarantee is Guarantee.ESTIMATE:

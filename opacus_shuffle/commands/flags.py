@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from opacus_shuffle.accountants.bounds.registry import bounds_of
@@ -30,18 +30,11 @@ FIELDS: dict[str, dict[type[Mechanism], dataclasses.Field]] = {}
 for _mechanism in MECHANISMS.values():
     for _field in dataclasses.fields(_mechanism):
         FIELDS.setdefault(_field.name, {})[_mechanism] = _field
-for _name in ("epsilon", "delta"):
-    FIELDS.pop(_name, None)
 
 
 def setting(default: Any, text: str, **metadata: Any) -> Any:
     """Returns a dataclass field with its default and its line of help."""
     return dataclasses.field(default=default, metadata={"help": text, **metadata})
-
-
-def noise_is_local(mechanism: type[Mechanism]) -> bool:
-    """Whether σ is that of each report."""
-    return getattr(mechanism, "noise_is_local", mechanism.name not in ("shuffled_fw", "shuffled_sums"))
 
 
 def flag(name: str) -> str:
@@ -51,10 +44,9 @@ def flag(name: str) -> str:
 
 def add_settings(parser: argparse.ArgumentParser, settings: type) -> None:
     """Adds a flag for every field of a class of settings."""
-    hints = typing.get_type_hints(settings)
     for field in dataclasses.fields(settings):
         said = field.metadata.get("instead", field.default)
-        _add(parser, field, hints, help=field.metadata["help"] + ("" if said is None else f" (default: {said})"))
+        _add(parser, field, [settings], help=field.metadata["help"] + ("" if said is None else f" (default: {said})"))
 
 
 def add_run_flags(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
@@ -67,8 +59,7 @@ def add_run_flags(parser: argparse.ArgumentParser, *, without: Collection[str] =
                 texts.setdefault(field.metadata.get("help", name), []).append(owner.name)
             shared = len(texts) == 1 and len(owners) == len(MECHANISMS)
             said = "; ".join(text if shared else f"{', '.join(names)}: {text}" for text, names in texts.items())
-            owner, field = next(iter(owners.items()))
-            _add(parser, field, typing.get_type_hints(owner), help=said)
+            _add(parser, next(iter(owners.values())), owners, help=said)
     parser.add_argument("--steps", required=True, type=number, metavar="T", help="rounds (training steps)")
     parser.add_argument(
         "--adjacency",
@@ -126,10 +117,10 @@ def numbers(text: str) -> float | tuple[float, ...]:
     return found[0] if len(found) == 1 else found
 
 
-def _add(parser: argparse.ArgumentParser, field: dataclasses.Field, hints: dict[str, Any], *, help: str) -> None:
-    """Adds one flag, of the type that the field has."""
-    hint = hints[field.name]
-    kinds = {typing.get_origin(each) or each for each in typing.get_args(hint) or (hint,)}
+def _add(parser: argparse.ArgumentParser, field: dataclasses.Field, owners: Iterable[type], *, help: str) -> None:
+    """Adds one flag, of all types that the field has in the classes that own it."""
+    hints = [typing.get_type_hints(owner)[field.name] for owner in owners]
+    kinds = {typing.get_origin(each) or each for hint in hints for each in typing.get_args(hint) or (hint,)}
     options: dict[str, Any] = {"help": help.replace("%", "%%"), "default": argparse.SUPPRESS}
     if bool in kinds:
         options["action"] = argparse.BooleanOptionalAction

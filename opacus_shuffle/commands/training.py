@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle.accountants.mechanisms import MECHANISMS, ShuffledWeights
 from opacus_shuffle.accountants.report import PrivacyReport
-from opacus_shuffle.commands.flags import BOUNDS, noise_is_local, setting
+from opacus_shuffle.commands.flags import BOUNDS, setting
 from opacus_shuffle.commands.image_datasets import DATASETS, load_image_dataset
 from opacus_shuffle.core.validation import integer, one_of, open_unit_interval, positive
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
@@ -95,7 +95,7 @@ class TrainingSettings:
     def __post_init__(self) -> None:
         mechanism = MECHANISMS[one_of("accountant", self.accountant, MECHANISMS)]
         if self.local_noise is None:
-            object.__setattr__(self, "local_noise", noise_is_local(mechanism))
+            object.__setattr__(self, "local_noise", mechanism.noise_is_local)
         if self.shuffle_weights is None:
             object.__setattr__(self, "shuffle_weights", mechanism is ShuffledWeights)
 
