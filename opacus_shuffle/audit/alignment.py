@@ -58,7 +58,7 @@ class Alignment:
     _twins: Mapping[int, torch.Tensor] = dataclasses.field(repr=False)
 
     def recovered(self, true_plan: PermutationPlan) -> float:
-        """The fraction of slots that were put right, over all factors, of those that can be told; 0 if none can.
+        """Returns the share of slots that were put right, of those that can be told apart; 0 if none can.
 
         A slot inside of another (a unit of a head, say) is right only if the other one is, too.
 
@@ -81,7 +81,7 @@ class Alignment:
         return right / total if total else 0.0
 
     def undo(self, tensors: StateDict) -> dict[str, torch.Tensor]:
-        """The second release in the order of the first: permuted copies of what moves, the rest as it is.
+        """Returns the second release in the order of the first: permuted copies of what moves, the rest as it is.
 
         Args:
             tensors: ``after``, or anything of its names and shapes, such as gradients or optimizer state.
@@ -177,7 +177,7 @@ class Aligner:
     # Steps --------------------------------------------------------------------------------------------------------------------
 
     def _grids(self, argument: str, tensors: StateDict) -> dict[str, torch.Tensor]:
-        """The tensors that move, by their names in the specification, in at least single precision."""
+        """Returns the tensors that move, by their names in the specification, in at least single precision."""
         found: dict[str, torch.Tensor] = {}
         for key, name in _names(self.spec, tensors).items():
             tensor = tensors[key]
@@ -192,7 +192,7 @@ class Aligner:
         return found
 
     def _places(self, old: Mapping[str, torch.Tensor]) -> dict[int, list[tuple[Cell, int]]]:
-        """Per free factor the (cell, dimension) pairs where it appears in what was released."""
+        """Returns, for every free factor, the (cell, dimension) pairs where it appears in what was released."""
         places: dict[int, list[tuple[Cell, int]]] = {number: [] for number in self._inner}
         for cell in self._cells:
             for axis, number in enumerate(cell.factors):
@@ -203,7 +203,7 @@ class Aligner:
     def _first_guess(
         self, places: Mapping[int, list[tuple[Cell, int]]], old: StateDict, new: StateDict
     ) -> dict[int, torch.Tensor]:
-        """One factor after the other, those first of whose entries most are told apart by what is known already."""
+        """Matches one factor after the other, those first of whose entries most are told apart by what is known already."""
         tables: dict[int, torch.Tensor] = {}
         while len(tables) < len(places):
             unknown = frozenset(places) - frozenset(tables)
@@ -222,7 +222,7 @@ class Aligner:
         unknown: frozenset[int],
         unexplained: Mapping[Cell, float] | None,
     ) -> torch.Tensor:
-        """A factor's table, given those of others; whatever is unknown is sorted."""
+        """Returns a factor's table, given those of others; whatever is unknown is sorted."""
         factor = self.spec.factors[number]
         shape = (*(self.spec.factors[outer].size for outer in factor.inside), factor.size)
         if factor.size == 1 or not places:
@@ -245,7 +245,7 @@ class Aligner:
     def _fit(
         self, cells: list[Cell], old: StateDict, new: StateDict, tables: Mapping[int, torch.Tensor]
     ) -> tuple[dict[Cell, float], float]:
-        """Per cell the mean square that the permutation does not explain, and the relative distance over all of them."""
+        """Returns, for every cell, the mean square that the permutation leaves, and the relative distance over all cells."""
         unexplained = {}
         distance = first = second = 0.0
         for cell in cells:
@@ -257,7 +257,7 @@ class Aligner:
         return unexplained, math.sqrt(distance / length) if length > 0 else 0.0
 
     def _twins(self, number: int, places: list[tuple[Cell, int]], old: StateDict) -> torch.Tensor:
-        """Which old coordinates of a factor have an equal slice beside them."""
+        """Returns which old coordinates of a factor have an equal slice beside them."""
         factor = self.spec.factors[number]
         shape = (*(self.spec.factors[outer].size for outer in factor.inside), factor.size)
         unknown = self._inner[number] | {number}
@@ -284,7 +284,7 @@ def align(
 
 
 def _names(spec: PermutationSpec, tensors: StateDict) -> dict[str, str]:
-    """Per key of a state dict that moves the name of its tensor in the specification."""
+    """Returns, for every key of a state dict whose tensor moves, the tensor's name in the specification."""
     canonical = {alias: name for name, aliases in spec.aliases.items() for alias in aliases}
     found = {}
     for key in tensors:

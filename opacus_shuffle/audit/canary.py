@@ -129,7 +129,7 @@ class GradientCanary:
 
     @property
     def size(self) -> float:
-        """Of the canary in the next step, before a batch clipping."""
+        """How large the canary is in the next step, before a batch clipping."""
         if self._size is not None:
             return self._size
         if isinstance(self._optimizer, DPPerLayerOptimizer):
@@ -137,7 +137,7 @@ class GradientCanary:
         return float(self._optimizer.max_grad_norm)
 
     def remove(self) -> None:
-        """Leaves the optimizer as it was; :attr:`trials` stay. Twice is no harm."""
+        """Leaves the optimizer as it was; :attr:`trials` stay. Calling it twice is harmless."""
         if not self._attached:
             return
         self._attached = False  # if someone has wrapped us meanwhile, we pass everything on
@@ -171,7 +171,7 @@ class GradientCanary:
         self.trials.append(CanaryTrial(present, background, float(self._parameter.grad[self.index])))
 
     def _batch_factor(self) -> float:
-        """By what batch clipping will shrink a sum as it is now."""
+        """Returns the factor by which batch clipping will shrink the sum as it is now."""
         norm = getattr(self._optimizer, "batch_clip", None)
         if not isinstance(self._optimizer, BatchClipping) or norm is None or norm == math.inf:
             return 1.0
@@ -185,7 +185,7 @@ class GradientCanary:
 
 
 def entry(parameter: torch.Tensor, index: int | Sequence[int]) -> tuple[int, ...]:
-    """An entry's coordinates, checked.
+    """Returns an entry's coordinates, checked.
 
     Raises:
         ValueError: If there is no such entry.

@@ -41,7 +41,7 @@ _CAUTION = 0.01
 
 
 class LowerBound(float):
-    """An ε that the mechanism's own ε is at least, with the stated confidence; a float, 0 if the test showed nothing.
+    """A lower bound on a mechanism's ε, true with the stated confidence; a float, 0 if the test showed nothing.
 
     Attributes:
         confidence: The probability, over the audit's runs, with which such a bound is true, or more.
@@ -88,7 +88,7 @@ def epsilon_lower_bound(
     *,
     method: Method = "clopper_pearson",
 ) -> LowerBound:
-    r"""ε is at least this, from the counts of a test that was fixed before these runs.
+    r"""Computes a lower bound on ε from the mistakes of a test that was fixed before these runs.
 
     Args:
         false_positives: Runs without the record in which the test said "present".
@@ -142,7 +142,7 @@ def audit_scores(
     confidence: float = 0.95,
     method: Method = "clopper_pearson",
 ) -> LowerBound:
-    """ε is at least this, from one score per run; larger scores speak for the record's presence.
+    """Computes a lower bound on ε from one score per run; larger scores speak for the record's presence.
 
     The test is "score > threshold". The first half of both samples chooses the threshold at which *its* lower bound, at a
     hundredth of the error, is largest (one with few mistakes by mere luck has wide limits); the second half is counted.
@@ -153,7 +153,7 @@ def audit_scores(
         alternative_scores: The same for runs with the record, shape (n₁,), n₁ ≥ 2.
         delta: δ in (0, 1).
         confidence: In (0, 1).
-        method: As :func:`epsilon_lower_bound`.
+        method: ``"clopper_pearson"`` or ``"gdp"``, as in :func:`epsilon_lower_bound`.
 
     Returns:
         The bound, rounded down; its counts and ``trials`` are those of the second half.
@@ -182,9 +182,10 @@ def audit_scores(
 
 
 def choose_threshold(null: Vector, alternative: Vector, *, delta: float, confidence: float, method: Method) -> float:
-    """Where these scores' own lower bound is largest, among ranks that are dense at both ends of both samples.
+    """Returns the threshold at which these scores' own lower bound is largest.
 
-    At a higher confidence than is asked for, see ``_CAUTION``. What is claimed must still be counted on other scores.
+    Ranks are tried that are dense at both ends of both samples, at a higher confidence than is asked for (``_CAUTION``).
+    What is claimed must still be counted on other scores.
     """
     null, alternative = np.sort(null), np.sort(alternative)
     # The largest null score is a candidate: above it lies no false positive. So are alternatives beyond it.
@@ -229,7 +230,7 @@ def _rank(
     tail: float,
     method: Method,
 ) -> Vector:
-    """The lower bound on ε, or on μ for ``"gdp"``, for each pair of counts; −∞ where they show nothing."""
+    """Returns the lower bound on ε, or on μ for ``"gdp"``, for each pair of counts; −∞ where they show nothing."""
     alpha = upper_limit(false_positives, runs[0], tail=tail)
     beta = upper_limit(false_negatives, runs[1], tail=tail)
     # 1 − α and 1 − β from their own limits: a power of 1e-9 would not survive a subtraction from 1.
@@ -263,7 +264,7 @@ def _ranks(size: int) -> npt.NDArray[np.int64]:
 
 
 def _scores(name: str, scores: Any) -> Vector:
-    """Real numbers in a row, at least two."""
+    """Returns a row of at least two real numbers, or refuses what is none."""
     if isinstance(scores, torch.Tensor):
         scores = scores.detach().cpu()
         scores = scores.double().numpy() if scores.is_floating_point() else scores.numpy()

@@ -49,7 +49,7 @@ def audit_gaussian(
     confidence: float = 0.95,
     generator: torch.Generator | None = None,
 ) -> AuditResult:
-    """One Gaussian step, where everything is known: a test of the audit itself.
+    """Audits one Gaussian step, where everything is known: a test of the audit itself.
 
     N(0, σ²) against N(1, σ²), in units of the clipping norm: the noised sum with nothing in it but the record, projected on the
     record's direction.
@@ -100,7 +100,7 @@ def audit_shuffle_gauss(
     confidence: float = 0.95,
     generator: torch.Generator | None = None,
 ) -> AuditResult:
-    r"""The shuffle Gaussian in one dimension, against an adversary who knows all other users' values.
+    r"""Audits the shuffle Gaussian in one dimension, against an adversary who knows all other users' values.
 
     All others hold v = ``others``; user 1 holds a₁ = ``record`` or a₀, 0 or −``record``. The test goes by the exact likelihood
     ratio of the shuffled reports y, log Σᵢ p_{a₁}(yᵢ)/p_v(yᵢ) − log Σᵢ p_{a₀}(yᵢ)/p_v(yᵢ), summed over the rounds: no test for
@@ -192,7 +192,7 @@ def gaussian_step(sigma: float, delta: float) -> Claim:
 def likelihood_ratios(
     *, present: float, absent: float, users: int, steps: int, trials: int, rng: np.random.Generator
 ) -> tuple[Vector, Vector]:
-    """The log likelihood ratio of all shuffled rounds, per run, without the record and with it.
+    """Draws the log likelihood ratio of all shuffled rounds, per run, without the record and with it.
 
     ``present`` and ``absent`` are user 1's two values, less the others', over the noise's standard deviation.
     """
@@ -219,7 +219,7 @@ def log_sum_ratio(reports: Vector, shift: float) -> Vector:
 
 
 def common(delta: Any, trials: Any, confidence: Any) -> tuple[float, int, float]:
-    """The arguments that every audit has, checked before anything is drawn."""
+    """Returns the arguments that every audit has, checked before anything is drawn."""
     return (
         open_unit_interval("delta", delta),
         integer("trials", trials, minimum=FEWEST),
@@ -228,7 +228,7 @@ def common(delta: Any, trials: Any, confidence: Any) -> tuple[float, int, float]
 
 
 def _value(name: str, value: Any) -> float:
-    """A clipped value."""
+    """Returns a number in [−1, 1], or refuses it."""
     number = finite_number(name, value)
     if not -1 <= number <= 1:
         raise ValueError(f"{name} must lie in [-1, 1], in units of the clipping norm, got {value!r}")
@@ -236,7 +236,7 @@ def _value(name: str, value: Any) -> float:
 
 
 def reach(claims: tuple[Claim, ...], trials: int, delta: float, confidence: float) -> tuple[str, ...]:
-    """A sentence where a perfect test could not have shown as much as is claimed."""
+    """Returns a sentence if not even a perfect test could have shown as much as is claimed."""
     counted = trials - trials // 2
     most = float(epsilon_lower_bound(0, 0, counted, delta, confidence))
     beyond = [claim.name for claim in claims if claim.epsilon > most]

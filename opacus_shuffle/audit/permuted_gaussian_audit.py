@@ -136,7 +136,7 @@ def audit_permuted_gaussian(
 def largest_coordinates(
     *, shift: float, dimension: int, steps: int, sample_rate: float, trials: int, rng: np.random.Generator
 ) -> tuple[Vector, Vector]:
-    """The largest coordinate of all steps over the noise's standard deviation, per run, without the record and with it."""
+    """Draws the largest coordinate of all steps in units of the noise, per run, without the record and with it."""
     coordinates = float(steps) * dimension
     null, alternative = np.empty(trials), np.empty(trials)
     for part in chunks(trials):
@@ -151,7 +151,7 @@ def largest_coordinates(
 def summed_coordinates(
     *, mean: float, steps: int, sample_rate: float, trials: int, rng: np.random.Generator
 ) -> tuple[Vector, Vector]:
-    """The log likelihood ratio of all steps' sums, N(0, 1) against N(``mean``, 1) with probability q, per run, both ways."""
+    """Draws the log likelihood ratio of all steps' sums, N(0, 1) against N(``mean``, 1) with rate q, per run, both ways."""
     totals = np.zeros(trials), np.zeros(trials)
     for present, total in zip((False, True), totals, strict=True):
         for part in chunks(trials, steps):

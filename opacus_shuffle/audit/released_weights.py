@@ -23,7 +23,7 @@ _CERTAIN = 64
 
 
 class ReleasedWeights:
-    """What an adversary reads off shuffled weights, step after step, and how much of it is right."""
+    """Reads off shuffled weights what an adversary can, step after step, and how much of it is right."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ReleasedWeights:
         self._shuffler.__dict__.pop("_draw", None)
 
     def look(self, background: float) -> None:
-        """One step's scores."""
+        """Notes one step's scores."""
         assert self._drawn is not None
         assert self._parameter.grad is not None
         scale = 1.0
@@ -90,7 +90,7 @@ class ReleasedWeights:
 
 
 def orbit(spec: PermutationSpec, name: str, tensor: torch.Tensor, place: tuple[int, ...]) -> torch.Tensor:
-    """Where a tensor's entry can get to under the group, as a mask."""
+    """Returns the places that a tensor's entry can get to under the group, as a mask."""
     reached = torch.zeros(tensor.shape)
     reached[place] = 1
     if name not in spec.blocks:

@@ -139,7 +139,7 @@ class AuditResult:
 
     @property
     def confidence(self) -> float:
-        """With which *all* findings are true, and so the largest, whichever it is (union bound); 0 if that says nothing."""
+        """The confidence with which *all* findings are true, and so the largest one (union bound); 0 if that says nothing."""
         return max(0.0, 1 - sum(1 - finding.lower.confidence for finding in self.findings))
 
     @property
@@ -181,7 +181,7 @@ class AuditResult:
         return f"<p>{title}</p>{html_table(('', 'ε', 'about', 'status'), self._cells())}<ul>{text}</ul>"
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Every claim and every finding on one logarithmic axis of ε.
+        """Draws every claim and every finding on one logarithmic axis of ε.
 
         Args:
             ax: Axes to draw on; by default a new figure's. Needs ``opacus_shuffle[plots]``.

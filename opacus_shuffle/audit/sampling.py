@@ -27,21 +27,21 @@ CHUNK = 2**20
 
 
 def numpy_generator(name: str, generator: torch.Generator | None) -> np.random.Generator:
-    """NumPy's faster generator, keyed by 256 bits drawn from the torch one (from a secret one if it is None)."""
+    """Returns NumPy's faster generator, keyed by 256 bits drawn from the torch one (from a secret one if it is None)."""
     check_generator(name, generator)
     source = secret_generator("cpu") if generator is None else generator
     return np.random.default_rng(torch.randint(0, 2**32, (8,), dtype=torch.int64, generator=source).tolist())
 
 
 def chunks(total: int, width: int = 1) -> Iterator[slice]:
-    """Slices that cut ``total`` runs of ``width`` numbers each into pieces of about ``CHUNK`` numbers."""
+    """Yields slices that cut ``total`` runs of ``width`` numbers each into pieces of about ``CHUNK`` numbers."""
     step = max(1, CHUNK // width)
     for start in range(0, total, step):
         yield slice(start, min(start + step, total))
 
 
 def largest_normal(count: npt.ArrayLike, size: int, rng: np.random.Generator) -> Vector:
-    """``size`` independent draws of the largest of ``count`` standard normals; −∞ of none at all.
+    """Draws ``size`` times the largest of ``count`` independent standard normals; −∞ of none at all.
 
     Args:
         count: How many, one number or one per draw, shape (size,).

@@ -99,7 +99,7 @@ class Cell:
 
 
 def cut(spec: PermutationSpec) -> list[Cell]:
-    """The cells of all tensors, those without a free factor left out."""
+    """Returns the cells of all tensors, those without a free factor left out."""
     cells = []
     for name, blocks in spec.blocks.items():
         shape = spec.shapes[name]
@@ -140,7 +140,7 @@ def cut(spec: PermutationSpec) -> list[Cell]:
 
 
 def pair(after: torch.Tensor, before: torch.Tensor, *, limit: int) -> torch.Tensor:
-    """For each row of ``after`` the row of ``before`` that it is, a permutation.
+    """Returns, for each row of ``after``, the row of ``before`` that it is: a permutation.
 
     Args:
         after: ``(count, entries)``.
@@ -170,7 +170,7 @@ def pair(after: torch.Tensor, before: torch.Tensor, *, limit: int) -> torch.Tens
 
 
 def _nearest(after: torch.Tensor, before: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Per row of ``after`` the nearest row of ``before`` and its squared distance."""
+    """Returns, for each row of ``after``, the nearest row of ``before`` and its squared distance."""
     norms = before.square().sum(1)
     best, distance = [], []
     for part in torch.split(after, max(1, _CHUNK // len(before))):
@@ -181,7 +181,7 @@ def _nearest(after: torch.Tensor, before: torch.Tensor) -> tuple[np.ndarray, np.
 
 
 def twins(rows: torch.Tensor) -> torch.Tensor:
-    """Which rows of ``(groups, count, entries)`` are equal to another of their group in every bit (0 and -0 are the same)."""
+    """Returns which rows of ``(groups, count, entries)`` equal another of their group in every bit (0 and -0 are equal)."""
     bits = (rows.double() + 0.0).view(torch.int64)
     # A sum of integers is exact in whatever order it is taken, so equal rows have equal keys; others do not, but for a chance
     # of 2^-64.

@@ -224,7 +224,7 @@ def audit_training(
 def _tensor(
     network: nn.Module, optimizer: DPOptimizer, shuffler: WeightShuffler | None, parameter: str | None
 ) -> tuple[str, torch.Tensor]:
-    """The canary's tensor and its name, in the specification if it moves."""
+    """Returns the canary's tensor and its name, in the specification if it moves."""
     trained = {id(each) for each in optimizer.params}
     candidates: dict[str, torch.Tensor] = {
         name: each for name, each in network.named_parameters(remove_duplicate=False) if id(each) in trained
@@ -242,7 +242,7 @@ def _tensor(
 
 
 def _moving_entry(shuffler: WeightShuffler | None, name: str) -> int:
-    """An entry of a tensor that gets as far as any, along the flattened tensor."""
+    """Returns an entry of a tensor that gets as far as any, along the flattened tensor."""
     if shuffler is None or name not in shuffler.spec.blocks:
         return 0
     spec = shuffler.spec
@@ -257,7 +257,7 @@ def _moving_entry(shuffler: WeightShuffler | None, name: str) -> int:
 
 
 def _forever(data_loader: DataLoader) -> Iterator[Any]:
-    """Batches, epoch after epoch."""
+    """Yields batches, epoch after epoch."""
     while True:
         batch = None
         for batch in data_loader:
@@ -267,7 +267,7 @@ def _forever(data_loader: DataLoader) -> Iterator[Any]:
 
 
 def _refuse_other_noise(optimizer: DPOptimizer) -> None:
-    """Says no where the noise of a step is not σ times the norm, the same in every step."""
+    """Refuses optimizers whose noise is not σ times the norm, the same in every step."""
     if clips_adaptively(optimizer):
         raise ValueError("optimizer clips adaptively, with another noise in every step: audit clipping='flat' or 'per_layer'")
     if isinstance(optimizer, NoisePerRecord):
@@ -278,7 +278,7 @@ def _refuse_other_noise(optimizer: DPOptimizer) -> None:
 
 
 def _refuse_other_updates(optimizer: DPOptimizer, shuffler: WeightShuffler) -> None:
-    """Says no where two releases do not tell the noised gradient between them."""
+    """Refuses optimizers of which two releases do not tell the noised gradient between them."""
     if shuffler.mode != "every_step":
         raise ValueError(
             f"shuffle_mode is {shuffler.mode!r}: audit a run with 'every_step', whose releases have the same joint distribution"
@@ -304,7 +304,7 @@ def _claims(
     sigma: float,
     delta: float,
 ) -> tuple[Claim, ...]:
-    """What is said about one step with the record in it for certain."""
+    """Returns what is claimed of one step with the record in it for certain."""
     certified = gaussian_step(sigma, delta)
     accountant = None if engine is None else engine.accountant
     if shuffler is not None and name not in shuffler.spec.blocks:
@@ -341,7 +341,7 @@ def _claims(
 def _whole_run(
     bound: LowerBound, engine: opacus.PrivacyEngine | None, data_loader: DataLoader, steps: int, delta: float
 ) -> list[str]:
-    """What the audited steps would have together, if the step is what the Gaussian fit says."""
+    """Says what ε the audited steps would have together, if the step is what the Gaussian fit says."""
     history = getattr(getattr(engine, "accountant", None), "history", None)
     poisson = isinstance(data_loader.batch_sampler, POISSON_SAMPLERS)
     if not history or not bound or not bound.mu or not poisson:  # without secret sampling nothing of the kind holds

@@ -40,7 +40,7 @@ TEST_RECORDS_OF_5K = 1000
 
 
 def load_image_dataset(name: str, root: str | Path | None = None) -> tuple[TensorDataset, TensorDataset]:
-    """Training and test data, normalised with constants that are public (never computed from the data given).
+    """Returns training and test data, normalised with constants that are public (never computed from the data given).
 
     Args:
         name: A name of the table above.
@@ -127,7 +127,7 @@ def _find(name: str, folders: list[Path], stems: list[str]) -> Path:
 
 
 def read_idx(path: str | Path, *, dimensions: int) -> Bytes:
-    """An IDX file of unsigned bytes, gzipped if its name ends in .gz.
+    """Reads an IDX file of unsigned bytes, gzipped if its name ends in .gz.
 
     Raises:
         ValueError: If the magic number or the length is not that of such a file.

@@ -1,5 +1,7 @@
 """What ``opacus-shuffle audit`` runs: weight shuffling at its paper's own setting, and in a small training run.
 
+WS is Yang, Ji and Xiang's weight shuffling.
+
 >>> published = audit_published_setting(AuditSettings(trials=10_000, seed=0))
 >>> round(max(claim.epsilon for claim in published.claims if claim.name == "published"), 3)
 0.5
@@ -88,7 +90,7 @@ class AuditSettings:
 
 
 def audit_published_setting(settings: AuditSettings, *, pair: str = "one_coordinate") -> AuditResult:
-    """The noise that WS Theorem 6 asks for, and what the permuted coordinates tell of ``pair``.
+    """Audits the noise that WS Theorem 6 asks for: what the permuted coordinates tell of ``pair``.
 
     But for ``"one_coordinate"`` a run takes a random number per step, and few runs tell much: ``trials`` is cut to 10⁸/steps.
     """
@@ -120,7 +122,7 @@ def audit_published_setting(settings: AuditSettings, *, pair: str = "one_coordin
 
 
 def audit_small_training(settings: AuditSettings) -> AuditResult:
-    """WS Algorithm 1 on a network of 25,450 parameters and real digits, with a Dirac canary (WS Table VI, scaled down).
+    """Audits WS Algorithm 1 on a network of 25,450 parameters and real digits, with a Dirac canary (WS Table VI, scaled down).
 
     Raises:
         ValueError: If the data are not there.

@@ -113,7 +113,7 @@ class TrainingResult:
 
 
 def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResult:
-    """Train, with a progress bar on standard error that shows nothing but the held-out accuracy.
+    """Trains, with a progress bar on standard error that shows nothing but the held-out accuracy.
 
     The training loss is never shown: it is a function of the private data that no ε accounts for.
 
@@ -207,7 +207,7 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
 
 @torch.no_grad()
 def accuracy(network: nn.Module, data: TensorDataset, device: torch.device) -> float:
-    """Share of records that the network classifies rightly."""
+    """Returns the share of records that the network classifies rightly."""
     network.eval()
     hits = sum(int((network(x.to(device)).argmax(1) == y.to(device)).sum()) for x, y in DataLoader(data, batch_size=1000))
     network.train()

@@ -125,12 +125,12 @@ class Promise:
 
 
 def honest_users(num_users: int, honest_fraction: float) -> int:
-    """The fewest users that a fraction of them can mean."""
+    """Returns the fewest users that a fraction of them can mean."""
     return max(1, math.ceil(num_users * honest_fraction - 1e-9))
 
 
 def vector_plan(promise: Promise, *, num_users: int, dimension: int, max_norm: float) -> GridPlan:
-    """The grid of each round of a vector sum."""
+    """Returns the grid of each round of a vector sum."""
     if promise.calibration == "tight":
         mu = round_mu(epsilon=promise.epsilon, delta=promise.delta, rounds=promise.rounds, sample_rate=promise.sample_rate)
         return tight_vector_plan(
@@ -148,7 +148,7 @@ def vector_plan(promise: Promise, *, num_users: int, dimension: int, max_norm: f
 
 
 def scalar_plan(promise: Promise, *, num_users: int, max_value: float) -> GridPlan:
-    """The grid of a sum of numbers, one round."""
+    """Returns the grid of a sum of numbers, one round."""
     share = {"epsilon": promise.epsilon, "delta": promise.delta, "honest_fraction": promise.honest_fraction}
     if promise.calibration == "tight":
         return tight_scalar_plan(num_users=num_users, **share)
@@ -158,7 +158,7 @@ def scalar_plan(promise: Promise, *, num_users: int, max_value: float) -> GridPl
 def published_vector_plan(
     *, num_users: int, dimension: int, max_norm: float, epsilon: float, delta: float, honest_fraction: float
 ) -> GridPlan:
-    """SCO Theorem A.6; with drop-outs Corollary A.9, whose ε/γ is here the ε asked for.
+    """Returns the grid of SCO Theorem A.6; with drop-outs Corollary A.9, whose ε/γ is here the ε asked for.
 
     ``granularity`` is max(2Δ₂√n, √d, 4) as printed: it depends on the unit in which ``max_norm`` is measured.
     """
@@ -176,7 +176,7 @@ def published_vector_plan(
 def published_scalar_plan(
     *, num_users: int, max_value: float, epsilon: float, delta: float, honest_fraction: float
 ) -> GridPlan:
-    """SCO Lemma 3.1; with drop-outs Claim A.8.
+    """Returns the grid of SCO Lemma 3.1; with drop-outs of Claim A.8.
 
     Lemma 3.1 asks for g ≥ Δ√n alone, but its proof takes ln((1+α)/(1−α)) ≤ 3α with α = ε/(3g) "small": that needs α ≤ 0.858,
     so g ≥ ε/2.57 besides (at n = 1, Δ = 1, ε = 15 the printed g = 1 gives α = 5).
@@ -193,7 +193,7 @@ def published_scalar_plan(
 
 
 def _check_drop_outs(epsilon: float, honest_fraction: float) -> None:
-    """Claim A.8 is for ε ≤ 1 of a protocol in which all are honest."""
+    """Refuses what Claim A.8 does not cover: it is for ε ≤ 1 of a protocol in which all are honest."""
     if honest_fraction < 1 and epsilon * honest_fraction > 1:
         raise ValueError(
             f"calibration='published' with honest_fraction={honest_fraction!r} needs epsilon * honest_fraction <= 1 in each "
@@ -202,7 +202,7 @@ def _check_drop_outs(epsilon: float, honest_fraction: float) -> None:
 
 
 def _published_plan(*, granularity: float, epsilon: float, delta: float, num_users: int, honest_fraction: float) -> GridPlan:
-    """The smallest b above 180g²ln(2/δ)/(ε²n), and p = 90g²ln(2/δ)/(bε²n)."""
+    """Takes the smallest b above 180g²ln(2/δ)/(ε²n), and p = 90g²ln(2/δ)/(bε²n)."""
     if granularity > 2**40:
         raise ValueError(f"the paper's grid would have {granularity:.3g} steps: measure values in a larger unit")
     g = math.ceil(granularity - 1e-9)
@@ -218,7 +218,7 @@ def _published_plan(*, granularity: float, epsilon: float, delta: float, num_use
 
 @functools.lru_cache(maxsize=1024)
 def tight_vector_plan(*, num_users: int, dimension: int, mu: float, lost: float, honest_fraction: float) -> GridPlan:
-    """The cheapest grid on which a round is a ``mu``-Gaussian mechanism but for a probability of ``lost``."""
+    """Returns the cheapest grid on which a round is a ``mu``-Gaussian mechanism but for a probability of ``lost``."""
     honest = honest_users(num_users, honest_fraction)
     tail = max(lost / dimension, 1e-300)
 
@@ -236,7 +236,7 @@ def tight_vector_plan(*, num_users: int, dimension: int, mu: float, lost: float,
 
 @functools.lru_cache(maxsize=1024)
 def tight_scalar_plan(*, num_users: int, epsilon: float, delta: float, honest_fraction: float) -> GridPlan:
-    """The cheapest grid of one coordinate, by its exact hockey stick."""
+    """Returns the cheapest grid of one coordinate, by its exact hockey stick."""
     honest = honest_users(num_users, honest_fraction)
 
     def largest_granularity(noise: BinomialNoise) -> int:
@@ -251,7 +251,7 @@ def tight_scalar_plan(*, num_users: int, epsilon: float, delta: float, honest_fr
 
 
 def _cheapest(num_users: int, honest: int, largest_granularity: Callable[[BinomialNoise], int], *, limit: float) -> GridPlan:
-    """The fewest noise bits whose variance, of all users' sum, is near its limit (in units of the range squared)."""
+    """Finds the fewest noise bits whose variance, of all users' sum, is near its limit (in units of the range squared)."""
     # Rounding alone costs 1/bits of the noise, and a grid of one step at least has a standard deviation of 1/μ.
     bits = max(1, math.floor(0.5 / OVERHEAD), math.floor(min(4 * limit / honest, MOST_TRIALS)))
     while bits * honest <= MOST_TRIALS:
@@ -269,7 +269,7 @@ def _cheapest(num_users: int, honest: int, largest_granularity: Callable[[Binomi
 
 
 def noise_multiplier_mu(noise_multiplier: float) -> float:
-    """μ under replacement of a sum with this noise over the clipping norm, rounded down."""
+    """Returns μ under replacement of a sum with this noise over the clipping norm, rounded down."""
     if noise_level("noise_multiplier", noise_multiplier) < SMALLEST_MULTIPLIER:
         raise ValueError(
             f"noise_multiplier of a shuffled sum must be at least {SMALLEST_MULTIPLIER}, got {noise_multiplier!r}: below, "
@@ -279,7 +279,7 @@ def noise_multiplier_mu(noise_multiplier: float) -> float:
 
 
 def round_mu(*, epsilon: float, delta: float, rounds: int = 1, sample_rate: float = 1.0) -> float:
-    """μ of each of ``rounds`` equal rounds that are (ε, δ)-DP together, rounded down: of the same users, or of samples."""
+    """Returns μ, rounded down, of each of ``rounds`` equal rounds that are (ε, δ)-DP together: same users, or samples."""
     if sample_rate < 1:
         lost = LOST_SHARE * delta / rounds
         return sampled_sums.largest_mu(epsilon=epsilon, delta=delta, rounds=rounds, sample_rate=sample_rate, lost=lost)
@@ -287,7 +287,7 @@ def round_mu(*, epsilon: float, delta: float, rounds: int = 1, sample_rate: floa
 
 
 def published_round_budget(*, epsilon: float, delta: float, rounds: int) -> tuple[float, float]:
-    """(ε, δ) of each of T rounds with the same users, as SCO Algorithm 5 prints it: ε/(2√(2T·ln(1/δ))), δ/(T + 1).
+    """Returns (ε, δ) of each of T rounds with the same users, as SCO Algorithm 5 prints it: ε/(2√(2T·ln(1/δ))), δ/(T + 1).
 
     Where that is too much (the printed ln(1/δ) stands for ln((T+1)/δ), and the term in ε² was left out: T > 1/δ, or ε large
     and δ near ½), the most that advanced composition allows at the same δ's. One round gets all of it.
@@ -300,7 +300,7 @@ def published_round_budget(*, epsilon: float, delta: float, rounds: int) -> tupl
 
 
 def noise_variance(*, dimension: int, max_norm: float, epsilon: float, delta: float, calibration: str = "tight") -> float:
-    """What each coordinate's sum gets in noise as the number of users and bits grows, in the unit of ``max_norm`` squared.
+    """Returns each coordinate's variance as the number of users and bits grows, in units of ``max_norm`` squared.
 
     For planning before a protocol is built: :attr:`ShuffleVectorSum.variance` is the protocol's own.
 

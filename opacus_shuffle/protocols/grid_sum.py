@@ -91,7 +91,7 @@ class GridSum(ABC):
 
     @property
     def lost(self) -> float:
-        """See :attr:`mu`."""
+        """The probability that :attr:`mu` does not cover, one round."""
         return self._equivalent[1]
 
     @property
@@ -118,7 +118,7 @@ class GridSum(ABC):
         return binomial_sums.compute_epsilon([(self.sum_round, 1)], delta=delta), delta
 
     def exact_epsilon(self, delta: float | None = None, *, rounds: int | None = None) -> tuple[float, float]:
-        """What the noise really gives: a lower value by one pair of data sets, and a proved one for all of them.
+        """Computes what the noise really gives: a lower value by one pair of data sets, and a proved one for all of them.
 
         Args:
             delta: δ; by default the protocol's.
@@ -153,7 +153,7 @@ class GridSum(ABC):
         num_users: int | None = None,
         interaction: str | None = None,
     ) -> PrivacyStatement:
-        """(ε, δ) of what the protocol is made for, with its meaning.
+        """Returns the (ε, δ) that the protocol is made for, with its meaning.
 
         Args:
             rounds: Rounds of the whole run; by default as many as the protocol is made for.
@@ -207,7 +207,7 @@ class GridSum(ABC):
         return Messages.of(ones, bits_per_report=self.granularity + self.noise_bits, granularity=self.granularity)
 
     def shuffle(self, messages: Sequence[Messages], generator: torch.Generator | None = None) -> Messages:
-        """All users' messages in random order: what the analyzer, and the adversary, gets to see.
+        """Returns all users' messages in random order: what the analyzer, and the adversary, gets to see.
 
         Args:
             messages: One :class:`~opacus_shuffle.protocols.messages.Messages` per user.
@@ -230,7 +230,7 @@ class GridSum(ABC):
         return self.decode(torch.from_numpy(messages.ones()), messages.num_reports)
 
     def _check(self, messages: Any) -> None:
-        """Refuse what this protocol did not send."""
+        """Refuses what this protocol did not send."""
         if isinstance(messages, list | tuple):
             raise ValueError("messages must be what shuffle(...) answered, got a list: call shuffle on it first")
         instance_of("messages", messages, (Messages,))
@@ -243,7 +243,7 @@ class GridSum(ABC):
             )
 
     def _check_reports(self, num_reports: Any) -> int:
-        """As many reports as the guarantee covers."""
+        """Refuses more or fewer reports than the guarantee covers."""
         reports = integer("num_reports", num_reports)
         if not self._plan.honest_users <= reports <= self.num_users:
             fewest = self._plan.honest_users
@@ -257,7 +257,7 @@ class GridSum(ABC):
     # All of it at once
 
     def encode(self, points: Any, generator: torch.Generator | None = None) -> torch.Tensor:
-        """The sum of the users' randomly rounded points, in grid steps: int64, shape (d,).
+        """Returns the sum of the users' randomly rounded points, in grid steps: int64, shape (d,).
 
         Args:
             points: X of shape (n, d), dense or sparse; or an iterable of such blocks of rows, where memory does not hold it.
@@ -321,13 +321,13 @@ class GridSum(ABC):
         return total + zeros * math.floor(place_of_zero) + coins
 
     def draw_noise(self, num_reports: int, generator: torch.Generator | None = None) -> torch.Tensor:
-        """The noise bits of so many users, added up: int64, shape (d,)."""
+        """Draws the noise bits of so many users, added up: int64, shape (d,)."""
         reports = self._check_reports(num_reports)
         noise = numpy_draws(draws_of(generator)).binomial(reports * self.noise_bits, self.bit_probability, self.dimension)
         return torch.from_numpy(noise)
 
     def decode(self, counts: torch.Tensor, num_reports: int) -> torch.Tensor:
-        """The analyzer's estimate of the sum from the numbers of ones: float64, shape (d,).
+        """Returns the analyzer's estimate of the sum from the numbers of ones: float64, shape (d,).
 
         Raises:
             ValueError: If so many reports are not covered.
@@ -366,7 +366,7 @@ class GridSum(ABC):
 
 
 def real_numbers(name: str, value: Any) -> torch.Tensor:
-    """A tensor of real numbers, detached; refused if the value is none."""
+    """Returns a tensor of real numbers, detached, or refuses what is none."""
     try:
         if isinstance(value, np.ndarray) and not value.flags.writeable:
             value = value.copy()

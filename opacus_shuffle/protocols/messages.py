@@ -59,7 +59,7 @@ class Messages:
 
 
 def shuffled(messages: Sequence[Messages], generator: np.random.Generator) -> Messages:
-    """All messages of these, in random order."""
+    """Returns all these messages in random order."""
     first = messages[0]
     reports = sum(each.num_reports for each in messages)
     total = reports * first.bits_per_report

@@ -62,18 +62,18 @@ class ShuffleScalarSum(GridSum):
         return self._span
 
     def randomize(self, x: Any, generator: torch.Generator | None = None) -> Messages:
-        """One user's messages for a number ``x`` in [0, ``max_value``]; ``generator`` is secret by default."""
+        """Returns one user's messages for a number ``x`` in [0, ``max_value``]; ``generator`` is secret by default."""
         point = real_numbers("x", x)
         if point.numel() != 1:
             raise ValueError(f"x must be one number, got shape {tuple(point.shape)}")
         return self._randomize(self._checked(point.reshape(1, 1))[0], generator)
 
     def analyze(self, messages: Messages) -> float:
-        """The unbiased estimate of the sum from the shuffled messages."""
+        """Returns the unbiased estimate of the sum from the shuffled messages."""
         return float(self._analyze(messages))
 
     def simulate(self, x: Any, generator: torch.Generator | None = None) -> float:
-        """A draw of ``analyze(shuffle([randomize(value) for value in x]))``, without the messages.
+        """Draws what ``analyze(shuffle([randomize(value) for value in x]))`` answers, without the messages.
 
         Args:
             x: One number per user, shape (n,); or an iterable of such blocks.
@@ -103,7 +103,7 @@ class ShuffleScalarSum(GridSum):
 
 
 def _column(values: Any) -> torch.Tensor:
-    """Numbers as the one coordinate of points."""
+    """Returns numbers as the one coordinate of points."""
     vector = real_numbers("x", values)
     if vector.ndim != 1:
         raise ValueError(f"x must have shape (n,), one number per user, got {tuple(vector.shape)}")

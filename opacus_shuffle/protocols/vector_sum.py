@@ -93,7 +93,7 @@ class ShuffleVectorSum(GridSum):
         honest_fraction: float = 1.0,
         rounds: int = 1,
     ) -> ShuffleVectorSum:
-        """The tight protocol whose covering Gaussian has this noise multiplier, or the nearest above that a grid allows.
+        """Makes the tight protocol whose covering Gaussian has this noise multiplier, or the nearest above that a grid allows.
 
         As in DP-SGD the multiplier is the noise of the **sum** over ``max_norm``: one user's vector becoming zero is a Gaussian
         mechanism of μ = 1/``noise_multiplier``, a vector replaced by another one of μ = 2/``noise_multiplier``.
@@ -127,7 +127,7 @@ class ShuffleVectorSum(GridSum):
         return -self._low
 
     def randomize(self, x: Any, generator: torch.Generator | None = None) -> Messages:
-        """One user's messages.
+        """Returns one user's messages.
 
         Args:
             x: The user's vector, shape (d,), ‖x‖₂ ≤ ``max_norm``.
@@ -142,11 +142,11 @@ class ShuffleVectorSum(GridSum):
         return self._randomize(self._checked(point.unsqueeze(0))[0], generator)
 
     def analyze(self, messages: Messages) -> torch.Tensor:
-        """The unbiased estimate of the sum from the shuffled messages: float64, shape (d,)."""
+        """Returns the unbiased estimate of the sum from the shuffled messages: float64, shape (d,)."""
         return self._analyze(messages)
 
     def simulate(self, X: Any, generator: torch.Generator | None = None) -> torch.Tensor:
-        """A draw of ``analyze(shuffle([randomize(x) for x in X]))``, without the messages.
+        """Draws what ``analyze(shuffle([randomize(x) for x in X]))`` answers, without the messages.
 
         Args:
             X: One row per user, shape (n, d): a tensor or array (dense, sparse, or expanded from one row), or an iterable of
@@ -173,7 +173,7 @@ class ShuffleVectorSum(GridSum):
         return values if scale is None else values * scale[row]
 
     def _scale(self, norms: torch.Tensor) -> torch.Tensor | None:
-        """What brings norms that exceed the bound by rounding back to it; None if there are none."""
+        """Returns the factors that bring norms above the bound by rounding back to it; None if there are none."""
         largest = float(norms.max())
         if largest <= self.max_norm:
             return None
