@@ -9,14 +9,16 @@ ValueError: optimizer must be a Optimizer, got NoneType
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from opacus_shuffle.core.guarantees import Adjacency
+from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound
+from opacus_shuffle.accountants.calibrate import smallest_noise
+from opacus_shuffle.core.guarantees import Adjacency, PrivacyBound
 from opacus_shuffle.core.validation import (
     boolean,
     instance_of,
@@ -147,10 +149,19 @@ class Budget:
         object.__setattr__(self, "epochs", integer("epochs", self.epochs))
         Adjacency(self.adjacency)
 
-    @property
-    def of_bound(self) -> dict[str, Any]:
-        """The keywords of the calibrator."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "epochs"}
+    def smallest_noise(self, rounds: Callable[[float], Rounds]) -> float:
+        """The smallest noise multiplier σ at which ``rounds(σ)`` stay within the budget."""
+        return smallest_noise(
+            rounds,
+            target_epsilon=self.target_epsilon,
+            target_delta=self.target_delta,
+            bound=self.bound,
+            adjacency=self.adjacency,
+        )
+
+    def spent(self, rounds: Rounds, bound: str | None = None) -> PrivacyBound:
+        """What these rounds cost, by the budget's bound or another one."""
+        return compute_bound(rounds, delta=self.target_delta, bound=bound or self.bound, adjacency=self.adjacency)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -140,7 +140,7 @@ def test_theorem_6_is_below_what_the_shuffled_gradients_show():
     result = audit({**run, "loss": nothing}, steps=600)
     paper, certified = result.claims
     assert (paper.name, paper.guarantee) == ("published", Guarantee.ESTIMATE)
-    d = run["engine"].accountant.dimension
+    d = run["engine"].accountant.planned.dimension
     assert paper.epsilon == fenton_wilkinson.compute_epsilon(noise_std=0.4, delta=DELTA, dimension=d)
     gradient, shuffled, realigned = (finding.lower for finding in result.findings)
     assert paper.epsilon < shuffled < gradient <= certified.epsilon

@@ -10,8 +10,6 @@ what is its own; ``make_private`` goes through the verbs of the class in the ord
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -21,8 +19,7 @@ from opacus.optimizers import DPOptimizer, get_optimizer_class
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants.accountant import assumption
-from opacus_shuffle.accountants.bounds.registry import bounds_of, compute_bound
-from opacus_shuffle.accountants.calibrate import smallest_noise
+from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.mechanisms import Mechanism
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning
 from opacus_shuffle.core.randomness import secret_generator
@@ -185,41 +182,19 @@ class Scheme:
         def rounds(noise_multiplier: float) -> list[tuple[Mechanism, int]]:
             return [(self.mechanism(run, noise_multiplier), steps)]
 
-        sigma = smallest_noise(rounds, **budget.of_bound)
+        sigma = budget.smallest_noise(rounds)
         self.warn_of_assumption(rounds(sigma), budget, emulated=self.emulated(request))
         return {"noise_multiplier": sigma}
 
     @staticmethod
-    def epsilon(rounds: list[tuple[Mechanism, int]], budget: Budget) -> float:
-        """ε of these rounds by the budget's bound."""
-        return compute_bound(rounds, delta=budget.target_delta, bound=budget.bound, adjacency=budget.adjacency).epsilon
-
-    @staticmethod
     def warn_of_assumption(rounds: list[tuple[Mechanism, int]], budget: Budget, *, emulated: bool = False) -> None:
         """Warns if the bound of the budget is not proved for every data set, naming the value that is."""
-        delta, adjacency = budget.target_delta, budget.adjacency
-        answer = compute_bound(rounds, delta=delta, bound=budget.bound, adjacency=adjacency)
+        answer = budget.spent(rounds)
         if answer.guarantee is not Guarantee.PROVED:
-            certified = compute_bound(rounds, delta=delta, bound="certified", adjacency=adjacency)
-            sentence = assumption(answer, certified, emulated=emulated)
+            sentence = assumption(answer, budget.spent(rounds, "certified"), emulated=emulated)
             warnings.warn(sentence, PrivacyAssumptionWarning, stacklevel=4)
 
     # ---- describe: what the accountant will see ------------------------------------------------------------------------------
-
-    def mechanism(self, run: Run, noise_multiplier: float) -> Mechanism:
-        """One round of this run, at an optimizer's noise multiplier."""
-        kind: type[Mechanism] = self.accountant.mechanism_class
-        return kind.of_batch(
-            noise_multiplier=noise_multiplier,
-            num_users=run.sampling.num_users,
-            sample_rate=run.sampling.sample_rate,
-            batch_size=run.sampling.batch_size,
-            emulated=self.emulated(run.request),
-        )
-
-    def emulated(self, request: Request) -> bool:
-        """Whether the noise of the reports is added once to their sum."""
-        return not (request.local_noise or self.noise_elsewhere)
 
     def describe(self, run: Run) -> None:
         """Tells the accountant what every round will be.
@@ -227,7 +202,29 @@ class Scheme:
         Raises:
             ValueError: If it accounts for another run already.
         """
-        self.accountant.plan(self.mechanism(run, run.noise_multiplier), emulated=self.emulated(run.request))
+        accountant, sampling = self.accountant, run.sampling
+        if accountant.num_users not in (None, sampling.num_users):
+            raise ValueError(
+                f"this engine accounts for num_users={accountant.num_users}, got a data set of {sampling.num_users}: use a new "
+                "PrivacyEngine"
+            )
+        accountant.plan(self.mechanism(run, run.noise_multiplier), emulated=self.emulated(run.request))
+        accountant.num_users, accountant.batch_size = sampling.num_users, sampling.batch_size
+
+    def mechanism(self, run: Run, noise_multiplier: float, batches: int = 1) -> Mechanism:
+        """One round of this run, at an optimizer's noise multiplier; more than one batch may be accumulated in it."""
+        kind: type[Mechanism] = self.accountant.mechanism_class
+        return kind.of_batch(
+            noise_multiplier=noise_multiplier,
+            num_users=run.sampling.num_users,
+            sample_rate=min(1.0, run.sampling.sample_rate * batches),
+            batch_size=run.sampling.batch_size,
+            emulated=self.emulated(run.request),
+        )
+
+    def emulated(self, request: Request) -> bool:
+        """Whether noise that is added once to the sum stands for that of the reports."""
+        return bool(self.accountant.mechanism_class.noise_is_local) and not request.local_noise
 
     # ---- sampler, build_optimizer: what Opacus's make_private asks for -------------------------------------------------------
 
@@ -303,19 +300,21 @@ class Scheme:
             if isinstance(made[-1].batch_sampler, EpochStart):
                 call_at_epoch_start(made[-1].batch_sampler, optimizer.discard_partial_batch)
         optimizer.step_hook = None  # Opacus's has the rate 1/L; a fixed-size batch has B/n
-        optimizer.attach_step_hook(functools.partial(self.record, run))
+        optimizer.attach_step_hook(self.step_hook(run))
 
-    def record(self, run: Run, optimizer: DPOptimizer) -> None:
-        """Accounts for the step that an optimizer is about to take.
+    def step_hook(self, run: Run) -> Callable[[DPOptimizer], None]:
+        """What records every round, between its noise and its update."""
+        return lambda optimizer: self.accountant.record(self.round(run, optimizer))
+
+    def round(self, run: Run, optimizer: DPOptimizer) -> Mechanism:
+        """The round that an optimizer is about to release.
 
         Raises:
-            ValueError: If it is not what was planned; then the weights stay as they are.
+            ValueError: If it is not one of this run's.
         """
-        each = self.mechanism(run, optimizer.noise_multiplier)
-        if each.sampling is not None and optimizer.accumulated_iterations > 1:
-            rate = min(1.0, run.sampling.sample_rate * optimizer.accumulated_iterations)
-            each = dataclasses.replace(each, sample_rate=rate)
-        self.accountant.record(each)
+        found = self.mechanism(run, optimizer.noise_multiplier, optimizer.accumulated_iterations)
+        found.check_optimizer(optimizer)
+        return found
 
     def records_per_round(self, run: Run) -> int | None:
         """How many records the accountant counts on in every round; None where that is random."""

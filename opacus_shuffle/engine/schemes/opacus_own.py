@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from opacus.accountants.utils import get_noise_multiplier
@@ -73,9 +74,10 @@ class OpacusOwn(Scheme):
     def describe(self, run: Run) -> None:
         """Nothing: Opacus's accountants learn all from the step hook."""
 
-    def record(self, run: Run, optimizer: DPOptimizer) -> None:
-        """As Opacus's own hook."""
-        self.accountant.get_optimizer_hook_fn(sample_rate=run.sampling.sample_rate)(optimizer)
+    def step_hook(self, run: Run) -> Callable[[DPOptimizer], None]:
+        """Opacus's own."""
+        hook: Callable[[DPOptimizer], None] = self.accountant.get_optimizer_hook_fn(sample_rate=run.sampling.sample_rate)
+        return hook
 
     def records_per_round(self, run: Run) -> int | None:
         """Any number."""

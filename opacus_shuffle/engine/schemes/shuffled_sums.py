@@ -15,6 +15,7 @@ from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.bounds.shuffled_sums import gaussian_epsilons
 from opacus_shuffle.accountants.calibrate import smallest_noise_for
 from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledSums
+from opacus_shuffle.accountants.mechanisms.shuffled_sums import ROUND_DELTA
 from opacus_shuffle.analysis.binomial_sums import LOST_SHARE
 from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.core.guarantees import Adjacency
@@ -27,8 +28,6 @@ from opacus_shuffle.protocols.calibration import Promise
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 GRAD_SAMPLE_MODES = ("hooks", "functorch", "ew")
-UNCOVERED = 1e-9
-"""A millionth of it is what the tails of a round may take of δ, where make_private builds a protocol and knows no δ."""
 
 
 class VectorSums(Scheme):
@@ -47,7 +46,7 @@ class VectorSums(Scheme):
                 _entries(request),
                 positive("max_grad_norm", request.max_grad_norm),
                 run.noise_multiplier,
-                delta=UNCOVERED,
+                delta=ROUND_DELTA,
             )
         self.check_aggregator(protocol, request, run.sampling)
         return dataclasses.replace(run, noise_multiplier=protocol.noise_multiplier, aggregator=protocol)
@@ -126,7 +125,7 @@ class VectorSums(Scheme):
             )
         self.check_aggregator(protocol, request, sampling)
         run = Run(request, sampling, protocol.noise_multiplier, aggregator=protocol)
-        found = self.epsilon([(self.mechanism(run, protocol.noise_multiplier), steps)], budget)
+        found = budget.spent([(self.mechanism(run, protocol.noise_multiplier), steps)]).epsilon
         if found > budget.target_epsilon * (1 + 1e-9):
             raise ValueError(
                 f"target_epsilon={budget.target_epsilon} is not met by the aggregator: {steps} steps spend {found:.6g} by "
@@ -134,28 +133,16 @@ class VectorSums(Scheme):
             )
         return {"aggregator": protocol}
 
-    def mechanism(self, run: Run, noise_multiplier: float) -> Mechanism:
-        """One round of the protocol."""
+    def mechanism(self, run: Run, noise_multiplier: float, batches: int = 1) -> Mechanism:
+        """One round of the protocol, whose noise is its own."""
         protocol = instance_of("aggregator", run.aggregator, (ShuffleVectorSum,))
         return ShuffledSums.of_protocol(protocol, num_users=run.sampling.num_users)
 
-    def record(self, run: Run, optimizer: DPOptimizer) -> None:
-        """Accounts for a step by the protocol; refuses another noise, or another protocol."""
-        planned = self.mechanism(run, run.noise_multiplier)
-        planned.check_optimizer(optimizer)
-        if not math.isclose(optimizer.noise_multiplier, planned.noise_multiplier, rel_tol=1e-9):
-            raise ValueError(
-                f"noise_multiplier of the optimizer is {optimizer.noise_multiplier}, the protocol's is "
-                f"{planned.noise_multiplier}: its noise is fixed, no schedule changes it; leave noise_multiplier alone"
-            )
-        protocol: Any = getattr(optimizer, "aggregator", None)
-        found = ShuffledSums.of_protocol(protocol, num_users=run.sampling.num_users)
-        if (found, protocol.max_norm) != (planned, run.aggregator and run.aggregator.max_norm):
-            raise ValueError(
-                "optimizer.aggregator was changed after make_private: shuffled_sums accounts for the protocol that "
-                "make_private got; call it on a new engine"
-            )
-        self.accountant.record(planned)
+    def round(self, run: Run, optimizer: DPOptimizer) -> Mechanism:
+        """The round that was planned; the optimizer has looked after that before it counted anything."""
+        instance_of("optimizer", optimizer, (VectorSumOptimizer,)).check_agreement()
+        planned: Mechanism = self.accountant.planned
+        return planned
 
     def optimizer_class(self, base: type[DPOptimizer], run: Run) -> Callable[..., DPOptimizer]:
         """The optimizer that sums by the protocol."""

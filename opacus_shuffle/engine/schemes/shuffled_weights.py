@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.accountants.bounds.registry import bounds_of
-from opacus_shuffle.accountants.calibrate import smallest_noise
 from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledWeights
-from opacus_shuffle.core.validation import one_of
+from opacus_shuffle.core.validation import instance_of, one_of
 from opacus_shuffle.engine.optimizers import BatchClipping
 from opacus_shuffle.engine.run import Budget, Request, Run
 from opacus_shuffle.engine.schemes.base import Scheme
@@ -100,8 +99,8 @@ class ShuffledDPSGD(Scheme):
 
         if ratio is not None:
             # "published_optimised" splits δ once, not in the best way for each kind of parameter; or it is rounding.
-            if self.epsilon(rounds(sigma), budget) > budget.target_epsilon:
-                sigma = smallest_noise(rounds, **budget.of_bound)
+            if budget.spent(rounds(sigma)).epsilon > budget.target_epsilon:
+                sigma = budget.smallest_noise(rounds)
             unshuffled = sigma * ratio
         self.warn_of_assumption(rounds(sigma), budget)
         if spec is None:
@@ -109,25 +108,26 @@ class ShuffledDPSGD(Scheme):
         shuffling = dataclasses.replace(request.shuffling, groups=spec, unshuffled_noise_multiplier=unshuffled)
         return {"noise_multiplier": sigma, "shuffle_weights": shuffling}
 
-    def mechanism(self, run: Run, noise_multiplier: float) -> Mechanism:
+    def mechanism(self, run: Run, noise_multiplier: float, batches: int = 1) -> Mechanism:
         """One step, with what is shuffled and clipped in it."""
         assert run.batch_clip is not None
-        return _round(run, noise_multiplier, ratio=run.batch_clip.unshuffled_noise_ratio)
+        return _round(run, noise_multiplier, ratio=run.batch_clip.unshuffled_noise_ratio, batches=batches)
 
-    def record(self, run: Run, optimizer: DPOptimizer) -> None:
-        """Accounts for a step; refuses one that shuffles or clips other things than ``make_private`` found."""
-        self.mechanism(run, optimizer.noise_multiplier).check_optimizer(optimizer)
-        plan = run.batch_clip
-        if plan is not None and plan.orbit is not None and isinstance(optimizer, BatchClipping):
-            trained = frozenset(map(id, optimizer.params))
-            told = (optimizer.batch_clip, optimizer.unshuffled_noise_ratio if trained - optimizer.shuffled else None)
-            planned = (plan.batch_clip, plan.unshuffled_noise_ratio)
-            if not optimizer.shuffled or not optimizer.shuffled <= trained or told != planned:
+    def round(self, run: Run, optimizer: DPOptimizer) -> Mechanism:
+        """The step, if parameters, norms and noises are still those that were planned."""
+        found, plan = super().round(run, optimizer), run.batch_clip
+        if plan is not None and plan.parameters:
+            trained, shuffled = set(map(id, optimizer.params)), set(map(id, plan.parameters))
+            clipping = instance_of("optimizer", optimizer, (BatchClipping,))
+            told = (clipping.batch_clip, clipping.unshuffled_noise_ratio, clipping.shuffled)
+            stays = plan.unshuffled_noise_ratio is not None
+            as_planned = (plan.batch_clip, plan.unshuffled_noise_ratio or 1.0, shuffled)
+            if told != as_planned or not shuffled <= trained or stays != bool(trained - shuffled):
                 raise ValueError(
                     "parameters were frozen or thawed, or the optimizer's batch_clip or unshuffled_noise_ratio set, after "
                     "make_private: shuffled_fw accounts for what make_private found; call it on a new engine"
                 )
-        super().record(run, optimizer)
+        return found
 
 
 def calibrated_noise(each: ShuffledWeights, steps: int, budget: Budget) -> CalibratedNoise:
@@ -143,7 +143,7 @@ def calibrated_noise(each: ShuffledWeights, steps: int, budget: Budget) -> Calib
     """
 
     def smallest(step: ShuffledWeights) -> float:
-        return smallest_noise(lambda sigma: [(_with_noise(step, sigma), steps)], **budget.of_bound)
+        return budget.smallest_noise(lambda sigma: [(_with_noise(step, sigma), steps)])
 
     shuffled = smallest(each)
     # What is not shuffled is not clipped as a batch either: one record may move it by c, even if c′ is less.
@@ -151,14 +151,14 @@ def calibrated_noise(each: ShuffledWeights, steps: int, budget: Budget) -> Calib
     return CalibratedNoise(shuffled, smallest(plain) if budget.bound != "certified" else shuffled)
 
 
-def _round(run: Run, noise_multiplier: float, *, ratio: float | None) -> ShuffledWeights:
+def _round(run: Run, noise_multiplier: float, *, ratio: float | None, batches: int = 1) -> ShuffledWeights:
     """One step of a run."""
     plan = run.batch_clip
     assert plan is not None
     each = ShuffledWeights(
         noise_multiplier=noise_multiplier,
         num_users=run.sampling.num_users,
-        sample_rate=run.sampling.sample_rate,
+        sample_rate=min(1.0, run.sampling.sample_rate * batches),
         dimension=plan.dimension,
         clip=plan.clip,
         batch_clip=plan.batch_clip,

@@ -179,7 +179,7 @@ def test_shuffled_parameters_get_sigma_and_the_others_sigma_0(options, clip):
 
     run.optimizer.attach_step_hook(watch)
     run.train(40)
-    assert run.engine.accountant.unshuffled_noise_ratio == pytest.approx(1.5)
+    assert run.engine.accountant.planned.unshuffled_noise_multiplier == pytest.approx(3.0)
     for kind, sigma in (("moves", 2.0), ("stays", 3.0)):
         found = torch.cat(squares[kind]) / (sigma * clip)
         low, high = chi2.ppf([5e-7, 1 - 5e-7], len(found))  # outside with probability 1e-6

@@ -187,7 +187,7 @@ def test_a_checkpoint_restores_the_accountant_and_refuses_another_protocol():
     assert again.get_epsilon(1e-5) == engine.get_epsilon(1e-5)
     different, other, steps, _ = private(protocol_for(epsilon=0.5))
     file.seek(0)
-    with pytest.raises(ValueError, match=r"same\s+protocol"):
+    with pytest.raises(ValueError, match="state_dict speaks of"):
         different.load_checkpoint(path=file, module=other, optimizer=steps)
 
 
@@ -306,7 +306,7 @@ def test_a_second_protocol_in_one_engine_is_refused():
     engine = PrivacyEngine(accountant="shuffled_sums")
     engine.make_private(**make_toy(), aggregator=protocol_for())
     engine.make_private(**make_toy(), aggregator=protocol_for())  # the same again is fine
-    with pytest.raises(ValueError, match="one protocol"):
+    with pytest.raises(ValueError, match="use a new PrivacyEngine"):
         engine.make_private(**make_toy(), aggregator=protocol_for(epsilon=0.5))
 
 

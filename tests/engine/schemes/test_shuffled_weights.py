@@ -85,16 +85,16 @@ def test_a_budget_for_many_steps_is_kept_by_both_kinds_of_parameters_together(bo
 def test_the_noise_is_that_of_the_bound_with_and_without_permutations(bound):
     engine, (_, optimizer, _) = calibrated(bound=bound)
     # The exact value is about the places that this network's permutations bring an entry to, the estimate about all of them.
-    places = engine.accountant.orbit if bound == "pair" else MOVING
-    assert engine.accountant.orbit == engine.shuffler.spec.smallest_orbit("0.weight") < MOVING
+    places = engine.accountant.planned.orbit if bound == "pair" else MOVING
+    assert engine.accountant.planned.orbit == engine.shuffler.spec.smallest_orbit("0.weight") < MOVING
     shuffled = compute_noise_multiplier("shuffled_fw", dimension=places, bound=bound, **TOY)
     plain = compute_noise_multiplier("shuffled_fw", dimension=1, bound=bound, **TOY)
     assert optimizer.noise_multiplier == shuffled
     assert optimizer.noise_multiplier * optimizer.unshuffled_noise_ratio == pytest.approx(plain, rel=1e-8)
     assert (shuffled < 0.9 * plain) == (bound != "certified")
-    described = engine.accountant.state_dict()
-    assert (described["dimension"], described["clip"], described["batch_clip"]) == (MOVING, 1.0, 1.0)
-    assert described["unshuffled_noise_ratio"] == optimizer.unshuffled_noise_ratio
+    planned = engine.accountant.planned
+    assert (planned.dimension, planned.clip, planned.batch_clip) == (MOVING, 1.0, 1.0)
+    assert planned.unshuffled_noise_multiplier == optimizer.noise_multiplier * optimizer.unshuffled_noise_ratio
     assert optimizer.batch_clip == 1.0
 
 
@@ -103,9 +103,9 @@ def test_nothing_stays_without_parameters_that_stay():
     toy["module"][2].bias = None
     toy["optimizer"] = torch.optim.SGD(toy["module"].parameters(), lr=0.05)
     engine, (_, optimizer, _) = calibrated(**toy)
-    assert engine.accountant.unshuffled_noise_ratio is None
+    assert engine.accountant.planned.unshuffled_noise_multiplier is None
     assert optimizer.unshuffled_noise_ratio == 1.0
-    assert engine.accountant.dimension == MOVING
+    assert engine.accountant.planned.dimension == MOVING
 
 
 def test_without_shuffling_it_is_dp_sgd_and_proved():
@@ -122,7 +122,7 @@ def test_clippings_of_layers_count_together():
     norms = [0.3, 0.4, 1.2, 0.1]
     engine, (_, optimizer, _) = calibrated(clipping="per_layer", max_grad_norm=norms, batch_clip=0.65, bound="published")
     clip = math.hypot(*norms)
-    assert engine.accountant.clip == pytest.approx(clip)
+    assert engine.accountant.planned.clip == pytest.approx(clip)
     expected = compute_noise_multiplier("shuffled_fw", dimension=MOVING, clip=clip, batch_clip=0.65, bound="published", **TOY)
     assert optimizer.noise_multiplier == pytest.approx(expected, rel=1e-9)
 
@@ -133,7 +133,7 @@ def test_the_noise_of_what_stays_is_made_for_records_that_no_clipping_of_sums_ho
     plain = compute_noise_multiplier("shuffled_fw", dimension=1, bound="pair", **TOY)
     assert optimizer.noise_multiplier * optimizer.unshuffled_noise_ratio == pytest.approx(plain, rel=1e-8)
     # As far from it as for records that are five times smaller, with the coordinate in so many places.
-    places = compute_noise_multiplier("shuffled_fw", dimension=engine.accountant.orbit, bound="pair", **TOY)
+    places = compute_noise_multiplier("shuffled_fw", dimension=engine.accountant.planned.orbit, bound="pair", **TOY)
     assert optimizer.noise_multiplier == pytest.approx(0.2 * places, rel=1e-5)
 
 
@@ -195,7 +195,7 @@ def test_where_shuffling_asks_for_no_less_noise_it_is_plain_dp_sgd(batch_clip):
         for _ in range(3):
             run_epoch(*run)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), plain[0].parameters(), strict=True))
-    assert engine.accountant.dimension == 1
+    assert engine.accountant.planned.dimension == 1
     assert 2.999 < engine.get_epsilon(DELTA, bound="published") <= 3.0
 
 
@@ -236,23 +236,23 @@ def test_the_dimension_is_the_number_of_trainable_entries_that_move(name):
             spec.move({key: [there]}, plan)
             seen |= there != places
     counts = [int(each.sum()) for each in moved.values()]
-    assert run.engine.accountant.dimension == sum(counts)
+    assert run.engine.accountant.planned.dimension == sum(counts)
     trainable = sum(each.numel() for each in run.network.parameters() if each.requires_grad)
     assert 0.5 * trainable < sum(counts) <= trainable
-    assert (run.engine.accountant.unshuffled_noise_ratio is None) == (len(run.optimizer.params) == len(tensors))
+    assert (run.engine.accountant.planned.unshuffled_noise_multiplier is None) == (len(run.optimizer.params) == len(tensors))
     by_layer = algorithm(name, dimension="layers")
-    assert by_layer.engine.accountant.dimension == tuple(counts)
+    assert by_layer.engine.accountant.planned.dimension == tuple(counts)
 
 
 def test_the_dimension_may_be_given():
-    assert algorithm(dimension=7).engine.accountant.dimension == 7
+    assert algorithm(dimension=7).engine.accountant.planned.dimension == 7
 
 
 def test_frozen_layers_move_but_do_not_count():
     network = build("mlp")
     network[2].requires_grad_(False)
     run = algorithm(network=network)
-    assert run.engine.accountant.dimension == 5 * 16 + 16 + 9 * 3
+    assert run.engine.accountant.planned.dimension == 5 * 16 + 16 + 9 * 3
     run.train(1)
 
 
@@ -301,7 +301,6 @@ def test_a_resumed_run_is_the_one_that_went_on(own_generator):
     "change",
     [
         {"batch_clip": 0.4},
-        {"unshuffled_noise_multiplier": 4.0},
         {"dimension": "layers"},
         {"shuffle": "paper", "name": "encoder"},
     ],
@@ -310,7 +309,7 @@ def test_a_checkpoint_of_other_weights_is_refused(change):
     name = change.get("name", "mlp")
     file = checkpoint(algorithm(name, **WITH_STAYING).train(1))
     other = algorithm(**{"name": name, **WITH_STAYING, **change})
-    with pytest.raises(ValueError, match="make the same run private"):
+    with pytest.raises(ValueError, match="state_dict speaks of"):
         other.engine.load_checkpoint(path=file, module=other.model, optimizer=other.optimizer)
     assert len(other.engine.accountant) == 0
 
@@ -330,7 +329,7 @@ def again(run, **changes):
 def test_training_goes_on_with_the_same_weights_and_not_with_others():
     run = algorithm(sigma=1.5, batch_clip=0.3).train(1)
     state = run.engine.accountant.state_dict()
-    for change in ({"batch_clip": 0.5}, {"max_grad_norm": 2.0}, {"dimension": "layers"}, {"unshuffled_noise_multiplier": 2.0}):
+    for change in ({"batch_clip": 0.5}, {"max_grad_norm": 2.0}, {"dimension": "layers"}):
         with pytest.raises(ValueError, match="use a new PrivacyEngine"):
             again(run, **change)
         assert run.engine.accountant.state_dict() == state
@@ -352,7 +351,7 @@ def test_even_before_the_first_step_other_weights_are_refused_because_the_first_
         again(run, batch_clip=0.5, max_grad_norm=2.0)
     assert run.engine.accountant.state_dict() == before
     _, optimizer, _ = again(run, batch_clip=0.3)
-    assert optimizer.batch_clip == run.engine.accountant.batch_clip == 0.3
+    assert optimizer.batch_clip == run.engine.accountant.planned.batch_clip == 0.3
 
 
 # ---- refusals ---------------------------------------------------------------------------------------------------------------
