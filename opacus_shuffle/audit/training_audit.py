@@ -281,7 +281,8 @@ def _refuse_other_updates(optimizer: DPOptimizer, shuffler: WeightShuffler) -> N
     """Refuses optimizers of which two releases do not tell the noised gradient between them."""
     if shuffler.mode != "every_step":
         raise ValueError(
-            f"shuffle_mode is {shuffler.mode!r}: audit a run with 'every_step', whose releases have the same joint distribution"
+            f"mode of the WeightShuffling is {shuffler.mode!r}: audit a run with 'every_step', whose releases have the same "
+            "joint distribution"
         )
     inner = innermost(optimizer)
     for group in inner.param_groups:
