@@ -1,0 +1,22 @@
+"""What a page registers is forgotten after it, so that no test meets the mechanism of an example."""
+
+from __future__ import annotations
+
+import opacus.accountants.registry as opacus_registry
+import pytest
+
+from opacus_shuffle.accountants import ACCOUNTANTS
+from opacus_shuffle.accountants.bounds import registry
+from opacus_shuffle.accountants.mechanisms import MECHANISMS
+from opacus_shuffle.engine.schemes.base import Scheme
+
+
+@pytest.fixture(autouse=True)
+def registries_are_left_as_they_were():
+    """Restores the tables of mechanisms, accountants, bounds and schemes."""
+    tables = (MECHANISMS, ACCOUNTANTS, registry._TABLE, Scheme._by_mechanism, opacus_registry._ACCOUNTANTS)
+    saved = [dict(table) for table in tables]
+    yield
+    for table, before in zip(tables, saved, strict=True):
+        table.clear()
+        table.update(before)
