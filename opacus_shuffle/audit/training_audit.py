@@ -22,6 +22,7 @@ or less of the step guess which it was.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -32,8 +33,8 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.utils.data import DataLoader
 
+from opacus_shuffle.accountants.bounds.shuffled_weights import step_epsilon
 from opacus_shuffle.accountants.mechanisms import ShuffledWeights
-from opacus_shuffle.analysis import fenton_wilkinson
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, sampled_gaussian_epsilon
 from opacus_shuffle.audit.canary import GradientCanary, entry
 from opacus_shuffle.audit.lower_bounds import METHODS, LowerBound, Method, audit_scores
@@ -312,24 +313,24 @@ def _claims(
         return (certified,)  # this tensor stays where it is
     planned = getattr(accountant, "planned", None)
     if isinstance(planned, ShuffledWeights):
-        clip, dimension = planned.clip, planned.dimension
-        batch_clip = clip if planned.batch_clip is None else planned.batch_clip
+        step = dataclasses.replace(planned, noise_multiplier=sigma, sample_rate=1.0, unshuffled_noise_multiplier=None)
     elif shuffler is not None:
         spec = shuffler.spec
         trained = {id(each) for each in optimizer.params}
         moving = [key for key, each in spec.tensors(network).items() if id(each) in trained]
-        dimension = sum(round(spec.moved_fraction(key) * math.prod(spec.shapes[key])) for key in moving)
         norm = getattr(optimizer, "batch_clip", None)
-        clip, batch_clip = float(optimizer.max_grad_norm), math.inf if norm is None else float(norm)
+        step = ShuffledWeights(
+            noise_multiplier=sigma,
+            dimension=sum(round(spec.moved_fraction(key) * math.prod(spec.shapes[key])) for key in moving),
+            clip=float(optimizer.max_grad_norm),
+            batch_clip=math.inf if norm is None else float(norm),
+        )
     else:
         return (certified,)
-    epsilon = fenton_wilkinson.compute_epsilon(
-        noise_std=sigma * clip, delta=delta, dimension=dimension, clip=clip, batch_clip=batch_clip
-    )
     published = PrivacyBound(
-        "shuffled_fw",
+        step.name,
         "published",
-        epsilon,
+        step_epsilon(step, delta),
         delta,
         Adjacency.ZERO_OUT,
         Guarantee.ESTIMATE,

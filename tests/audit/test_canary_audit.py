@@ -138,20 +138,20 @@ def test_theorem_6_is_below_what_the_shuffled_gradients_show():
     # No one else has a gradient, so all its conditions are met, but that an entry has 8 places to be in, and not 8032.
     run = private("shuffled_fw", sizes=(1000, 8, 3), sigma=0.4, shuffle_weights=True, batch_clip=1.0, dtype=torch.float32)
     result = audit({**run, "loss": nothing}, steps=600)
-    paper, certified = result.claims
-    assert (paper.name, paper.guarantee) == ("published", Guarantee.ESTIMATE)
+    published, certified = result.claims
+    assert (published.name, published.guarantee) == ("published", Guarantee.ESTIMATE)
     d = run["engine"].accountant.planned.dimension
-    assert paper.epsilon == fenton_wilkinson.compute_epsilon(noise_std=0.4, delta=DELTA, dimension=d)
+    assert published.epsilon == fenton_wilkinson.compute_epsilon(noise_std=0.4, delta=DELTA, dimension=d)
     gradient, shuffled, realigned = (finding.lower for finding in result.findings)
-    assert paper.epsilon < shuffled < gradient <= certified.epsilon
+    assert published.epsilon < shuffled < gradient <= certified.epsilon
     assert abs(realigned - gradient) < 0.5  # in single precision
-    assert result.contradicted == (paper,)
+    assert result.contradicted == (published,)
 
 
 def test_theorem_6_claims_nothing_without_batch_clipping():
     run = private(sigma=0.5, shuffle_weights=True)
-    paper, certified = audit(run).claims
-    assert math.isclose(paper.epsilon, certified.epsilon, rel_tol=1e-6)
+    published, certified = audit(run).claims
+    assert math.isclose(published.epsilon, certified.epsilon, rel_tol=1e-6)
 
 
 def test_the_run_is_the_same_run_watched_or_not():
@@ -234,7 +234,7 @@ REFUSED = [
     ({"sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), "shuffle_weights": True}, "weight_decay=0.1"),
     ({"sgd": torch.optim.Adam, "shuffle_weights": True}, "plain torch.optim.SGD.*got Adam"),
     ({"sgd": lambda p: torch.optim.SGD(p, lr=0.0), "shuffle_weights": True}, "positive lr"),
-    ({"shuffle_weights": True, "shuffle_mode": "on_release"}, "mode of the WeightShuffling is 'on_release'"),
+    ({"shuffle_weights": True, "shuffle_mode": "on_release"}, "shuffle_mode is 'on_release'"),
     ({"engine": "shuffled_checkin", "local_noise": True}, "local noise, which grows with the records"),
     ({"sigma": 0.0}, r"optimizer.noise_multiplier must be positive"),
 ]
