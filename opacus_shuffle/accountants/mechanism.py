@@ -34,6 +34,11 @@ def described(text: str, metavar: str, *, noise: bool = False, **options: Any) -
     return dataclasses.field(metadata={"help": text, "metavar": metavar, "noise": noise}, **options)
 
 
+def whole_reports(expected: float) -> int:
+    """A product n·γ as a whole count: rounding noise forgiven, any other fraction dropped (fewer reports hide less)."""
+    return round(expected) if abs(expected - round(expected)) < 1e-6 else math.floor(expected)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mechanism:
     """One round.
@@ -136,11 +141,8 @@ class Mechanism:
         """
         if emulated:
             noise_multiplier = noise_multiplier / math.sqrt(max(1, num_users * sample_rate, batch_size or 1))
-        return cls._of_batch(noise_multiplier=noise_multiplier, num_users=num_users, sample_rate=sample_rate, **fields)
-
-    @classmethod
-    def _of_batch(cls, *, noise_multiplier: float, num_users: int, sample_rate: float, **fields: Any) -> Mechanism:
-        """The same at the mechanism's own noise."""
+        if cls.sampling is None:
+            num_users, sample_rate = whole_reports(num_users * sample_rate), 1.0
         return cls(noise_multiplier=noise_multiplier, num_users=num_users, sample_rate=sample_rate, **fields)
 
     def with_noise(self, noise_multiplier: float) -> Mechanism:

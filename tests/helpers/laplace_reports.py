@@ -1,0 +1,63 @@
+"""A mechanism in three pieces, which would be three new files: a frozen class, its bounds, and a scheme to train by.
+
+A report carries Laplace noise of its own, and everyone takes part in every round: T rounds of scale b cost T·Δ/b.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+
+import opacus_shuffle
+from opacus_shuffle.accountants import register_bound
+from opacus_shuffle.accountants.bounds.registry import Answer
+from opacus_shuffle.accountants.mechanism import Mechanism, described
+from opacus_shuffle.engine.optimizers import optimizer_class
+from opacus_shuffle.engine.schemes.base import Scheme
+
+ESTIMATE = opacus_shuffle.Guarantee.ESTIMATE
+
+# --- one: what a round is --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaplaceReports(Mechanism):
+    """Every user's clipped report with Laplace noise of scale ``noise_multiplier`` on every entry."""
+
+    name: ClassVar[str] = "laplace_reports"
+    sampling: ClassVar[None] = None
+    diameter: float = described("the largest l1 norm over the clipping norm", "R", default=1.0)
+
+
+# --- two: what it costs ----------------------------------------------------------------------------------------------
+
+
+@register_bound(LaplaceReports, "certified", meaning="pure differential privacy adds up, whoever sees the reports")
+def _certified(rounds, *, delta, adjacency, orders):
+    return Answer(sum(count * each.diameter / each.noise_multiplier for each, count in rounds) * adjacency.distance)
+
+
+@register_bound(LaplaceReports, "half", meaning="no guarantee at all", legend="nothing", guarantee=ESTIMATE)
+def _half(rounds, *, delta, adjacency, orders):
+    return Answer(_certified(rounds, delta=delta, adjacency=adjacency, orders=orders).epsilon / 2)
+
+
+# --- three: how it is trained -----------------------------------------------------------------------------------------
+
+
+class LaplaceTraining(Scheme):
+    """Every record's report carries its own Laplace noise: the sum gets the sum of theirs."""
+
+    mechanisms: ClassVar = (LaplaceReports,)
+
+    def optimizer_class(self, base, run):
+        class WithLaplace(optimizer_class(base, local_noise=False)):
+            def add_noise(self):
+                for parameter in self.params:
+                    noise = torch.distributions.Laplace(0.0, self.noise_multiplier * self.max_grad_norm)
+                    drawn = noise.sample((run.sampling.batch_size, *parameter.shape)).sum(0)
+                    parameter.grad = (parameter.summed_grad + drawn).view_as(parameter)
+
+        return WithLaplace
