@@ -1,0 +1,312 @@
+"""What ran: the rounds of one run as mechanisms, Opacus's own words for them, and the state that checkpoints keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any, ClassVar, TypeVar
+
+from opacus.accountants import IAccountant
+
+from opacus_shuffle.accountants.mechanism import Mechanism
+from opacus_shuffle.core.validation import (
+    boolean,
+    instance_of,
+    integer,
+    noise_level,
+    one_of,
+    reject_unknown,
+    sampling_rate,
+)
+
+Triple = tuple[float, float, int]
+"""Opacus's record of equal steps: noise multiplier, sample rate, number of steps."""
+Entry = TypeVar("Entry")
+_TOLD_BY_OPACUS = ("noise_multiplier", "num_users", "sample_rate")
+
+
+class RecordedRounds(IAccountant):
+    """The rounds of one mechanism that ran.
+
+    Args:
+        num_users: n, the size of the data set. On a stock engine the step hook learns it.
+        batch_size: B, reports per round. Used for n while n is unknown; where it exceeds n·γ, the noise of the sum is
+            divided by its root.
+        local_noise: What Opacus's multipliers mean: ``False`` is the noise of the sum, √B·σ; ``True`` each report's own σ.
+        **fields: Other fields of the mechanism, for Opacus's own :meth:`step`.
+
+    Attributes:
+        mechanism_class: What is accounted.
+        rounds: What ran, in order: mechanisms with their numbers of rounds.
+        planned: What every round of a run is, but for its noise; None until :meth:`plan` says it.
+        emulated: Whether the noise of the reports is added once to their sum, so that ε describes the protocol that is
+            emulated.
+    """
+
+    mechanism_class: ClassVar[type[Mechanism]]
+
+    def __init__(
+        self, *, num_users: int | None = None, batch_size: int | None = None, local_noise: bool = False, **fields: Any
+    ) -> None:
+        kind = self.mechanism_class
+        if boolean("local_noise", local_noise) and not kind.noise_is_local:
+            raise ValueError(f"{kind.name} has no noise of each report's own: leave out local_noise=True")
+        self.num_users = optional_count("num_users", num_users)
+        self.batch_size = optional_count("batch_size", batch_size)
+        self.planned: Mechanism | None = None
+        self.emulated = kind.noise_is_local and not local_noise
+        self._fields = self._known_fields(fields)
+        self._rounds: list[tuple[Mechanism, int]] = []
+        self._unread: list[tuple[tuple[float, float], int]] = []
+        self._warned = False
+        super().__init__()
+        if fields and kind.trains_on_stock_engines and not required_fields(kind) - {"num_users", *fields}:
+            kind.of_batch(noise_multiplier=kind.least_noise, num_users=1, sample_rate=1.0, **self._fields)  # refuses bad ones
+
+    @classmethod
+    def mechanism(cls) -> str:
+        """The name under which Opacus knows this accountant."""
+        return cls.mechanism_class.name
+
+    def plan(self, mechanism: Mechanism, *, emulated: bool = False) -> None:
+        """Says what every round of a run is, before it starts.
+
+        Args:
+            mechanism: One round; its noise may change from step to step.
+            emulated: The noise of the reports is added once to their sum.
+
+        Raises:
+            ValueError: If another run is accounted already: any field but the noise differs. Nothing is changed then.
+        """
+        instance_of("mechanism", mechanism, (self.mechanism_class,))
+        if boolean("emulated", emulated) and not self.mechanism_class.noise_is_local:
+            raise ValueError(f"{self.mechanism()} has no noise of each report's own: leave out emulated=True")
+        accounted = self.planned if self.planned is not None else self._rounds[-1][0] if self._rounds else None
+        if accounted is not None and not (mechanism.same_run_as(accounted) and emulated == self.emulated):
+            raise ValueError(
+                f"this accountant accounts for {accounted} (emulated={self.emulated}), got {mechanism} (emulated={emulated}): "
+                "use a new PrivacyEngine for another run"
+            )
+        self.planned, self.emulated = mechanism, emulated
+
+    def record(self, mechanism: Mechanism, steps: int = 1) -> None:
+        """Records rounds; equal neighbours are merged.
+
+        Args:
+            mechanism: One round.
+            steps: How many of them.
+        """
+        instance_of("mechanism", mechanism, (self.mechanism_class,))
+        self.rounds  # noqa: B018 - reads what came before
+        _append(self._rounds, mechanism, integer("steps", steps))
+
+    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
+        """Records one round as Opacus tells of it; this package's engine calls :meth:`record`.
+
+        Args:
+            noise_multiplier: The optimizer's multiplier (local or summed, see ``local_noise``), above 0.
+            sample_rate: Expected share of the users in the round, in (0, 1].
+        """
+        told, steps = _read((noise_multiplier, sample_rate, 1))
+        if self._unknown():
+            _append(self._unread, told, steps)
+        else:
+            self.record(self._round(*told))
+
+    def __len__(self) -> int:
+        """Rounds so far."""
+        return sum(steps for _, steps in [*self._rounds, *self._unread])
+
+    @property
+    def rounds(self) -> list[tuple[Mechanism, int]]:
+        """What ran, in order: mechanisms with their numbers of rounds.
+
+        Raises:
+            ValueError: If something is unknown that turns Opacus's steps into rounds, such as n.
+        """
+        if self._unread:
+            unknown = self._unknown()
+            if unknown:
+                given = ", ".join(f"{name}=..." for name in unknown)
+                raise ValueError(
+                    f"{self.mechanism()} does not know {', '.join(unknown)}: set engine.accountant.num_users = len(dataset) if "
+                    f"that is all, describe a round with engine.accountant.plan({self.mechanism_class.__name__}(...)), pass "
+                    f"{given} to get_epsilon, or use opacus_shuffle.PrivacyEngine, which knows. (A stock engine takes "
+                    f"make_private_with_epsilon(..., {given}) for the noise, but forgets it.)"
+                )
+            read = [(self._round(*told), steps) for told, steps in self._unread]
+            self._unread = []
+            for mechanism, steps in read:
+                _append(self._rounds, mechanism, steps)
+        return list(self._rounds)
+
+    @property
+    def history(self) -> list[Triple]:
+        """Opacus's triples, with σ as its optimizer has it; set by Opacus's calibration, in the place of all rounds so far."""
+        return [self._as_triple(mechanism, steps) for mechanism, steps in self._rounds] + [
+            (*told, steps) for told, steps in self._unread
+        ]
+
+    @history.setter
+    def history(self, triples: Iterable[Triple]) -> None:
+        self._rounds, self._unread = [], [_read(triple) for triple in triples]
+
+    def _unknown(self) -> list[str]:
+        """What is needed to turn one of Opacus's steps into a round, and not known."""
+        if self.planned is not None:
+            return []
+        required = required_fields(self.mechanism_class) - self._fields.keys()
+        if self.num_users is not None or self.batch_size is not None:
+            required.discard("num_users")
+        return sorted(required, reverse=True)
+
+    def _round(self, noise_multiplier: float, sample_rate: float) -> Mechanism:
+        """The round that one of Opacus's steps was."""
+        kind, batch, users = self.mechanism_class, self.batch_size, self.num_users
+        if self.planned is not None:
+            shares = max(1, self.planned.expected_reports, batch or 1) if self.emulated else 1
+            planned = self.planned.with_noise(noise_multiplier / math.sqrt(shares))
+            return planned if kind.sampling is None else dataclasses.replace(planned, sample_rate=sample_rate)
+        if users is None:
+            users = 1 if batch is None else max(1, round(batch / sample_rate))
+        return kind.of_batch(
+            noise_multiplier=noise_multiplier,
+            num_users=users,
+            sample_rate=sample_rate,
+            batch_size=batch,
+            emulated=self.emulated,
+            **self._fields,
+        )
+
+    def _as_triple(self, mechanism: Mechanism, steps: int) -> Triple:
+        """A round as Opacus's optimizer and sampler had it."""
+        shares = max(1, mechanism.expected_reports, self.batch_size or 1) if self.emulated else 1
+        rate = mechanism.sample_rate
+        if self.num_users is not None and mechanism.sampling is None:
+            rate = min(1.0, mechanism.expected_reports / self.num_users)
+        return mechanism.noise_multiplier * math.sqrt(shares), rate, steps
+
+    def state_dict(self, destination: Any = None) -> Any:
+        """Returns plain values: every round by the fields of its mechanism, and what else this accountant knows."""
+        destination = OrderedDict() if destination is None else destination
+        if not self._unknown():
+            self.rounds  # noqa: B018 - reads what Opacus told
+        destination.update(
+            mechanism=self.mechanism(),
+            rounds=[(dataclasses.asdict(mechanism), steps) for mechanism, steps in self._rounds],
+            unread=list(self._unread),
+            planned=None if self.planned is None else dataclasses.asdict(self.planned),
+            emulated=self.emulated,
+            num_users=self.num_users,
+            batch_size=self.batch_size,
+            fields=dict(self._fields),
+        )
+        return destination
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Restores a :meth:`state_dict`; refused whole if it is not one, or speaks of another run.
+
+        Raises:
+            ValueError: If a key is missing or malformed, a round is none of this mechanism, or this accountant accounts for
+                another run already.
+        """
+        keys = self.state_dict().keys()
+        if not isinstance(state_dict, dict) or set(state_dict) != set(keys):
+            got = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else repr(state_dict)
+            raise ValueError(f"state_dict of {self.mechanism()} must hold {', '.join(keys)}, got {got}")
+        one_of("mechanism in state_dict", state_dict["mechanism"], [self.mechanism()])
+        saved = type(self)(num_users=state_dict["num_users"], batch_size=state_dict["batch_size"])
+        saved.emulated = boolean("emulated", state_dict["emulated"])
+        saved._fields = saved._known_fields(_dictionary("fields", state_dict["fields"]))
+        saved._rounds = [
+            (self._restored(fields), integer("steps", steps)) for fields, steps in _pairs("rounds", state_dict["rounds"])
+        ]
+        saved._unread = [_read((*told, steps)) for told, steps in _pairs("unread", state_dict["unread"])]
+        if state_dict["planned"] is not None:
+            saved.planned = self._restored(state_dict["planned"])
+        if not saved._unknown():
+            saved.rounds  # noqa: B018 - refuses what no such run can have
+        if self._contradicts(saved):
+            raise ValueError(
+                f"state_dict speaks of {_run(saved)}, this accountant of {_run(self)}: load it into an engine made private "
+                "with the same data set and the same kind of noise"
+            )
+        planned, warned = self.planned, self._warned
+        self.__dict__.update(saved.__dict__)
+        self.planned, self._warned = planned or saved.planned, warned
+
+    def _contradicts(self, saved: RecordedRounds) -> bool:
+        """Whether the other one is of another run than this one is known to account for."""
+        if self.num_users is not None and saved.num_users != self.num_users:
+            return True
+        if (self.num_users is not None or self.planned is not None) and saved.emulated != self.emulated:
+            return True
+        of_run = [saved.planned] if saved.planned is not None else [mechanism for mechanism, _ in saved._rounds]
+        return self.planned is not None and not all(mechanism.same_run_as(self.planned) for mechanism in of_run)
+
+    def _restored(self, fields: Any) -> Mechanism:
+        """A mechanism from its saved fields, through its validators."""
+        names = self.mechanism_class.field_names()
+        if set(_dictionary("a round", fields)) != set(names):
+            raise ValueError(f"a round of {self.mechanism()} in state_dict must hold {', '.join(names)}, got {fields!r}")
+        return self.mechanism_class(**fields)
+
+    def _known_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The same, unless a name is no field that a step leaves open."""
+        names = [name for name in self.mechanism_class.field_names() if name not in _TOLD_BY_OPACUS]
+        unknown = {name: value for name, value in fields.items() if name not in names}
+        known = ["bound", "adjacency", "orders", "num_users", "batch_size", *names]
+        reject_unknown(self.mechanism(), unknown, known, parameters=known)
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+
+def _append(entries: list[tuple[Entry, int]], entry: Entry, steps: int) -> None:
+    """Adds to a list of repetitions; an equal last entry is counted on."""
+    if entries and entries[-1][0] == entry:
+        steps += entries.pop()[1]
+    entries.append((entry, steps))
+
+
+def _read(triple: Any) -> tuple[tuple[float, float], int]:
+    """One of Opacus's triples, checked."""
+    if not isinstance(triple, tuple | list) or len(triple) != 3:
+        raise ValueError(f"history must hold (noise_multiplier, sample_rate, steps) triples, got {triple!r}")
+    sigma, rate, steps = triple
+    return (noise_level("noise_multiplier", sigma), sampling_rate("sample_rate", rate)), integer("steps", steps)
+
+
+def required_fields(kind: type[Mechanism]) -> set[str]:
+    """The fields without a default that a step does not tell."""
+    needed = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
+    return needed - {"noise_multiplier", "sample_rate"}
+
+
+def optional_count(name: str, value: Any) -> int | None:
+    """A whole number of at least 1, or None."""
+    return None if value is None else integer(name, value)
+
+
+def agreed(name: str, known: Any, given: Any) -> Any:
+    """What is known, or else what is given; refused if they differ."""
+    if known is not None and given is not None and known != given:
+        raise ValueError(f"{name} is known to be {known}, got {given}: leave it out")
+    return given if known is None else known
+
+
+def _pairs(name: str, value: Any) -> list[tuple[Any, Any]]:
+    """A list of pairs, as ``state_dict`` writes it."""
+    if not isinstance(value, list | tuple) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
+        raise ValueError(f"{name} in state_dict must be a list of pairs, got {value!r}")
+    return [tuple(pair) for pair in value]
+
+
+def _dictionary(name: str, value: Any) -> dict[str, Any]:
+    """A dictionary, as ``state_dict`` writes it."""
+    return instance_of(f"{name} in state_dict", value, (dict,))
+
+
+def _run(accountant: RecordedRounds) -> str:
+    """What an accountant accounts for, in words."""
+    return f"num_users={accountant.num_users}, emulated={accountant.emulated}, {accountant.planned or accountant._rounds[-1:]}"
