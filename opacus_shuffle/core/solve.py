@@ -87,8 +87,9 @@ def safe_root(
             moved = point * (1 + pace) if upwards == (point > 0) else point * (1 - pace)
         else:
             moved = point + pace if upwards else point - pace
-        if moved == point:  # a step below the last digit
-            moved = math.nextafter(point, safe)
+        if moved == point:  # a step below the last digit, or a share of zero
+            step = pace = max(tolerance, math.ulp(point))
+            continue
         point, pace = (min if upwards else max)(moved, safe), 2 * pace
     return point
 

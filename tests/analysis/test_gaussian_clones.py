@@ -117,7 +117,7 @@ populations = st.integers(1, 500).map(lambda tens: 10 * tens)  # so that a rate 
 deltas = st.floats(-9, -5).map(lambda exponent: 10**exponent)
 samplings = st.sampled_from([(1.0, None), (0.3, "poisson"), (0.3, "fixed_size")])
 kinds = st.sampled_from(KINDS)
-few = settings(deadline=None, max_examples=4, derandomize=True)
+few = settings(deadline=None, max_examples=3, derandomize=True)
 
 # Pool sizes are rounded down to 7 bits, by 1.6 % at most and 0.6 % on average, ε by half of that; the margin t is searched for
 # by an approximation. Neither is monotone; both only ever raise ε.

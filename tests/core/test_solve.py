@@ -73,6 +73,16 @@ def test_it_never_goes_beyond_the_safe_end() -> None:
     assert safe_root(lambda x: 1.0 if x < 1 else 0.0, unsafe=0.0, safe=1.0, tolerance=0.5, step=0.7) == 1.0
 
 
+@pytest.mark.parametrize("step", [None, 0.0, 1e-9])
+def test_a_jump_at_the_unsafe_end_itself_is_left_behind(step: float | None) -> None:
+    def excess(x: float) -> float:
+        return 1e-5 if x <= 0 else -1.0
+
+    for tolerance in (1e-12, 1e-300):
+        found = safe_root(excess, unsafe=0.0, safe=1.0, tolerance=tolerance, step=step)
+        assert 0 < found <= 1e-8
+
+
 def test_an_unsafe_end_that_is_safe_is_the_answer() -> None:
     assert safe_root(lambda x: -1.0, unsafe=3.0, safe=4.0, tolerance=1e-9) == 3.0
 
