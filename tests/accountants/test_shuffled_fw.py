@@ -396,3 +396,33 @@ def test_the_state_keeps_the_weights(weights):
     with pytest.raises(ValueError, match="made private with the same"):
         other.load_state_dict(state)
     assert len(other) == 0
+
+
+STEP = {"num_users": 10, "steps": 1, "sample_rate": 1.0, "dimension": 5}
+
+
+@pytest.mark.parametrize(("rate", "steps"), [(1e-6, 2), pytest.param(1e-12, 10**9, marks=pytest.mark.slow)])
+def test_tiny_rates_and_deltas_have_an_epsilon_under_replacement_too(rate, steps):
+    found = [
+        opacus_shuffle.compute_epsilon(
+            "shuffled_fw",
+            noise_multiplier=1.0,
+            num_users=10,
+            steps=steps,
+            sample_rate=rate,
+            delta=1e-30,
+            bound="certified",
+            adjacency=adjacency,
+            dimension=5,
+        )
+        for adjacency in ("zero_out", "replace")
+    ]
+    assert 0 < found[0] <= found[1] < math.inf
+
+
+def test_a_tiny_batch_clip_has_every_bound_and_an_infinite_one_is_json():
+    report = opacus_shuffle.privacy_report("shuffled_fw", noise_multiplier=1.0, delta=1e-5, batch_clip=1e-20, **STEP)
+    assert {row.bound for row in report.bounds} >= {"published", "pair", "certified"}
+    unclipped = opacus_shuffle.privacy_report("shuffled_fw", noise_multiplier=1.0, delta=1e-5, batch_clip=math.inf, **STEP)
+    written = json.dumps(unclipped.to_dict(), allow_nan=False)
+    assert json.loads(written)["settings"][0]["batch_clip"] is None

@@ -118,3 +118,23 @@ def test_the_stock_engine_s_zero_batch_size_is_refused_before_it_spoils_the_weig
     with pytest.raises(ValueError, match="expected_batch_size"):
         run_epoch(model, optimizer, loader)
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["shuffled_fw", "shuffled_checkin", "subsampled_shuffle"])
+@pytest.mark.parametrize("poisson_sampling", [False, None, 0])
+def test_a_stock_engine_s_batches_must_be_random_samples(name, poisson_sampling):
+    with pytest.raises(ValueError, match=f"{name} accounts for batches that are random samples"):
+        opacus.PrivacyEngine(accountant=name).make_private(
+            **make_toy(), noise_multiplier=1.0, poisson_sampling=poisson_sampling
+        )
+
+
+def test_an_accountant_made_from_ours_looks_at_the_sampler_too():
+    class Mine(ACCOUNTANTS["shuffled_checkin"]):
+        def get_optimizer_hook_fn(self, sample_rate):
+            return super().get_optimizer_hook_fn(sample_rate)
+
+    engine = opacus.PrivacyEngine()
+    engine.accountant = Mine()
+    with pytest.raises(ValueError, match="random samples"):
+        engine.make_private(**make_toy(), noise_multiplier=1.0, poisson_sampling=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 
@@ -305,3 +306,11 @@ def test_a_model_that_is_not_training_is_refused():
     run["model"].eval()
     with pytest.raises(ValueError, match=r"call model\.train"):
         audit(run)
+
+
+def test_a_copy_of_a_private_model_is_not_audited_with_the_optimizer_of_another():
+    run = private()
+    with pytest.raises(ValueError, match="optimizer does not hold this model's parameters"):
+        audit({**run, "model": copy.deepcopy(run["model"])})
+    with pytest.raises(ValueError, match="must return the loss, a scalar tensor, got NoneType"):
+        audit({**run, "loss": lambda model, batch: None})
