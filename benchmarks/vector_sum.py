@@ -1,4 +1,4 @@
-"""Sums of vectors: what the tight calibration gains over the paper's constants, and what a simulated sum costs.
+"""Sums of vectors: what the tight calibration gains over the published constants, and what a simulated sum costs.
 
 Run ``python benchmarks/vector_sum.py``, about a minute. The yardstick of speed is the obvious way: a uniform double for every
 entry, and the noise as one binomial per coordinate.
@@ -28,24 +28,24 @@ SETTINGS = (
 
 
 class Gain(NamedTuple):
-    """The paper's variance and bits over the tight calibration's, the paper's ε as it is, and the tight one's lower value."""
+    """The published variance and bits over the tight calibration's, and the true ε: at most (published), at least (tight)."""
 
     variance: float
     bits: float
-    paper_epsilon: float
+    published_epsilon: float
     tight_lower: float
 
 
 def gain(*, num_users: int, dimension: int, epsilon: float, delta: float) -> Gain:
     """Both calibrations of one protocol."""
-    paper, tight = (
+    published, tight = (
         ShuffleVectorSum(num_users, dimension, 1.0, epsilon, delta, calibration=calibration)
         for calibration in ("published", "tight")
     )
     return Gain(
-        paper.variance / tight.variance,
-        paper.bits_per_user / tight.bits_per_user,
-        paper.exact_epsilon()[1],
+        published.variance / tight.variance,
+        published.bits_per_user / tight.bits_per_user,
+        published.exact_epsilon()[1],
         tight.exact_epsilon()[0],
     )
 
@@ -70,11 +70,11 @@ def seconds(run: Callable[[], object], repeats: int = 5) -> float:
 
 def main() -> None:
     """Print both tables."""
-    print(f"{'users':>9} {'dimension':>9} {'epsilon':>7}   variance   bits    paper's epsilon is   tight's is at least")
+    print(f"{'users':>9} {'dimension':>9} {'epsilon':>7}   variance   bits    published epsilon is   tight's is at least")
     for users, dimension, epsilon, delta in SETTINGS:
         row = gain(num_users=users, dimension=dimension, epsilon=epsilon, delta=delta)
         print(
-            f"{users:>9,} {dimension:>9,} {epsilon:>7} {row.variance:>9.2g}x {row.bits:>8.2g}x {row.paper_epsilon:>16.5f} "
+            f"{users:>9,} {dimension:>9,} {epsilon:>7} {row.variance:>9.2g}x {row.bits:>8.2g}x {row.published_epsilon:>16.5f} "
             f"{row.tight_lower:>20.4f}"
         )
     generator = torch.Generator().manual_seed(0)
