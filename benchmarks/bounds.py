@@ -2,7 +2,7 @@
 
 ``python benchmarks/bounds.py``: each figure comes from a fresh process with cold caches; time and memory are those of the one
 call, after the imports. The yardsticks are Opacus's ``PRVAccountant`` for the same noise at a trusted server, in the same run:
-with its default absolute error, 0.01, and (the one that times are divided by) with an error of 1 % of the tight ε, as ours is.
+with its default absolute error, 0.01, and (the one that times are divided by) with an error of 1 % of the pair's ε, as ours is.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def enclosed(
         return [(Mixture.of(distribution(each, side, tail)), count) for each, count in coarsen(rounds, side)]
 
     upper = min(privacy_loss.compute_epsilon(composition("upper"), delta=delta), most)
-    return min(privacy_loss.lower_epsilon(composition("lower"), delta=delta), upper), upper
+    return privacy_loss.lower_epsilon(composition("lower"), delta=delta), upper
 
 
 def unshuffled_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> float:

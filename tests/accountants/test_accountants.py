@@ -97,7 +97,7 @@ def test_nothing_ran_costs_nothing(accountant_class, bound):
 
 
 @every_bound
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=2)
 @given(sigma=st.floats(0.3, 20), rate=st.floats(0.01, 1.0), steps=st.integers(1, 10**6), users=st.integers(100, 10**6))
 def test_epsilon_is_finite_and_positive(accountant_class, bound, sigma, rate, steps, users):
     with warnings.catch_warnings():
@@ -118,7 +118,7 @@ def test_more_noise_fewer_rounds_and_a_larger_delta_cost_less(accountant_class, 
 
 
 @every_shuffler_of_reports  # the papers' bounds are above their pair; WS's estimate is not
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=3)
 @given(sigma=st.floats(0.01, 20), rate=st.floats(1e-4, 1.0), steps=st.integers(1, 1000), users=st.integers(2, 10**5))
 def test_pair_never_exceeds_published(accountant_class, sigma, rate, steps, users):
     if rate * users < 1 and accountant_class.mechanism() != "shuffled_checkin":
@@ -130,7 +130,7 @@ def test_pair_never_exceeds_published(accountant_class, sigma, rate, steps, user
 
 
 @every_accountant
-@settings(deadline=None, max_examples=5)
+@settings(deadline=None, max_examples=3)
 @given(sigma=st.floats(0.3, 20), rate=st.floats(0.01, 1.0), steps=st.integers(1, 10**4), users=st.integers(100, 10**5))
 def test_what_holds_for_every_data_set_is_never_below_one_pair(accountant_class, sigma, rate, steps, users):
     pair, certified = (
