@@ -9,7 +9,7 @@ import ast
 import graphlib
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -35,15 +35,6 @@ COMPAT = f"{PACKAGE}.core.opacus_compat"
 LONGEST = 400
 
 KERNELS = f"{PACKAGE}.permutation.moving.triton_moves"  # the one module that is about an extra: it is imported where Triton is
-
-# KNOWN EXCEPTIONS while rooms are being rebuilt: rule and room. Entries only ever leave this list; at the end the list goes.
-REBUILDING = {
-    ("length", "accountants"),
-}
-
-
-def without_known_exceptions(rule: str, modules: Iterable[str]) -> list[str]:
-    return sorted(line for line in modules if (rule, line.split()[0].split(".")[1]) not in REBUILDING)
 
 
 @pytest.mark.parametrize(
@@ -97,13 +88,11 @@ def test_imports_run_downwards():
         for other in imports_of(module)
         if storey_of(other) > storey_of(module)
     }
-    assert not without_known_exceptions("storeys", upward)
+    assert not upward
 
 
 def test_no_modules_import_each_other_in_a_circle():
     graph = {module: set(imports_of(module)) - {module} for module in sources()}
-    for module in set(graph) - {PACKAGE, *without_known_exceptions("circles", set(graph) - {PACKAGE})}:
-        graph[module] = set()
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -116,7 +105,7 @@ def test_two_modules_stand_at_the_top_level():
 
 def test_no_file_is_long():
     long = {name_of(path) for path in (ROOT / PACKAGE).rglob("*.py") if len(path.read_text().splitlines()) > LONGEST}
-    assert not without_known_exceptions("length", long)
+    assert not long
 
 
 def test_tests_have_the_rooms_of_the_package_and_do_not_import_each_other():
@@ -128,7 +117,7 @@ def test_tests_have_the_rooms_of_the_package_and_do_not_import_each_other():
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             found |= {name_of(path) for name in names if name.split(".")[-1].startswith(("test_", "conftest"))}
-    assert not without_known_exceptions("tests", found)
+    assert not found
 
 
 def own_names(tree: ast.Module) -> set[str]:
@@ -176,7 +165,7 @@ def test_one_module_knows_private_names_of_opacus():
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "opacus":
                 parts = [*node.module.split("."), *(alias.name for alias in node.names)]
                 found |= {f"{module} {part}" for part in parts if is_private(part)}
-    assert not without_known_exceptions("private", found)
+    assert not found
 
 
 BLOCKED = """
