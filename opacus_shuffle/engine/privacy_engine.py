@@ -153,10 +153,11 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
 
         The number of steps is ``epochs × len(data_loader)``, in integers, and ε is computed as :meth:`get_epsilon` will.
 
-        With ``shuffled_fw`` this is WS Algorithm 1: σ by the bound for the shuffled parameters, σ₀ by the same bound without
-        shuffling for the others, and plain DP-SGD with σ₀, neither shuffled nor clipped as a batch, if σ ≥ σ₀ (with a warning).
-        With ``shuffled_sums`` the protocol of each step is built: by ``bound="certified"`` the one with the least noise, by
-        ``"published"`` SCO Algorithm 5's. An ``aggregator`` of your own is refused if it does not stay within the budget.
+        With ``shuffled_fw`` this is Algorithm 1 of Yang, Ji and Xiang's weight shuffling: σ by the bound for the shuffled
+        parameters, σ₀ by the same bound without shuffling for the others, and plain DP-SGD with σ₀, neither shuffled nor
+        clipped as a batch, if σ ≥ σ₀ (with a warning). With ``shuffled_sums`` the protocol of each step is built: by
+        ``bound="certified"`` the one with the least noise, by ``"published"`` that of Cheu, Joseph, Mao and Peng's Algorithm 5.
+        An ``aggregator`` of your own is refused if it does not stay within the budget.
 
         Args:
             target_epsilon: ε to stay within, above 0.

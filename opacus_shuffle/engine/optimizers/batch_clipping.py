@@ -1,4 +1,6 @@
-"""WS Algorithm 1, lines 12 to 16: clip the batch's sum to c′, and noise of its own for parameters that are not shuffled.
+"""Clips the sum of a batch before the noise, and adds more noise to parameters that are not shuffled.
+
+That is Yang, Ji and Xiang's weight shuffling (WS), Algorithm 1, lines 12 to 16, with their c′ as ``batch_clip``.
 
 Projecting the sum on a ball brings no two sums further apart, so batch clipping costs no ε; more noise on some parameters costs
 none either. Both happen just before the noise, once per logical batch.

@@ -1,4 +1,4 @@
-"""Opacus's own accountants: the engine is Opacus, bit by bit, but for exact numbers of batches; weights may be shuffled."""
+"""Opacus's own accountants train as Opacus does, bit by bit, with exact numbers of batches; weights may be shuffled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How the sum of a batch is clipped before the noise where weights are shuffled (WS Algorithm 1, lines 12 to 16).
+"""How the sum of a batch is clipped before the noise where weights are shuffled.
+
+That is Yang, Ji and Xiang's weight shuffling (WS), Algorithm 1, lines 12 to 16.
 
 >>> import torch
 >>> from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
