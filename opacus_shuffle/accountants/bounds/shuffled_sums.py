@@ -128,7 +128,7 @@ def _lower(rounds: Rounds, delta: float) -> float | None:
 
 @functools.lru_cache(maxsize=256)
 def _pair_lower(rounds: tuple[tuple[ShuffledSums, int], ...], delta: float) -> float:
-    """See :func:`_lower`."""
+    """The lower value of rounds that have one."""
     summed = [
         (BinomialSum(noise=each.noise, shift=each.granularity, dimension=each.dimension), count) for each, count in rounds
     ]

@@ -134,7 +134,7 @@ class ShuffledSums(Mechanism):
         sample_rate: float = 1.0,
         honest_fraction: float = 1.0,
     ) -> ShuffledSums:
-        """See :meth:`build`."""
+        """Chooses the bits for a noise multiplier."""
         users = integer("num_users", num_users)
         reports = integer("round(sample_rate * num_users)", round(sampling_rate("sample_rate", sample_rate) * users))
         protocol = ShuffleVectorSum.with_noise_multiplier(
