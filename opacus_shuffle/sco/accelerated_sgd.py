@@ -2,24 +2,12 @@
 
 Algorithm 4 and Theorems 4.3 and 4.7 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO): for a β-smooth
 loss directly; for one that is not smooth, on its Moreau envelope, where every user smooths its own loss.
-
->>> import torch
->>> from opacus_shuffle.sco import L2Ball, PrivacyBudget, Problem
->>> records = torch.randn(20_000, 3, generator=torch.Generator().manual_seed(0)) * 0.1 + 0.5
->>> def half_square(theta, batch):
-...     return (batch - theta).square().sum(dim=1) / 2
->>> problem = Problem(half_square, records, constraint=L2Ball(1.0), lipschitz=2.5, smoothness=1.0, clip=True, dimension=3,
-...                   generator=torch.Generator().manual_seed(1))
->>> estimate = shuffle_accelerated_sgd(problem, PrivacyBudget(epsilon=1.0, delta=1e-6))
->>> estimate.privacy.rounds_per_user, bool((estimate.theta - 0.5).norm() < 0.1), round(estimate.excess_loss_bound, 2)
-(1, True, 0.03)
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -70,16 +58,8 @@ def shuffle_accelerated_sgd(
     return AcceleratedSGD(problem, budget, choices).solve()
 
 
-@dataclasses.dataclass(frozen=True)
-class AcceleratedPlan:
-    """All that a phase needs but the data, and what is proved of it.
-
-    Attributes:
-        gradients: What users report.
-        smoothness: β of what is minimised.
-        steps: L_1, …, L_T.
-        bound: At least the excess of the loss itself; None where nothing is proved.
-    """
+class AcceleratedPlan(NamedTuple):
+    """All that a phase needs but the data (``steps``: L_1, …, L_T), and the excess loss that is then proved (None: nothing)."""
 
     gradients: BoundedGradients
     smoothness: float

@@ -1,25 +1,14 @@
 """``shuffle_gradient_descent``: full gradients, every user in every round.
 
 Algorithm 5 and Theorem 4.9 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO).
-
->>> import torch
->>> from opacus_shuffle.sco import L2Ball, PrivacyBudget, Problem
->>> records = torch.randn(2000, 3, generator=torch.Generator().manual_seed(0)) * 0.1 + 0.5
->>> def half_square(theta, batch):
-...     return (batch - theta).square().sum(dim=1) / 2
->>> problem = Problem(half_square, records, constraint=L2Ball(1.0), lipschitz=2.5, smoothness=1.0, clip=True, dimension=3,
-...                   generator=torch.Generator().manual_seed(1))
->>> estimate = shuffle_gradient_descent(problem, PrivacyBudget(epsilon=1.0, delta=1e-6), rounds=64)
->>> estimate.privacy.rounds_per_user, bool((estimate.theta - 0.5).norm() < 0.5), round(estimate.excess_loss_bound, 2)
-(64, True, 0.32)
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
@@ -27,7 +16,7 @@ from opacus_shuffle.sco.bounded_gradients import BoundedGradients
 from opacus_shuffle.sco.budget import PrivacyBudget
 from opacus_shuffle.sco.descent_bound import DescentBound, descent_candidates
 from opacus_shuffle.sco.problem import Problem
-from opacus_shuffle.sco.result import Estimate, History
+from opacus_shuffle.sco.result import Estimate
 from opacus_shuffle.sco.solver import Choices, Phase, Solver, Start
 
 
@@ -63,18 +52,8 @@ def shuffle_gradient_descent(
     return GradientDescent(problem, budget, choices).solve()
 
 
-@dataclasses.dataclass(frozen=True)
-class DescentPlan:
-    """All that a phase needs but the data, and what is proved of it.
-
-    Attributes:
-        protocol: Of each round.
-        rounds: T.
-        step_size: η.
-        smoothness: β of what is minimised.
-        gradients: What users report.
-        bound: At least the excess of the loss itself; None where nothing is proved.
-    """
+class DescentPlan(NamedTuple):
+    """All that a phase needs but the data, and the excess loss that is then proved (None: nothing is)."""
 
     protocol: ShuffleVectorSum
     rounds: int
@@ -98,34 +77,21 @@ class GradientDescent(Solver):
     def run(self, users: Tensor, start: Start) -> Phase:
         """Runs a phase on these users, all of them in every round."""
         self.ledger.claim(users)
-        problem, plan = self.problem, self.plan(len(users), start)
-        theta, total, history = start.theta, torch.zeros_like(start.theta), History(plan.rounds)
-        for _ in range(plan.rounds):
-            total += theta
-            gradient = self.mean_gradient(plan.protocol, plan.gradients, theta, users)
-            theta = problem.project(theta - plan.step_size * gradient)
-            history.add(users=len(users), gradient=gradient, theta=theta)
+        plan = self.plan(len(users), start)
+        protocols = {len(users): plan.protocol}
+        theta, history = self.descend([users] * plan.rounds, protocols, plan.gradients, start.theta, plan.step_size)
+        chosen = {"rounds": plan.rounds, "step_size": plan.step_size, "smoothness": plan.smoothness}
         return Phase(
-            problem.project(total / plan.rounds) if self.choices.average else theta,
+            theta,
             plan.bound if self.choices.average else None,
-            history.rounds,
-            {
-                "rounds": plan.rounds,
-                "step_size": plan.step_size,
-                "smoothness": plan.smoothness,
-                "lipschitz": problem.lipschitz,
-                "distance": start.distance,
-            },
+            history,
+            {**chosen, "lipschitz": self.problem.lipschitz, "distance": start.distance},
             plan.rounds * plan.protocol.bits_per_user,
             plan.rounds,
         )
 
     def plan(self, num_users: int, start: Start) -> DescentPlan:
-        """Returns rounds, step, smoothing and bound for a phase of so many users.
-
-        Raises:
-            ValueError: If no protocol meets the budget.
-        """
+        """Returns rounds, step, smoothing and bound for a phase of so many users."""
         problem, choices = self.problem, self.choices
         rounds = choices.rounds or self._best_rounds(num_users, start)[1]
         protocol = self.protocol(num_users, rounds)
@@ -140,9 +106,7 @@ class GradientDescent(Solver):
 
     def _bound(self, num_users: int, rounds: int, start: Start, variance: float, granularity: int) -> DescentBound:
         """Returns what is proved of so many rounds with this noise, before the smoothness is chosen."""
-        likely = self.problem.smooth_gradients(
-            self.problem.lipschitz / start.distance
-        )  # for the error of an envelope's gradients
+        likely = self.problem.smooth_gradients(self.problem.lipschitz / start.distance)  # their error, if an envelope's
         return DescentBound(
             rounds=rounds,
             num_users=num_users,

@@ -2,17 +2,6 @@
 
 Appendix C of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO). The algorithm itself is in
 :mod:`opacus_shuffle.sco.pan_private_stream`; here its parameters are chosen and it is run on data.
-
->>> import torch
->>> from opacus_shuffle.sco import L2Ball, PrivacyBudget, Problem
->>> records = torch.randn(20_000, 3, generator=torch.Generator().manual_seed(0)) * 0.1 + 0.5
->>> def half_square(theta, batch):
-...     return (batch - theta).square().sum(dim=1) / 2
->>> problem = Problem(half_square, records, constraint=L2Ball(1.0), lipschitz=2.5, smoothness=1.0, clip=True, dimension=3,
-...                   generator=torch.Generator().manual_seed(1))
->>> estimate = pan_private_accelerated_sgd(problem, PrivacyBudget(epsilon=1.0, delta=1e-6))
->>> estimate.privacy.interaction, bool((estimate.theta - 0.5).norm() < 0.1), round(estimate.excess_loss_bound, 2)
-('pan', True, 0.03)
 """
 
 from __future__ import annotations
@@ -81,8 +70,14 @@ class PanPrivate(AcceleratedSGD):
 
     def noise(self, batch_size: int) -> float:
         """Returns ζ for the mean of so many gradients."""
-        budget = {name: getattr(self.budget, name) for name in ("epsilon", "delta", "calibration")}
-        return pan_private_noise(lipschitz=self.problem.lipschitz, batch_size=batch_size, **budget)
+        lipschitz, budget = self.problem.lipschitz, self.budget
+        return pan_private_noise(
+            lipschitz=lipschitz,
+            batch_size=batch_size,
+            epsilon=budget.epsilon,
+            delta=budget.delta,
+            calibration=budget.calibration,
+        )
 
     def variance(self, size: int | None) -> float:
         """Returns the variance of two noises, for the sum of a batch: it does not depend on the batch's size."""
@@ -92,14 +87,13 @@ class PanPrivate(AcceleratedSGD):
         self, plan: AcceleratedPlan, groups: list[Tensor], start: Start
     ) -> tuple[Tensor, list[Round], dict[str, Any], int | None]:
         """Lets the algorithm read the stream; returns what the method that it replaces does."""
-        size = len(groups[0])
-        noise = self.noise(size)
+        noise = self.noise(len(groups[0]))
         algorithm = PanPrivateAcceleratedSGD(
             plan.gradients.objective,
             constraint=self.problem.constraint,
             lipschitz=self.problem.lipschitz,
             noise=noise,
-            batch_size=size,
+            batch_size=len(groups[0]),
             inverse_step_sizes=plan.steps,
             initial=start.theta,
             clip=self.problem.clip,

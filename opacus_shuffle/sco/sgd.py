@@ -19,13 +19,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from opacus_shuffle.sco.budget import PrivacyBudget
 from opacus_shuffle.sco.oracle import sgd_batch_size, sgd_bound
 from opacus_shuffle.sco.problem import Problem
-from opacus_shuffle.sco.result import Estimate, History
+from opacus_shuffle.sco.result import Estimate
 from opacus_shuffle.sco.solver import Choices, Phase, Solver, Start
 
 
@@ -77,14 +76,7 @@ class _SGD(Solver):
         count, protocols = len(groups), self.protocols(groups)
         moment = max(self.oracle(each.variance).second_moment(size) for size, each in protocols.items())
         step = self.choices.step_size or start.distance / (moment * count) ** 0.5
-
-        theta, total, history, reached = start.theta, torch.zeros_like(start.theta), History(count), 0
-        for group in groups:
-            total += theta
-            gradient = self.mean_gradient(protocols[len(group)], gradients, theta, group)
-            theta = problem.project(theta - step * gradient)
-            reached += len(group)
-            history.add(users=reached, gradient=gradient, theta=theta)
+        theta, history = self.descend(groups, protocols, gradients, start.theta, step)
         bound = sgd_bound(
             rounds=count,
             step_size=step,
@@ -93,17 +85,11 @@ class _SGD(Solver):
             diameter=problem.diameter,
             bias=gradients.bias,
         )
-        average = self.choices.average
+        chosen = {"batch_size": min(protocols), "rounds": count, "step_size": step}
         return Phase(
-            problem.project(total / count) if average else theta,
-            problem.capped(bound + gradients.smoothing_cost) if average else None,
-            history.rounds,
-            {
-                "batch_size": min(protocols),
-                "rounds": count,
-                "step_size": step,
-                "lipschitz": problem.lipschitz,
-                "distance": start.distance,
-            },
+            theta,
+            problem.capped(bound + gradients.smoothing_cost) if self.choices.average else None,
+            history,
+            {**chosen, "lipschitz": problem.lipschitz, "distance": start.distance},
             max(protocol.bits_per_user for protocol in protocols.values()),
         )

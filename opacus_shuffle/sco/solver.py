@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from opacus_shuffle.core.validation import boolean, instance_of, integer, positive
+from opacus_shuffle.protocols.calibration import noise_variance
+from opacus_shuffle.protocols.statement import PrivacyStatement
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 from opacus_shuffle.sco.bounded_gradients import BoundedGradients
 from opacus_shuffle.sco.budget import PrivacyBudget
 from opacus_shuffle.sco.oracle import Oracle
 from opacus_shuffle.sco.problem import Problem
 from opacus_shuffle.sco.records import take
-from opacus_shuffle.sco.result import Estimate, Round
+from opacus_shuffle.sco.result import Estimate, History, Round
 from opacus_shuffle.sco.users import UserLedger, split
 
 _BLOCK = 2**23
@@ -26,10 +28,10 @@ _BLOCK = 2**23
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a phase starts.
+    """Where a phase starts: a point of the set, and what is known of it beforehand.
 
     Attributes:
-        theta: In the set.
+        theta: The point.
         distance: D with E‖theta − θ*‖² ≤ D².
         gap: At least the expected excess loss there, if that is known better than L·D.
     """
@@ -41,16 +43,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What the caller of an optimiser has fixed; None: the optimiser takes what its proved bound likes best.
-
-    Attributes:
-        batch_size: b, users per round.
-        batches: Every round's users, in place of ``batch_size``.
-        inverse_step_sizes: L_1, …, L_T of the accelerated method.
-        rounds: T of gradient descent.
-        step_size: η.
-        average: Whether the answer is the mean of the iterates or the last one.
-    """
+    """Arguments of the optimisers that their caller may fix; None: the optimiser takes what its proved bound likes best."""
 
     batch_size: int | None = None
     batches: Iterable[Any] | None = None
@@ -94,13 +87,7 @@ class Phase:
 
 
 class Solver(ABC):
-    """One way to spend users on a problem, in one phase or several.
-
-    Args:
-        problem: What is to be minimised.
-        budget: What may be revealed.
-        choices: What the caller has fixed.
-    """
+    """One way to spend users on a problem, in one phase or several."""
 
     algorithm: ClassVar[str]
     interaction: ClassVar[str] = "sequential"
@@ -123,20 +110,22 @@ class Solver(ABC):
 
     def estimate(self, phases: list[Phase], choices: dict[str, Any]) -> Estimate:
         """Returns what the last phase has found, and what all of them have revealed."""
-        history = join(phases)
-        bits = [phase.bits_per_user for phase in phases if phase.bits_per_user is not None]
+        history: list[Round] = []
+        for phase in phases:  # rounds and users are counted through
+            first, before = len(history), history[-1].users if history else 0
+            history += [
+                dataclasses.replace(each, number=first + each.number, users=before + each.users) for each in phase.history
+            ]
+        privacy = PrivacyStatement(
+            **dataclasses.asdict(self.budget),
+            interaction=self.interaction,
+            rounds=len(history),
+            rounds_per_user=max(phase.rounds_per_user for phase in phases),
+            num_users=self.ledger.used,
+            bits_per_user=max((phase.bits_per_user for phase in phases if phase.bits_per_user is not None), default=None),
+        )
         return Estimate(
-            theta=phases[-1].theta,
-            privacy=self.budget.statement(
-                self.interaction,
-                rounds=len(history),
-                rounds_per_user=max(phase.rounds_per_user for phase in phases),
-                num_users=self.ledger.used,
-                bits_per_user=max(bits, default=None),
-            ),
-            history=history,
-            choices=choices,
-            excess_loss_bound=phases[-1].bound,
+            theta=phases[-1].theta, privacy=privacy, history=history, choices=choices, excess_loss_bound=phases[-1].bound
         )
 
     def oracle(self, variance: float, bias: float = 0.0) -> Oracle:
@@ -145,16 +134,22 @@ class Solver(ABC):
         return Oracle(lipschitz=problem.lipschitz, dimension=problem.dimension, variance=variance, bias=bias)
 
     def protocol(self, num_users: int, rounds: int = 1) -> ShuffleVectorSum:
-        """Returns the protocol of each of so many rounds with the same users."""
-        return self.budget.protocol(num_users, self.problem.dimension, self.problem.lipschitz, rounds=rounds)
+        """Returns the protocol of each of so many rounds with the same users; all of them together spend the budget."""
+        problem, budget = self.problem, dataclasses.asdict(self.budget)
+        return ShuffleVectorSum(num_users, problem.dimension, problem.lipschitz, **budget, rounds=rounds)
 
     def protocols(self, groups: Iterable[Tensor]) -> dict[int, ShuffleVectorSum]:
         """Returns the protocols of groups of each size, for users who take part in one round."""
         return {size: self.protocol(size) for size in sorted({len(group) for group in groups})}
 
     def planned_variance(self) -> float:
-        """Returns the variance per coordinate of a round's sum, before its number of users is known."""
-        return self.budget.planned_variance(self.problem.dimension, self.problem.lipschitz)
+        """Returns the variance per coordinate of a round's sum, before its number of users is known.
+
+        Where only the honest users' noise counts, the others' comes on top, hence the division.
+        """
+        promised = dataclasses.asdict(self.budget)
+        honest_fraction = promised.pop("honest_fraction")
+        return noise_variance(dimension=self.problem.dimension, max_norm=self.problem.lipschitz, **promised) / honest_fraction
 
     def batches(self, users: Tensor, batch_size: int | None) -> list[Tensor]:
         """Returns the given batches, or these users at random in batches of one size; all claimed from the ledger."""
@@ -171,14 +166,23 @@ class Solver(ABC):
             rows = next(iter(rows))
         return protocol.simulate(rows, self.problem.generator) / len(users)
 
-
-def join(phases: list[Phase]) -> list[Round]:
-    """Returns the rounds of all phases, numbered and with their users counted through."""
-    joined: list[Round] = []
-    for phase in phases:
-        first, before = len(joined), joined[-1].users if joined else 0
-        joined += [dataclasses.replace(each, number=first + each.number, users=before + each.users) for each in phase.history]
-    return joined
+    def descend(
+        self,
+        groups: list[Tensor],
+        protocols: dict[int, ShuffleVectorSum],
+        gradients: BoundedGradients,
+        theta: Tensor,
+        step: float,
+    ) -> tuple[Tensor, list[Round]]:
+        """Makes a projected step of SGD with each group; returns the mean of the iterates, or the last, and the history."""
+        total, history, reached = torch.zeros_like(theta), History(len(groups)), 0
+        for group in groups:
+            total += theta
+            gradient = self.mean_gradient(protocols[len(group)], gradients, theta, group)
+            theta = self.problem.project(theta - step * gradient)
+            reached = len(group) if self.interaction == "full" else reached + len(group)
+            history.add(users=reached, gradient=gradient, theta=theta)
+        return self.problem.project(total / len(groups)) if self.choices.average else theta, history.rounds
 
 
 def whole_batches(users: Tensor, size: int) -> list[Tensor]:
@@ -194,11 +198,7 @@ def fitting(name: str, size: int, num_users: int) -> int:
 
 
 def positive_numbers(name: str, values: Any) -> list[float]:
-    """Returns a sequence of positive numbers as a list.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Returns a sequence of positive numbers as a list, and refuses anything else."""
     if isinstance(values, str) or not isinstance(values, Iterable) or getattr(values, "ndim", 1) != 1:
         raise ValueError(f"{name} must be a sequence of positive numbers, got {values!r}")
     return [positive(name, step) for step in (values.tolist() if isinstance(values, Tensor) else values)]
