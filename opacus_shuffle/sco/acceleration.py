@@ -5,11 +5,6 @@ is a number that the proof gives (``docs/proofs/20_accelerated_sgd.md``), with t
 
 SCO Theorem 4.3 and Lemma 4.4 print L_t = ((T+2)^{3/2}σ/D + β)/(t+1). Where noise is small that breaks L_t > α_t·β, which the
 proof needs, and on a quadratic without constraint the iterates diverge. Here L_t = (2β + s)/(t+1), which is proved.
-
->>> steps = accelerated_step_sizes(rounds=100, smoothness=1.0, deviation=0.1, distance=1.0)
->>> bound = accelerated_bound(steps, smoothness=1.0, deviation=0.1, distance=1.0, start_gap=1.0, diameter=1.0)
->>> round(bound, 5)
-0.01185
 """
 
 from __future__ import annotations
@@ -101,16 +96,9 @@ def accelerated_bound(
 
 
 def accelerated_batch_size(oracle: Oracle, *, num_users: int, smoothness: float | None, distance: float) -> int:
-    """Returns the batch size with the least bound at T = ⌊n/b⌋ rounds; of order n^{3/5}s^{2/5}(L/(βD))^{2/5}.
+    """Returns the batch size with the least bound at T = ⌊n/b⌋ rounds, the largest of those with the best T.
 
-    Args:
-        oracle: What a round tells.
-        num_users: n.
-        smoothness: β; None to choose it with the batch size (:func:`best_smoothing`).
-        distance: D.
-
-    Returns:
-        The largest b with the best T, in [1, n].
+    It is of order n^{3/5}s^{2/5}(L/(βD))^{2/5}. With β None the smoothing is chosen with it (:func:`best_smoothing`).
     """
     candidates = np.geomspace(1, num_users, min(num_users, _CANDIDATES))
     candidates = np.unique(np.round(candidates).astype(np.int64))  # all batch sizes, or a geometric grid

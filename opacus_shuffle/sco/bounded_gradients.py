@@ -1,12 +1,4 @@
-"""``BoundedGradients``: what users report in a round, one gradient each, none longer than the protocol allows.
-
->>> import torch
->>> from opacus_shuffle.sco.objective import Objective
->>> objective = Objective.from_loss(lambda theta, batch: (batch - theta).square().sum(1) / 2, dimension=2)
->>> gradients = BoundedGradients(objective, limit=1.0, clip=True)
->>> gradients.rows(torch.zeros(2), torch.tensor([[0.5, 0.0], [3.0, 4.0], [torch.nan, 0.0]])).tolist()
-[[-0.5, 0.0], [-0.6000000000000001, -0.8], [0.0, 0.0]]
-"""
+"""``BoundedGradients``: what users report in a round, one gradient each, none longer than the protocol allows."""
 
 from __future__ import annotations
 

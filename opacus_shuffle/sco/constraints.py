@@ -1,12 +1,4 @@
-"""The convex sets that optimisers stay in, with their Euclidean projections and diameters.
-
->>> import torch
->>> ball = L2Ball(radius=2.0)
->>> ball.project(torch.tensor([3.0, 4.0])).tolist()
-[1.2000000476837158, 1.600000023841858]
->>> ball.diameter
-4.0
-"""
+"""The convex sets that optimisers stay in, with their Euclidean projections and diameters."""
 
 from __future__ import annotations
 
@@ -69,11 +61,7 @@ class L2Ball:
         return 2 * self.radius
 
     def project(self, theta: Tensor) -> Tensor:
-        """Returns the nearest point of the ball, or of each row (B, d); a point of the ball itself.
-
-        Raises:
-            ValueError: ``theta`` is of another dimension than the centre, or not finite.
-        """
+        """Returns the nearest point of the ball, or of each row (B, d); points of the ball stay as they are."""
         _check_point(theta, self.dimension, "L2Ball")
         center = torch.zeros_like(theta) if self.center is None else self.center.to(theta)
         offset = theta - center
@@ -109,7 +97,7 @@ class Box:
         if len(set(sizes.values())) > 1:
             raise ValueError(f"low, high and dimension must agree, got {sizes}; give vectors of one length")
         object.__setattr__(self, "dimension", next(iter(sizes.values()), None))
-        width = torch.as_tensor(self.high, dtype=torch.float64) - torch.as_tensor(self.low, dtype=torch.float64)
+        width = self._width()
         if bool((width < 0).any()) or not bool((width > 0).any()):
             raise ValueError(
                 f"low must not exceed high, and be below it somewhere, got low={self.low!r}, high={self.high!r}; swap them?"
@@ -117,25 +105,20 @@ class Box:
 
     @property
     def diameter(self) -> float:
-        """The length of the diagonal.
-
-        Raises:
-            ValueError: Both bounds are numbers and no dimension was given.
-        """
+        """The length of the diagonal; not known of a box between two numbers without ``dimension``."""
         if self.dimension is None:
             raise ValueError("dimension must be given for the diameter of a Box whose bounds are numbers; pass dimension=d")
-        width = torch.as_tensor(self.high, dtype=torch.float64) - torch.as_tensor(self.low, dtype=torch.float64)
-        return float(torch.linalg.vector_norm(width.expand(self.dimension)))
+        return float(torch.linalg.vector_norm(self._width().expand(self.dimension)))
 
     def project(self, theta: Tensor) -> Tensor:
-        """Returns the nearest point of the box, or of each row (B, d).
-
-        Raises:
-            ValueError: ``theta`` is of another dimension than the box, or not finite.
-        """
+        """Returns the nearest point of the box, or of each row (B, d)."""
         _check_point(theta, self.dimension, "Box")
         low, high = (torch.as_tensor(bound, dtype=torch.float64).to(theta) for bound in (self.low, self.high))
         return torch.minimum(torch.maximum(theta, low), high)
+
+    def _width(self) -> Tensor:
+        """Returns ``high − low``, (d,) or ()."""
+        return torch.as_tensor(self.high, dtype=torch.float64) - torch.as_tensor(self.low, dtype=torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,11 +134,7 @@ class Projection:
     diameter: float
 
     def project(self, theta: Tensor) -> Tensor:
-        """Returns the nearest point of the set.
-
-        Raises:
-            ValueError: ``theta`` is not finite, or the function did not return a finite tensor of its shape.
-        """
+        """Returns the nearest point of the set, and refuses an answer that is no finite tensor of theta's shape."""
         _check_point(theta, None, "the projection")
         point: Any = self.function(theta.clone())  # it may work in place
         if not isinstance(point, Tensor) or point.shape != theta.shape or not bool(torch.isfinite(point).all()):
@@ -179,9 +158,9 @@ def as_constraint(value: Any, diameter: float | None = None) -> Constraint:
     Raises:
         ValueError: It is neither, or has no diameter.
     """
-    # A class has these members, too, and a Box's diameter may raise: hence not isinstance(value, Constraint).
+    # Not isinstance(value, Constraint): a class has these members, too, and a Box's diameter may raise.
     if not isinstance(value, type) and hasattr(type(value), "project"):
-        if not _knows_diameter(value):
+        if not hasattr(type(value), "diameter") and "diameter" not in getattr(value, "__dict__", {}):
             raise ValueError(f"constraint must have a diameter besides project, got {value!r}; add the attribute")
         positive("constraint.diameter", value.diameter)
         known: Constraint = value
@@ -200,11 +179,6 @@ def project_rows(constraint: Constraint, points: Tensor) -> Tensor:
     if isinstance(constraint, L2Ball | Box):
         return constraint.project(points)
     return torch.stack([constraint.project(point) for point in points]) if len(points) else points
-
-
-def _knows_diameter(value: Any) -> bool:
-    """Returns whether there is such a member, be it one that raises when asked."""
-    return hasattr(type(value), "diameter") or "diameter" in getattr(value, "__dict__", {})
 
 
 def _vector(name: str, value: Any) -> Tensor:

@@ -1,11 +1,4 @@
-"""``DescentBound``: the excess loss proved for gradient descent on all users, and the best step.
-
->>> bound = DescentBound(rounds=200, num_users=500, oracle=Oracle(lipschitz=1.0, dimension=10, variance=50.0), granularity=6,
-...                      distance=1.0, diameter=2.0)
->>> step = bound.best_step(smoothness=1.0)
->>> round(step, 3), round(bound.value(step, smoothness=1.0), 3)
-(0.052, 0.096)
-"""
+"""``DescentBound``: the excess loss proved for gradient descent on all users, and the best step."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Functions that users write for batches, called on one record at a time, so that nothing in them can mix records.
-
->>> import torch
->>> centred = EachRecord(lambda x: x - x.mean(dim=0, keepdim=True) + 1, "centred")
->>> centred(torch.tensor([0.0, 2.0, 7.0])).tolist()  # each record is a batch of its own, and is its mean
-[1.0, 1.0, 1.0]
-"""
+"""Functions that users write for batches, called on one record at a time, so that nothing in them can mix records."""
 
 from __future__ import annotations
 
@@ -34,11 +28,7 @@ class Vectorised:
         self.name, self._remedy, self._fast = name, remedy, True
 
     def __call__(self, fast: Callable[[], T], slow: Callable[[], T]) -> T:
-        """Returns the answer of either.
-
-        Raises:
-            ValueError: Random numbers are drawn.
-        """
+        """Returns the answer of either, and refuses a function that draws random numbers."""
         if not self._fast:
             return slow()
         try:
@@ -68,11 +58,7 @@ class EachRecord:
         self._function, self._choose = function, Vectorised(name, remedy)
 
     def __call__(self, first: Tensor, *others: Any) -> Tensor:
-        """Returns the function's values (B, ...), each of one record.
-
-        Raises:
-            ValueError: A value is no tensor of its record's shape, or random numbers are drawn.
-        """
+        """Returns the function's values (B, ...), each of one record."""
         records = (first, *others)
         if not len(first):
             return torch.empty_like(first)

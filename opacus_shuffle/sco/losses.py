@@ -69,11 +69,7 @@ class Link:
                 positive(name, getattr(self, name))
 
     def check(self, targets: Any) -> None:
-        """Refuses labels that are not −1 or +1, for which hinge and logistic losses are silently wrong.
-
-        Raises:
-            ValueError: This link needs such labels, and there are others.
-        """
+        """Refuses labels that are not −1 or +1, for which hinge and logistic losses are silently wrong."""
         if self.signed and not (isinstance(targets, Tensor) and targets.ndim == 1 and bool((targets.abs() == 1).all())):
             raise ValueError(f"y must hold -1 and +1 only, in shape (B,), for the {self.name} loss; use 2 * y - 1 for 0 and 1")
 
@@ -101,11 +97,7 @@ class Link:
 
 
 def as_link(value: str | Link | Function) -> Link:
-    """Returns a link from its name ("absolute", "hinge", "logistic", "squared"), itself, or a function h(scores, targets).
-
-    Raises:
-        ValueError: It is none of them.
-    """
+    """Returns a link from its name ("absolute", "hinge", "logistic", "squared"), itself, or a function h(scores, targets)."""
     if isinstance(value, Link):
         return value
     if isinstance(value, str) or not callable(value):
@@ -116,22 +108,22 @@ def as_link(value: str | Link | Function) -> Link:
 
 def logistic_loss(theta: Tensor, batch: Any) -> Tensor:
     """Returns log(1 + exp(−y⟨θ, x⟩)) for y = ±1: ‖x‖-Lipschitz and ‖x‖²/4-smooth."""
-    return _of_scores(_logistic, theta, batch)
+    return _of_scores("logistic", theta, batch)
 
 
 def absolute_loss(theta: Tensor, batch: Any) -> Tensor:
     """Returns |⟨θ, x⟩ − y|: ‖x‖-Lipschitz, not smooth."""
-    return _of_scores(_absolute, theta, batch)
+    return _of_scores("absolute", theta, batch)
 
 
 def hinge_loss(theta: Tensor, batch: Any) -> Tensor:
     """Returns max(0, 1 − y⟨θ, x⟩) for y = ±1: ‖x‖-Lipschitz, not smooth."""
-    return _of_scores(_hinge, theta, batch)
+    return _of_scores("hinge", theta, batch)
 
 
 def squared_loss(theta: Tensor, batch: Any) -> Tensor:
     """Returns (⟨θ, x⟩ − y)²/2: ‖x‖²-smooth; (‖x‖·max|⟨θ, x⟩ − y|)-Lipschitz on a bounded set only."""
-    return _of_scores(_squared, theta, batch)
+    return _of_scores("squared", theta, batch)
 
 
 def link_of(loss: Any) -> Link | None:
@@ -139,32 +131,16 @@ def link_of(loss: Any) -> Link | None:
     return next((LINKS[name] for name, known in _LOSSES.items() if known is loss), None)
 
 
-def _of_scores(function: Function, theta: Tensor, batch: Any) -> Tensor:
+def _of_scores(link: str, theta: Tensor, batch: Any) -> Tensor:
     """Returns h(⟨θ, x⟩, y), in θ's precision."""
     features, targets = batch
-    return function(features.to(theta.dtype) @ theta, targets.to(theta.dtype))
-
-
-def _logistic(scores: Tensor, labels: Tensor) -> Tensor:
-    return -logsigmoid(labels * scores)  # softplus would drop the last 2e-9 beyond its threshold
-
-
-def _absolute(scores: Tensor, targets: Tensor) -> Tensor:
-    return (scores - targets).abs()
-
-
-def _hinge(scores: Tensor, labels: Tensor) -> Tensor:
-    return (1 - labels * scores).clamp_min(0)
-
-
-def _squared(scores: Tensor, targets: Tensor) -> Tensor:
-    return (scores - targets) ** 2 / 2
+    return LINKS[link].value(features.to(theta.dtype) @ theta, targets.to(theta.dtype))
 
 
 LINKS: dict[str, Link] = {
     "logistic": Link(
         "logistic",
-        _logistic,
+        lambda s, y: -logsigmoid(y * s),  # softplus would drop the last 2e-9 beyond its threshold
         lambda s, y: -y * torch.sigmoid(-y * s),
         lipschitz=1.0,
         smoothness=0.25,
@@ -173,7 +149,7 @@ LINKS: dict[str, Link] = {
     ),
     "absolute": Link(
         "absolute",
-        _absolute,
+        lambda s, y: (s - y).abs(),
         lambda s, y: torch.sign(s - y),
         lipschitz=1.0,
         # The residual shrinks by κ, but not beyond zero.
@@ -182,7 +158,7 @@ LINKS: dict[str, Link] = {
     ),
     "hinge": Link(
         "hinge",
-        _hinge,
+        lambda s, y: (1 - y * s).clamp_min(0),
         lambda s, y: -y * (y * s < 1),
         lipschitz=1.0,
         # The margin grows by κ, but not beyond one.
@@ -192,7 +168,7 @@ LINKS: dict[str, Link] = {
     ),
     "squared": Link(
         "squared",
-        _squared,
+        lambda s, y: (s - y) ** 2 / 2,
         lambda s, y: s - y,
         smoothness=1.0,
         coefficient=lambda s, y, k: (s - y) / (1 + k),

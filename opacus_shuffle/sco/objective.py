@@ -127,12 +127,12 @@ class Objective(ABC):
 class LinearObjective(Objective):
     """A generalised linear loss h(⟨θ, x⟩, y): values and gradients h′·x with no automatic differentiation per record.
 
+    A batch is ``(x, y)``: features (B, d) and targets (B, ...).
+
     Args:
         link: h, with its derivative.
         dimension: d.
         chunk_size: How many records are worked on at once.
-
-    A batch is ``(x, y)``: features (B, d) and targets (B, ...).
     """
 
     def __init__(self, link: Link, *, dimension: int, chunk_size: int = 1024) -> None:
@@ -141,11 +141,7 @@ class LinearObjective(Objective):
         self.chunk_size = integer("chunk_size", chunk_size)
 
     def scores(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor, Any]:
-        """Returns ⟨θ, x⟩ (B,), the features and the targets.
-
-        Raises:
-            ValueError: The batch is no pair of features (B, d) and targets, or the link refuses the targets.
-        """
+        """Returns ⟨θ, x⟩ (B,), the features and the targets of a batch, and refuses one that is no such pair."""
         if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[0], Tensor):
             raise ValueError("batch must be a pair (x, y) for a generalised linear loss")
         features, targets = batch
@@ -194,12 +190,7 @@ class _LossObjective(Objective):
         if not any(word in str(error) for word in ("size", "shape", "dimension", "invalid for input")):
             return
         shapes: list[tuple[int, ...]] = []
-
-        def note(x: Tensor) -> Tensor:
-            shapes.append((1, *x.shape[1:]))
-            return x
-
-        map_data(note, batch)
+        map_data(lambda x: shapes.append((1, *x.shape[1:])), batch)
         raise ValueError(
             f"loss must take theta of shape ({self.dimension},) and a batch of one of shape {', '.join(map(str, shapes))}, but "
             f"PyTorch says: {str(error).splitlines()[0]}; is dimension={self.dimension} right?"

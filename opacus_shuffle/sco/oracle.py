@@ -2,10 +2,6 @@
 
 Where the paper (Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation, SCO) has √d·log(d/δ)/ε with a constant left
 out, here stands the noise that the protocol really has: s = √(dV)/L, V the variance per coordinate of a *sum* of reports.
-
->>> oracle = Oracle(lipschitz=1.0, dimension=10, variance=4.0)
->>> round(oracle.ratio, 3), sgd_batch_size(oracle, num_users=10_000)
-(6.325, 6)
 """
 
 from __future__ import annotations

@@ -4,19 +4,6 @@ Algorithm 6 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation 
 
 No shuffler: one party reads record after record. Gaussian noise enters the gradient sum before the first record of a batch and
 again after the last: what an intruder finds and what is published tell about a record what one Gaussian mechanism tells.
-
->>> import torch
->>> from opacus_shuffle.sco.constraints import L2Ball
->>> from opacus_shuffle.sco.objective import Objective
->>> def half_square(theta, batch):
-...     return (batch - theta).square().sum(dim=1) / 2
->>> algorithm = PanPrivateAcceleratedSGD(
-...     Objective.from_loss(half_square, dimension=2), constraint=L2Ball(1.0), lipschitz=2.0, noise=0.1, batch_size=2,
-...     inverse_step_sizes=[4.0, 3.0], generator=torch.Generator().manual_seed(0))
->>> for record in 0.1 * torch.ones(4, 1, 2):
-...     _ = algorithm.consume(record)
->>> algorithm.finished, algorithm.state().records
-(True, 4)
 """
 
 from __future__ import annotations

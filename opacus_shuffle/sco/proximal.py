@@ -6,14 +6,6 @@ Three solvers, for f convex and with subgradients of norm at most L (proofs: ``d
   β‖p̂ − p‖ ≤ L·min(1/√2, 4/√(T + 15)), known beforehand.
 * A contraction (:func:`by_contraction`), for H-smooth f: β‖p̂ − p‖ ≤ L·(H/(H + β))^T.
 * Bisection (:func:`linear_coefficients`), for h(⟨y, x⟩, target) with Θ everything: exact up to rounding.
-
->>> import torch
->>> from opacus_shuffle.sco.objective import Objective
->>> loss = Objective.from_loss(lambda theta, x: (theta - x).abs().sum(1), dimension=1)
->>> records = torch.tensor([[0.0], [2.9], [9.0]], dtype=torch.float64)
->>> found = by_cutting_planes(loss, records, torch.full((3, 1), 3.0), beta=1.0, lipschitz=1.0, steps=20, tolerance=1e-6)
->>> [round(value, 4) for value in found.points.flatten().tolist()]  # steps of at most 1 towards each record
-[2.0, 2.9, 4.0]
 """
 
 from __future__ import annotations
@@ -75,24 +67,21 @@ def by_cutting_planes(
     tolerance: float | None = None,
     project: Callable[[Tensor], Tensor] | None = None,
 ) -> ProximalPoints:
-    """Returns proximal points of convex losses that need not be smooth, by cutting planes.
+    """Returns proximal points of convex losses that need not be smooth, by cutting planes, with certified errors.
+
+    Each depends on its own record alone, to the last bit: records that have left off are still evaluated, where they stand,
+    since the shape of a batch may change the rounding of its other records. A loss that is steeper than ``lipschitz``, or that
+    a certificate shows not to be convex, is refused.
 
     Args:
         objective: f, of each record.
         batch: B records.
         theta: (B, d), in Θ.
         beta: β > 0.
-        lipschitz: L; larger subgradients are refused.
+        lipschitz: L.
         steps: How many cuts after the first.
         tolerance: A record's point stays as it is when its error is certified to be at most this; by default none does.
         project: Onto Θ, row by row; by default everything is allowed.
-
-    Returns:
-        The points with certified errors. Each depends on its own record alone, to the last bit: records that have left off are
-        still evaluated, where they stand, since the shape of a batch may change the rounding of its other records.
-
-    Raises:
-        ValueError: A subgradient is longer than ``lipschitz``, or a certificate shows that the loss is not convex.
     """
     inside = project or (lambda points: points)
     theta = theta.to(torch.float64)
@@ -161,13 +150,8 @@ def by_contraction(
 ) -> ProximalPoints:
     """Returns proximal points of convex losses with a Lipschitz gradient, by a contraction.
 
-    The arguments are :func:`by_cutting_planes`'s, and ``smoothness``: H, which is trusted.
-
-    Returns:
-        The points with their errors, which are right if the loss is convex and H-smooth. Each depends on its own record alone.
-
-    Raises:
-        ValueError: A gradient is longer than ``lipschitz``.
+    The arguments are :func:`by_cutting_planes`'s, and ``smoothness``: H, which is trusted: the errors are right if the loss is
+    convex and H-smooth. Each point depends on its own record alone.
     """
     inside = project or (lambda points: points)
     theta = theta.to(torch.float64)
@@ -193,17 +177,9 @@ def by_contraction(
 
 
 def linear_coefficients(link: Link, scores: Tensor, targets: Any, squared_norms: Tensor, beta: float) -> Tensor:
-    """Returns the gradients of the envelopes of h(⟨θ, x⟩, y), as multiples of x.
+    """Returns the gradients of the envelopes of h(⟨θ, x⟩, y), as multiples of x, shape (B,).
 
-    Args:
-        link: h, convex.
-        scores: ⟨θ, x⟩, (B,).
-        targets: y, (B, ...).
-        squared_norms: ‖x‖², (B,).
-        beta: β.
-
-    Returns:
-        a ∈ ∂h(⟨θ, x⟩ − κa), κ = ‖x‖²/β, (B,); right to 2⁻⁵² of h′(⟨θ, x⟩), given h′ at the points asked for.
+    They are a ∈ ∂h(⟨θ, x⟩ − κa), κ = ‖x‖²/β; right to 2⁻⁵² of h′(⟨θ, x⟩), given h′ at the points asked for.
     """
     kappa = squared_norms / beta
     # A record without features has no gradient, whatever its coefficient.

@@ -1,10 +1,4 @@
-"""Records of users: a tensor, or a tuple, list or dict of such, all with one leading dimension, the users.
-
->>> import torch
->>> data = {"x": torch.tensor([[1.0], [2.0], [3.0]]), "y": torch.tensor([0, 1, 0])}
->>> number_of_users(data), take(data, [2, 0])["y"].tolist()
-(3, [0, 0])
-"""
+"""Records of users: a tensor, or a tuple, list or dict of such, all with one leading dimension, the users."""
 
 from __future__ import annotations
 
@@ -16,35 +10,19 @@ from torch import Tensor
 
 
 def number_of_users(data: Any) -> int:
-    """Returns the number of records.
-
-    Raises:
-        ValueError: There is no tensor, something else, or the leading dimensions differ.
-    """
-    sizes: list[int] = []
-
-    def measure(x: Tensor) -> Tensor:
-        if x.ndim == 0:
-            raise ValueError("data must have the users as first dimension, got a tensor of shape ()")
-        sizes.append(len(x))
-        return x
-
-    map_data(measure, data)
+    """Returns the number of records, and refuses data without a tensor or with leading dimensions that differ."""
+    shapes: list[torch.Size] = []
+    map_data(lambda x: shapes.append(x.shape), data)
+    if () in shapes:
+        raise ValueError("data must have the users as first dimension, got a tensor of shape ()")
+    sizes = [shape[0] for shape in shapes]
     if not sizes or len(set(sizes)) > 1:
         raise ValueError(f"data must hold tensors with one leading dimension, the users, got {sizes or 'no tensor'}")
     return sizes[0]
 
 
 def take(data: Any, indices: Any) -> Any:
-    """Returns the records of some users, in the structure of the data.
-
-    Args:
-        data: The records.
-        indices: The users' numbers, a tensor or list of integers in any order.
-
-    Raises:
-        ValueError: The indices are no integers of one dimension, or out of range.
-    """
+    """Returns the records of these users, whose numbers are a tensor or list of integers, in the structure of the data."""
     wanted = torch.as_tensor(indices)
     wanted = wanted.to(torch.long) if wanted.numel() == 0 else wanted
     if wanted.ndim != 1 or wanted.dtype not in (torch.long, torch.int32, torch.int16, torch.int8, torch.uint8):
@@ -55,12 +33,8 @@ def take(data: Any, indices: Any) -> Any:
     return map_data(lambda x: x[wanted.to(x.device)], data)
 
 
-def map_data(function: Callable[[Tensor], Tensor], data: Any) -> Any:
-    """Applies a function to each tensor and returns the results in the structure of the data.
-
-    Raises:
-        ValueError: The data hold something else than tensors, tuples, lists and dicts.
-    """
+def map_data(function: Callable[[Tensor], Any], data: Any) -> Any:
+    """Applies a function to each tensor and returns the results in the structure of the data."""
     if isinstance(data, Tensor):
         return function(data)
     if isinstance(data, dict):

@@ -1,12 +1,4 @@
-"""``Estimate``: what a shuffle-private optimiser has found, what it reveals, and how it came about.
-
->>> import torch
->>> history = History(rounds=1000, snapshots=10)
->>> for step in range(1000):
-...     history.add(users=step + 1, gradient=torch.tensor([3.0, 4.0]), theta=torch.zeros(2))
->>> len(history.rounds), sum(each.theta is not None for each in history.rounds), history.rounds[-1].gradient_norm
-(1000, 10, 5.0)
-"""
+"""``Estimate``: what a shuffle-private optimiser has found, what it reveals, and how it came about."""
 
 from __future__ import annotations
 

@@ -2,17 +2,6 @@
 
 Theorems 4.8 and 4.9 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO). Where a λ-strongly convex loss
 is within Δ of its minimum, θ is within √(2Δ/λ) of the minimiser: every phase starts nearer, and takes steps to suit.
-
->>> import torch
->>> from opacus_shuffle.sco import L2Ball, PrivacyBudget, Problem
->>> records = torch.randn(40_000, 3, generator=torch.Generator().manual_seed(0)) * 0.1 + 0.5
->>> def half_square(theta, batch):
-...     return (batch - theta).square().sum(dim=1) / 2
->>> problem = Problem(half_square, records, constraint=L2Ball(1.0), lipschitz=2.5, smoothness=1.0, clip=True, dimension=3,
-...                   generator=torch.Generator().manual_seed(1))
->>> estimate = shuffle_strongly_convex(problem, PrivacyBudget(epsilon=1.0, delta=1e-6), strong_convexity=1.0)
->>> len(estimate.choices["phases"]), bool((estimate.theta - 0.5).norm() < 0.05), round(estimate.excess_loss_bound, 4)
-(4, True, 0.004)
 """
 
 from __future__ import annotations

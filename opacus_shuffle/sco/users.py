@@ -2,17 +2,6 @@
 
 The sequentially interactive algorithms are as private as one round because no user is in two of them (parallel composition).
 That is a promise about indices, so it is checked where the batches are handed out, whoever chose them.
-
->>> import torch
->>> ledger = UserLedger(5)
->>> ledger.claim(torch.tensor([3, 0])).tolist(), ledger.used
-([3, 0], 2)
->>> ledger.claim(torch.tensor([1, 3]))
-Traceback (most recent call last):
-    ...
-ValueError: batches must use every user at most once, but user 3 is in batch 1 and was in batch 0; leave it out of one of them
->>> ledger.used
-2
 """
 
 from __future__ import annotations
@@ -29,18 +18,7 @@ _UNUSED = -1
 
 
 class UserLedger:
-    """Hands out users, each at most once.
-
-    Args:
-        num_users: Users 0, …, num_users − 1.
-
-    Attributes:
-        num_users: As given.
-        batches: How many batches were handed out.
-
-    Raises:
-        ValueError: If ``num_users`` is not a whole number of at least 1.
-    """
+    """Hands out users 0, …, n − 1, each at most once, and counts the batches."""
 
     def __init__(self, num_users: int) -> None:
         self.num_users = integer("num_users", num_users)
@@ -53,16 +31,10 @@ class UserLedger:
         return int((self._batch_of != _UNUSED).sum())
 
     def claim(self, indices: Any) -> Tensor:
-        """Marks a batch of users as used.
-
-        Args:
-            indices: Whole numbers in [0, num_users), shape (b,), b ≥ 1, all different: a tensor or a sequence.
-
-        Returns:
-            The indices as an int64 tensor of shape (b,) on the CPU.
+        """Marks a batch of users as used, and returns their numbers as an int64 vector on the CPU.
 
         Raises:
-            ValueError: If the batch is empty, no list of whole numbers, out of range, or holds a user who is in it twice or
+            ValueError: If the batch is empty, no vector of whole numbers, out of range, or holds a user who is in it twice or
                 was handed out before; nobody is then marked.
         """
         batch = _as_indices(indices, self.batches)
