@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus_shuffle.sco.moreau import MoreauEnvelope
 from opacus_shuffle.sco.objective import Objective
 from opacus_shuffle.sco.records import map_data, number_of_users, take
 
@@ -33,17 +32,6 @@ class BoundedGradients:
     clip: bool
     bias: float = 0.0
     smoothing_cost: float = 0.0
-
-    @classmethod
-    def of_envelope(cls, envelope: MoreauEnvelope, *, lipschitz: float, clip: bool) -> BoundedGradients:
-        """Returns the gradients of an L-Lipschitz loss's envelope."""
-        return cls(
-            envelope,
-            lipschitz,
-            clip,
-            float(envelope.gradient_error),
-            lipschitz**2 / (2 * float(envelope.smoothness)),
-        )
 
     def rows(self, theta: Tensor, batch: Any) -> Tensor:
         """Returns one gradient per record, shape (B, d), float64, none longer than ``limit``.

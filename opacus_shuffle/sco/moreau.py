@@ -21,6 +21,7 @@ Every user smooths its own loss and finds its own proximal point, on its own dev
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +87,6 @@ class MoreauEnvelope(Objective):
         lipschitz: A bound on the norm of the gradients: L; None if none was given.
         accuracy: A bound on ‖p̂ − p‖, up to rounding if it is 0.
         gradient_error: A bound on the error of the gradients: β times the accuracy.
-        approximation_error: L²/(2β), by how much f may exceed its envelope; None if L is not known.
 
     Raises:
         ValueError: An argument is out of range, or would need more than a million steps. Later: the loss turns out not to be
@@ -119,7 +119,6 @@ class MoreauEnvelope(Objective):
         remedy = "; if it treats records one by one as it is, say so by prox_elementwise=True"
         self._prox = prox if prox is None or whole_batches or not callable(prox) else EachRecord(prox, "prox", remedy)
         self._exact = prox is None and self.constraint is None and isinstance(objective, LinearObjective)
-        self._steps, self._stop_early = 0, False
         if accuracy is not None and iterations is not None:
             raise ValueError(f"accuracy and iterations cannot both be given, got {accuracy!r} and {iterations!r}; drop one")
         if prox is not None:
@@ -160,11 +159,6 @@ class MoreauEnvelope(Objective):
         """A bound on ‖ĝ − ∇f_β(θ)‖ for every record."""
         return self.smoothness * self.accuracy
 
-    @property
-    def approximation_error(self) -> float | None:
-        """L²/(2β)."""
-        return None if self.lipschitz is None else self.lipschitz**2 / (2 * self.smoothness)
-
     def proximal_points(self, theta: Tensor, batch: Any) -> ProximalPoints:
         """Returns every record's proximal point, with a bound on its error that is often far below ``accuracy``.
 
@@ -194,27 +188,39 @@ class MoreauEnvelope(Objective):
         return promised
 
     def _plan(self, accuracy: float | None, iterations: int | None) -> float:
-        """Decides how many steps to make, and returns the accuracy that they promise."""
+        """Decides which solver makes how many steps, and returns the accuracy that they promise."""
         if self.lipschitz is None:
             raise ValueError(
                 "lipschitz must be given, from which the accuracy of proximal points follows; losses of "
                 "opacus_shuffle.sco.losses without constraint, MoreauEnvelope.generalized_linear and prox= do without"
             )
-        ratio = None if self._inner is None else self._inner / self.smoothness
+        inner = self._inner
+        ratio = None if inner is None else inner / self.smoothness
         scale = self.lipschitz / self.smoothness
         if iterations is not None:
-            self._steps = integer("iterations", iterations)
-            return scale * relative_error(self._steps, smooth_ratio=ratio)
-        relative = (_ROUGH if ratio is None else _FINE) if accuracy is None else positive("accuracy", accuracy) / scale
-        relative = min(relative, 1.0)
-        self._steps, self._stop_early = steps_for(relative, smooth_ratio=ratio), True
-        if self._steps > _MOST_STEPS:
-            raise ValueError(
-                f"accuracy must not need more than {_MOST_STEPS} steps, got {accuracy!r}, which may need {self._steps:.3g}; "
-                f"accept {scale * relative_error(_MOST_STEPS, smooth_ratio=ratio):.3g}, or pass inner_smoothness if the loss "
-                "is smooth"
-            )
-        return relative * scale
+            steps = integer("iterations", iterations)
+            promised = scale * relative_error(steps, smooth_ratio=ratio)
+        else:
+            relative = (_ROUGH if ratio is None else _FINE) if accuracy is None else positive("accuracy", accuracy) / scale
+            relative = min(relative, 1.0)
+            steps, promised = steps_for(relative, smooth_ratio=ratio), relative * scale
+            if steps > _MOST_STEPS:
+                raise ValueError(
+                    f"accuracy must not need more than {_MOST_STEPS} steps, got {accuracy!r}, which may need {steps:.3g}; "
+                    f"accept {scale * relative_error(_MOST_STEPS, smooth_ratio=ratio):.3g}, or pass inner_smoothness if the "
+                    "loss is smooth"
+                )
+        solver = by_cutting_planes if inner is None else functools.partial(by_contraction, smoothness=inner)
+        self._solver = functools.partial(
+            solver,
+            self.objective,
+            beta=self.smoothness,
+            lipschitz=self.lipschitz,
+            steps=steps,
+            tolerance=promised if iterations is None else None,
+            project=None if self.constraint is None else functools.partial(project_rows, self.constraint),
+        )
+        return promised
 
     def _solve(self, theta: Tensor, batch: Any) -> tuple[ProximalPoints, Tensor]:
         """Returns the proximal points of one chunk and the envelope's gradients."""
@@ -225,27 +231,16 @@ class MoreauEnvelope(Objective):
         if self._prox is not None:
             found = ProximalPoints(self._call_prox(self._prox, rows, batch), torch.full((count,), self.accuracy).double(), 0)
         else:
-            found = self._iterate(rows, batch)
+            found = self._solver(batch, rows)
+            if self._inner is None:
+                self._check(found)
         gradients = self.smoothness * (rows - found.points)
         if self.lipschitz is not None:
             gradients = gradients * (self.lipschitz / gradients.norm(dim=1, keepdim=True).clamp_min(self.lipschitz))
         return found, gradients
 
-    def _iterate(self, rows: Tensor, batch: Any) -> ProximalPoints:
-        """Returns proximal points found by cutting planes or contraction."""
-        if self.lipschitz is None:
-            raise RuntimeError("a plan needs lipschitz")
-        constraint = self.constraint
-        how: dict[str, Any] = {
-            "beta": self.smoothness,
-            "lipschitz": self.lipschitz,
-            "steps": self._steps,
-            "tolerance": self.accuracy if self._stop_early else None,
-            "project": None if constraint is None else (lambda points: project_rows(constraint, points)),
-        }
-        if self._inner is not None:
-            return by_contraction(self.objective, batch, rows, smoothness=self._inner, **how)
-        found = by_cutting_planes(self.objective, batch, rows, **how)
+    def _check(self, found: ProximalPoints) -> None:
+        """Refuses points of cutting planes that are not certified as promised, as those of losses that are not convex."""
         missed = found.errors > self.accuracy * (1 + _TOLERANCE)
         if bool(missed.any()):
             raise ValueError(
@@ -253,7 +248,6 @@ class MoreauEnvelope(Objective):
                 f"rounding not to matter: for {int(missed.sum())} of {len(missed)} records the proximal point is certified to "
                 f"{float(found.errors.max()):.3g} only, not {self.accuracy:.3g}; check them, or ask for less accuracy"
             )
-        return found
 
     def _solve_linear(self, theta: Tensor, batch: Any) -> tuple[ProximalPoints, Tensor]:
         """Returns the exact points and gradients; the latter do not go through θ − p, which would cancel."""

@@ -95,11 +95,10 @@ class Problem:
         self.generator, self.data, self.envelope = generator, data, envelope
         self.lipschitz, self.clip = positive("lipschitz", lipschitz), boolean("clip", clip)
         distance = None if diameter is None else positive("diameter", diameter)
-        if isinstance(constraint, Box) and constraint.dimension is None:
-            constraint = sized(constraint, as_objective(loss, dimension=_dimension(constraint, initial, dimension)).dimension)
-        self.constraint: Constraint = as_constraint(constraint, None if hasattr(type(constraint), "project") else distance)
-        self.objective: Objective = as_objective(loss, dimension=_dimension(self.constraint, initial, dimension))
+        self.objective: Objective = as_objective(loss, dimension=_dimension(constraint, initial, dimension))
         self.dimension = self.objective.dimension
+        constraint = sized(constraint, self.dimension)
+        self.constraint: Constraint = as_constraint(constraint, None if hasattr(type(constraint), "project") else distance)
         if initial is None:
             initial = getattr(self.objective, "initial", None)
         start = torch.zeros(self.dimension) if initial is None else initial
@@ -112,7 +111,7 @@ class Problem:
         if self.smoothness is not None and envelope is not None:
             raise ValueError("envelope must be left out where smoothness is given: it is for losses that are not smooth")
         if self.smoothness is None and envelope is None and isinstance(self.objective, MoreauEnvelope):
-            self.smoothness = float(self.objective.smoothness)
+            self.smoothness = self.objective.smoothness
         if envelope is not None:
             self._envelope(self.lipschitz / self.distance)
 
@@ -136,15 +135,20 @@ class Problem:
 
     def own_gradients(self) -> BoundedGradients:
         """Returns the gradients of the loss as it is, which may be a Moreau envelope already."""
-        if isinstance(self.objective, MoreauEnvelope):
-            return BoundedGradients.of_envelope(self.objective, lipschitz=self.lipschitz, clip=self.clip)
-        return BoundedGradients(self.objective, self.lipschitz, self.clip)
+        return self._bounded(self.objective)
 
     def smooth_gradients(self, smoothness: float) -> BoundedGradients:
         """Returns the gradients of the loss if its smoothness is known, else those of its envelope at this smoothness."""
         if self.smoothness is not None:
             return self.own_gradients()
-        return BoundedGradients.of_envelope(self._envelope(smoothness), lipschitz=self.lipschitz, clip=self.clip)
+        return self._bounded(self._envelope(smoothness))
+
+    def _bounded(self, objective: Objective) -> BoundedGradients:
+        """Returns an objective's gradients, with what is lost if it is an envelope."""
+        if not isinstance(objective, MoreauEnvelope):
+            return BoundedGradients(objective, self.lipschitz, self.clip)
+        cost = self.lipschitz**2 / (2 * objective.smoothness)
+        return BoundedGradients(objective, self.lipschitz, self.clip, objective.gradient_error, cost)
 
     def _envelope(self, smoothness: float) -> MoreauEnvelope:
         """Returns the user's envelope, checked, or the default one."""
@@ -170,12 +174,9 @@ class Problem:
         if isinstance(self.objective, LinearObjective):
             return MoreauEnvelope(self.objective, smoothness, lipschitz=self.lipschitz)
         relative = max(_FINEST, min(_ROUGHEST, 0.5 / self.num_users**0.5))  # costs that times L·D of excess loss
+        accuracy = relative * self.lipschitz / smoothness
         return MoreauEnvelope(
-            self.objective,
-            smoothness,
-            lipschitz=self.lipschitz,
-            constraint=self.constraint,
-            accuracy=relative * self.lipschitz / smoothness,
+            self.objective, smoothness, lipschitz=self.lipschitz, constraint=self.constraint, accuracy=accuracy
         )
 
 
@@ -205,20 +206,14 @@ def sized(constraint: Any, dimension: int) -> Any:
 
 def farthest(constraint: Constraint, point: Tensor) -> float:
     """Returns at least the distance from this point of the set to any other."""
-    diameter = float(constraint.diameter)
-    if isinstance(constraint, L2Ball):
-        center = constraint.center
-        away = float(point.norm() if center is None else (point - torch.as_tensor(center, dtype=point.dtype)).norm())
-        return min(diameter, float(constraint.radius) + away)
-    return diameter
+    if not isinstance(constraint, L2Ball):
+        return float(constraint.diameter)
+    away = float((point if constraint.center is None else point - constraint.center).norm())
+    return min(constraint.diameter, constraint.radius + away)
 
 
 def real_vector(name: str, value: Any, size: int) -> Tensor:
-    """Returns a copy of a finite vector of this size, float64, on the CPU.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Returns a copy of a finite vector of this size, float64, on the CPU, and refuses anything else."""
     try:
         vector = torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError):
