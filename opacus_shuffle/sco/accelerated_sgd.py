@@ -84,21 +84,9 @@ class AcceleratedSGD(Solver):
         sizes = [len(group) for group in groups]
         plan = self.plan(sizes, start, exact=True)
         theta, history, more, bits = self.iterate(plan, groups, start)
-        return Phase(
-            theta,
-            plan.bound,
-            history,
-            {
-                "batch_size": min(sizes),
-                "rounds": len(groups),
-                **more,
-                "inverse_step_sizes": plan.steps,
-                "smoothness": plan.smoothness,
-                "lipschitz": self.problem.lipschitz,
-                "distance": start.distance,
-            },
-            bits,
-        )
+        chosen = {"batch_size": min(sizes), "rounds": len(groups), **more, "inverse_step_sizes": plan.steps}
+        given = {"lipschitz": self.problem.lipschitz, "distance": start.distance}
+        return Phase(theta, plan.bound, history, {**chosen, "smoothness": plan.smoothness, **given}, bits)
 
     def batch_size(self, num_users: int, start: Start) -> int:
         """Returns the caller's batch size, or the proved bound's best."""
@@ -140,7 +128,7 @@ class AcceleratedSGD(Solver):
     def iterate(
         self, plan: AcceleratedPlan, groups: list[Tensor], start: Start
     ) -> tuple[Tensor, list[Round], dict[str, Any], int | None]:
-        """Makes the rounds; returns the answer, the history, more of what was used, and what a user sends."""
+        """Makes the rounds; returns the answer, the history, further choices to report, and the bits that a user sends."""
         protocols = self.protocols(groups)
         iterates, history, reached = AcceleratedIterates(self.problem.project, start.theta, plan.steps), History(len(groups)), 0
         for group in groups:

@@ -63,7 +63,7 @@ def accelerated_bound(
     diameter: float,
     bias: float = 0.0,
 ) -> float | None:
-    """Returns at least the excess loss of AC-SA.
+    """Returns an upper bound on the expected excess loss of AC-SA.
 
     Args:
         inverse_step_sizes: L_1, …, L_T; the step itself is 1/L_t.

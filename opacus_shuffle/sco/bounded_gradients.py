@@ -105,6 +105,6 @@ class BoundedGradients:
             return error
 
     def _is_structural(self, error: Exception, theta: Tensor, record: Any) -> bool:
-        """Returns whether records of the same shapes, but with no one's values in them, meet the same error."""
+        """Returns whether records of zeros and of ones, of the same shapes, raise the same error."""
         probes = [self._attempt(theta, map_data(make, record)) for make in (torch.zeros_like, torch.ones_like)]
         return all(type(found) is type(error) and str(found) == str(error) for found in probes)

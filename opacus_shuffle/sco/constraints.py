@@ -123,7 +123,7 @@ class Box:
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A set known by its projection alone, as :func:`as_constraint` makes of a callable.
+    """A set that is known by its projection function alone.
 
     Args:
         function: From a point (d,) to the nearest point of the set (d,).
@@ -149,7 +149,7 @@ class Projection:
 
 
 def as_constraint(value: Any, diameter: float | None = None) -> Constraint:
-    """Returns a constraint made of what users pass as one.
+    """Returns the constraint itself, or a projection function as a constraint.
 
     Args:
         value: A :class:`Constraint`, which is returned as it is, or a callable from θ (d,) to its projection (d,).
@@ -190,7 +190,7 @@ def _vector(name: str, value: Any) -> Tensor:
 
 
 def _check_point(theta: Any, dimension: int | None, where: str) -> None:
-    """Refuses points that cannot be projected."""
+    """Refuses points of another type or dimension than the set's, and points that are not finite."""
     if not isinstance(theta, Tensor) or not theta.is_floating_point() or theta.ndim not in (1, 2):
         found = f"{theta.dtype} of shape {tuple(theta.shape)}" if isinstance(theta, Tensor) else type(theta).__name__
         raise ValueError(f"theta must be a floating-point tensor of shape (d,), got {found}")

@@ -36,7 +36,7 @@ class DescentBound:
     diameter: float
 
     def drift(self, step_size: float, smoothness: float) -> float:
-        """Returns at least the generalisation error: L times the mean distance of two runs that differ in one user."""
+        """Returns an upper bound on the generalisation error: L times the mean distance of two runs that differ in one user."""
         oracle, users = self.oracle, self.num_users
         width = 2 * oracle.lipschitz / self.granularity
         root = width * math.sqrt(oracle.dimension)
@@ -59,7 +59,7 @@ class DescentBound:
         return fit + self.drift(step_size, smoothness)
 
     def best_step(self, *, smoothness: float | None, lipschitz: float = 0.0) -> float:
-        """Returns the η that minimises the bound; with ``smoothness`` None smoothing by β = 2/η counts, which costs ηL²/4."""
+        """Returns the η with the least bound; where ``smoothness`` is None the loss is smoothed by β = 2/η, at a cost of ηL²/4."""
         start = self.distance**2 / (2 * self.rounds)
 
         def slope(step: float) -> float:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from opacus_shuffle.sco.records import map_data
+from opacus_shuffle.sco.records import described, map_data
 
 T = TypeVar("T")
 
@@ -70,9 +70,9 @@ class EachRecord:
         wanted = batch[0].shape
         value: Any = self._function(*batch)
         if not isinstance(value, Tensor) or value.shape != wanted:
-            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
-                f"{self._choose.name} must return a tensor of shape {tuple(wanted)} for a batch of one record, got {found}"
+                f"{self._choose.name} must return a tensor of shape {tuple(wanted)} for a batch of one record, got "
+                f"{described(value)}"
             )
         return value[0]
 
@@ -93,10 +93,9 @@ def batch_of_one(record: Any) -> Any:
 def one_loss(value: Any, name: str) -> Tensor:
     """Returns the loss of a batch of one as a number, and refuses anything else."""
     if not isinstance(value, Tensor) or value.numel() != 1:
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
-            f"{name} must return one loss per record (it is called with one record at a time), got {found}: sum or average "
-            "over everything but the records, with reduction='sum' or 'mean' say"
+            f"{name} must return one loss per record (it is called with one record at a time), got {described(value)}: sum or "
+            "average over everything but the records, with reduction='sum' or 'mean' say"
         )
     return value.reshape(())
 

@@ -105,7 +105,7 @@ class GradientDescent(Solver):
         return DescentPlan(protocol, rounds, step, smoothness, gradients, bound)
 
     def _bound(self, num_users: int, rounds: int, start: Start, variance: float, granularity: int) -> DescentBound:
-        """Returns what is proved of so many rounds with this noise, before the smoothness is chosen."""
+        """Returns the proved bound of so many rounds with this noise, before the smoothness is chosen."""
         likely = self.problem.smooth_gradients(self.problem.lipschitz / start.distance)  # their error, if an envelope's
         return DescentBound(
             rounds=rounds,

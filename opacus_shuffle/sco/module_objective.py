@@ -1,20 +1,10 @@
-"""Networks as objectives: θ is the flat vector of a module's trainable parameters.
-
->>> import torch
->>> from torch import nn
->>> _ = torch.manual_seed(0)
->>> network = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
->>> objective = ModuleObjective(network, nn.CrossEntropyLoss())
->>> batch = torch.randn(5, 4), torch.tensor([0, 1, 1, 0, 1])
->>> objective.gradients(objective.initial, batch).shape
-torch.Size([5, 23])
-"""
+"""Networks as objectives: θ is the flat vector of a module's trainable parameters."""
 
 from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +17,7 @@ from opacus_shuffle.core.opacus_compat import forget_broken_pass, refuse_broken_
 from opacus_shuffle.core.validation import instance_of, integer, one_of
 from opacus_shuffle.sco.each_record import batch_of_one, no_random_draws, one_loss, refuse_randomness_or_memory
 from opacus_shuffle.sco.objective import Objective
-from opacus_shuffle.sco.records import map_data, number_of_users
+from opacus_shuffle.sco.records import described, map_data, number_of_users
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
@@ -87,9 +77,7 @@ class ModuleObjective(Objective):
         if not own:
             raise ValueError("module must have a trainable parameter, got none; set requires_grad")
         self.names = [name for name, _ in own]
-        self._shapes = [tuple(parameter.shape) for _, parameter in own]
-        self._sizes = [parameter.numel() for _, parameter in own]
-        self.dimension = sum(self._sizes)
+        self.dimension = sum(parameter.numel() for _, parameter in own)
         _check(inner, hooks=self._mode == "hooks")
         self._parameters = [inner.get_parameter(name) for name in self.names]
         self.rounding = max(torch.finfo(parameter.dtype).eps for parameter in self._parameters)
@@ -98,28 +86,22 @@ class ModuleObjective(Objective):
     @property
     def initial(self) -> Tensor:
         """The module's parameters as they are now, (d,), double precision."""
-        own = dict(self._module.named_parameters())
-        return torch.cat([own[name].detach().to("cpu", torch.float64).reshape(-1) for name in self.names])
+        own = [self._module.get_parameter(name) for name in self.names]
+        return torch.cat([parameter.detach().to("cpu", torch.float64).reshape(-1) for parameter in own])
 
     def load(self, theta: Tensor) -> nn.Module:
-        """Writes a point (d,) into the module and returns the module.
-
-        Raises:
-            ValueError: It has another shape, or is not finite.
-        """
+        """Writes a point (d,) into the module, returns the module, and refuses a point that is not finite."""
         if not isinstance(theta, Tensor) or theta.shape != (self.dimension,) or not bool(torch.isfinite(theta).all()):
-            found = f"shape {tuple(theta.shape)}" if isinstance(theta, Tensor) else type(theta).__name__
-            raise ValueError(f"theta must be a finite tensor of shape ({self.dimension},), got {found}")
-        own = dict(self._module.named_parameters())
+            raise ValueError(f"theta must be a finite tensor of shape ({self.dimension},), got {described(theta)}")
         with torch.no_grad():
             for name, piece in zip(self.names, self._pieces(theta), strict=True):
-                own[name].copy_(piece)
+                self._module.get_parameter(name).copy_(piece)
         return self._module
 
-    def _pieces(self, theta: Tensor) -> Iterator[Tensor]:
-        """Yields θ, cut into parameters."""
-        for piece, shape in zip(torch.split(theta, self._sizes), self._shapes, strict=True):
-            yield piece.view(shape)
+    def _pieces(self, theta: Tensor) -> list[Tensor]:
+        """Returns θ, cut into parameters."""
+        cuts = torch.split(theta, [parameter.numel() for parameter in self._parameters])
+        return [piece.view(own.shape) for piece, own in zip(cuts, self._parameters, strict=True)]
 
     def _prepare(self, batch: Any) -> Any:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
@@ -153,11 +135,8 @@ class ModuleObjective(Objective):
 
     def _one(self, theta: Tensor, inputs: Any, targets: Any) -> Tensor:
         """Returns one record's loss."""
-        like = self._parameters
-        values = {
-            name: piece.to(own.device, own.dtype)
-            for name, piece, own in zip(self.names, self._pieces(theta), like, strict=True)
-        }
+        pieces = zip(self.names, self._pieces(theta), self._parameters, strict=True)
+        values = {name: piece.to(own.device, own.dtype) for name, piece, own in pieces}
         args, keywords = _arguments(batch_of_one(inputs))
         outputs = torch.func.functional_call(self._copy, values, args, keywords)
         return one_loss(self._criterion(outputs, batch_of_one(targets)), "criterion")
@@ -199,8 +178,9 @@ class ModuleObjective(Objective):
         return result
 
     def _wrap(self) -> GradSampleModule:
-        """Returns the copy with Opacus's hooks on it."""
-        _switch_training(self._copy)
+        """Returns the copy with Opacus's hooks on it, and layers that train in training mode, as the hooks need."""
+        for layer in self._copy.modules():
+            layer.training = layer.training or _trains(layer)
         try:
             return GradSampleModule(self._copy, loss_reduction="sum")
         except NotImplementedError as error:
@@ -214,38 +194,30 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
-def _switch_training(module: nn.Module) -> None:
-    """Puts layers that train into training mode, outside which Opacus's hooks see nothing; others stay as they are."""
-    for layer in module.modules():
-        if any(parameter.requires_grad for parameter in layer.parameters(recurse=False)):
-            layer.training = True
+def _trains(layer: nn.Module) -> bool:
+    """Returns whether a layer has trainable parameters of its own."""
+    return any(parameter.requires_grad for parameter in layer.parameters(recurse=False))
 
 
 def _check(module: nn.Module, *, hooks: bool) -> None:
     """Refuses networks without per-record gradients, by Opacus's rules and ours."""
-    flags = [(layer, layer.training) for layer in module.modules()]
+    layers = [(name or "the module itself", layer) for name, layer in module.named_modules()]
+    flags = [(layer, layer.training) for _, layer in layers]
     module.train()  # or Opacus would refuse that alone
     try:
         errors = ModuleValidator.validate(module, strict=False)
     finally:
         for layer, training in flags:
             layer.training = training
-    mixing = [
-        name or "the module itself"
-        for name, layer in module.named_modules()
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or not layer.track_running_stats)
-    ]
+    norms = [(name, layer) for name, layer in layers if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+    mixing = [name for name, layer in norms if layer.training or not layer.track_running_stats]
     if errors or mixing:
         reasons = "; ".join([str(error) for error in errors] + [f"{name} mixes the records of a batch" for name in mixing])
         raise ValueError(
             f"module must have per-record gradients, but: {reasons}; opacus.validators.ModuleValidator.fix may help"
         )
     refuse_broken_attention(module)
-    random = [
-        name or "the module itself"
-        for name, layer in module.named_modules()
-        if _draws(layer, trains=hooks and any(p.requires_grad for p in layer.parameters(recurse=False)))
-    ]
+    random = [name for name, layer in layers if (layer.training or (hooks and _trains(layer))) and _draws(layer)]
     if random:
         raise ValueError(
             f"module must give one loss per record, but {', '.join(random)} would draw random numbers; set p=0 or call eval()"
@@ -255,9 +227,7 @@ def _check(module: nn.Module, *, hooks: bool) -> None:
         raise ValueError(f"grad_sample must be 'functorch' for tied parameters ({', '.join(tied)}), got 'hooks'")
 
 
-def _draws(layer: nn.Module, *, trains: bool) -> bool:
-    """Returns whether a layer would draw random numbers."""
-    if not (layer.training or trains):
-        return False
+def _draws(layer: nn.Module) -> bool:
+    """Returns whether a layer draws random numbers in training mode."""
     chance = getattr(layer, "p" if isinstance(layer, _RANDOM) else "dropout", 0.0)
     return isinstance(layer, nn.RReLU) or (isinstance(chance, int | float) and chance > 0)

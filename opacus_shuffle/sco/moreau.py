@@ -41,7 +41,7 @@ from opacus_shuffle.sco.proximal import (
     relative_error,
     steps_for,
 )
-from opacus_shuffle.sco.records import as_double, number_of_users
+from opacus_shuffle.sco.records import as_double, described, number_of_users
 
 _MOST_STEPS = 1_000_000
 # By default gradients are wrong by this fraction of L at most.
@@ -50,7 +50,7 @@ _TOLERANCE = 1e-9
 
 
 class MoreauEnvelope(Objective):
-    """The smoothed losses of an objective, itself an objective.
+    """The Moreau envelopes of an objective's losses, which are smooth; an objective again.
 
     How proximal points are found, and what is proved of the error ‖p̂ − p‖ (and β times it, the error of the gradients):
 
@@ -162,12 +162,7 @@ class MoreauEnvelope(Objective):
     def proximal_points(self, theta: Tensor, batch: Any) -> ProximalPoints:
         """Returns every record's proximal point, with a bound on its error that is often far below ``accuracy``.
 
-        Args:
-            theta: A point (d,), or one for each record (B, d).
-            batch: B records.
-
-        Raises:
-            ValueError: If the loss is not convex or not L-Lipschitz, or θ is outside Θ.
+        The arguments are those of :meth:`~opacus_shuffle.sco.objective.Objective.gradients`.
         """
         parts = [self._solve(point, part)[0] for point, part in self._chunks(theta, batch)]
         return ProximalPoints(
@@ -229,7 +224,9 @@ class MoreauEnvelope(Objective):
         count = number_of_users(batch)
         rows = self._inside(theta if theta.ndim == 2 else theta[None]).expand(count, -1)
         if self._prox is not None:
-            found = ProximalPoints(self._call_prox(self._prox, rows, batch), torch.full((count,), self.accuracy).double(), 0)
+            found = ProximalPoints(
+                self._call_prox(self._prox, rows, batch), torch.full((count,), self.accuracy, dtype=torch.float64), 0
+            )
         else:
             found = self._solver(batch, rows)
             if self._inner is None:
@@ -261,12 +258,13 @@ class MoreauEnvelope(Objective):
         """Returns a given solver's answer, checked."""
         points: Any = prox(rows.clone(), batch)
         if not isinstance(points, Tensor) or points.shape != rows.shape or not bool(torch.isfinite(points).all()):
-            found = f"shape {tuple(points.shape)}" if isinstance(points, Tensor) else type(points).__name__
-            raise ValueError(f"prox must return finite points of shape {tuple(rows.shape)}, one per record, got {found}")
+            raise ValueError(
+                f"prox must return finite points of shape {tuple(rows.shape)}, one per record, got {described(points)}"
+            )
         return as_double(points)
 
     def _inside(self, rows: Tensor) -> Tensor:
-        """Returns the points, moved into Θ if that is a matter of rounding.
+        """Returns the points moved into Θ, and refuses those that are farther from it than rounding explains.
 
         Since ∇f_β is β-Lipschitz, moving θ by a billionth of the diameter D changes it by β·D·1e-9 at most.
         """

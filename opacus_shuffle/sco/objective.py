@@ -1,15 +1,6 @@
 """``Objective``: losses and gradients of single records, which each user computes on its own device.
 
 A loss may be written for batches, as usual in PyTorch; it is called on batches of one, so nothing in it can mix records.
-
->>> import torch
->>> def loss(theta, batch):
-...     x, y = batch
-...     return 0.5 * (x @ theta - y) ** 2
->>> objective = Objective.from_loss(loss, dimension=2)
->>> data = torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([1.0, 1.0])
->>> objective.gradients(torch.tensor([1.0, 1.0]), data).tolist()
-[[2.0, 4.0], [6.0, 0.0]]
 """
 
 from __future__ import annotations
@@ -186,7 +177,7 @@ class _LossObjective(Objective):
         return one_loss(self._loss(theta, batch_of_one(record)), "loss")
 
     def _refuse_sizes(self, error: RuntimeError, batch: Any) -> None:
-        """Raises an error about sizes again, with those that we know."""
+        """Raises PyTorch's error about sizes as one that says which shapes the loss was given."""
         if not any(word in str(error) for word in ("size", "shape", "dimension", "invalid for input")):
             return
         shapes: list[tuple[int, ...]] = []

@@ -12,7 +12,7 @@ import math
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Oracle:
-    """What a round tells about a gradient: the mean over a batch of b users, unbiased but for ``bias``.
+    """How far a round's estimate of a mean gradient over b users is off; it is unbiased but for ``bias``.
 
     Attributes:
         lipschitz: No user's gradient is longer, L.
@@ -32,23 +32,23 @@ class Oracle:
         return math.sqrt(self.dimension * self.variance) / self.lipschitz
 
     def deviation(self, batch_size: int) -> float:
-        """Returns at least the root of E‖estimate − mean gradient‖²: √(L²/b + dV/b²)."""
+        """Returns an upper bound on the root of E‖estimate − mean gradient‖²: √(L²/b + dV/b²)."""
         return self.lipschitz * math.sqrt(1 / batch_size + (self.ratio / batch_size) ** 2)
 
     def second_moment(self, batch_size: int) -> float:
-        """Returns at least E‖estimate‖²: L_G² = L² + dV/b²."""
+        """Returns an upper bound on E‖estimate‖²: L_G² = L² + dV/b²."""
         return self.lipschitz**2 * (1 + (self.ratio / batch_size) ** 2)
 
 
 def sgd_batch_size(oracle: Oracle, *, num_users: int) -> int:
-    """Returns the b in [1, n] that minimises D·L_G/√T at T = n/b rounds: b = s."""
+    """Returns the batch size in [1, n] that minimises D·L_G/√T at T = n/b rounds, which is s."""
     return clamp(oracle.ratio, num_users)
 
 
 def sgd_bound(
     *, rounds: int, step_size: float, second_moment: float, distance: float, diameter: float = 0.0, bias: float = 0.0
 ) -> float:
-    """Returns at least the excess loss of the average of T projected subgradient steps (SCO Lemma 4.2).
+    """Returns an upper bound on the expected excess loss of the average of T projected subgradient steps (SCO Lemma 4.2).
 
     D²/(2ηT) + ηL_G²/2, and ‖bias‖·diameter for gradients that are not quite unbiased: ⟨bias, θ_t − θ*⟩ in every step.
     """

@@ -86,7 +86,7 @@ class PanPrivate(AcceleratedSGD):
     def iterate(
         self, plan: AcceleratedPlan, groups: list[Tensor], start: Start
     ) -> tuple[Tensor, list[Round], dict[str, Any], int | None]:
-        """Lets the algorithm read the stream; returns what the method that it replaces does."""
+        """Lets the algorithm read the stream; returns the answer, the history, the noise, and None: users send nothing."""
         noise = self.noise(len(groups[0]))
         algorithm = PanPrivateAcceleratedSGD(
             plan.gradients.objective,

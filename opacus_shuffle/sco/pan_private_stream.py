@@ -35,19 +35,8 @@ _TOLERANCE = 2.5e-8
 def pan_private_noise(*, lipschitz: float, batch_size: int, epsilon: float, delta: float, calibration: str = "tight") -> float:
     """Returns ζ, the standard deviation per coordinate of each of a batch's two noises, for the mean of its gradients.
 
-    Args:
-        lipschitz: L; replacing a record moves the mean by at most 2L/b.
-        batch_size: b.
-        epsilon: ε > 0; below 1 for ``"published"``.
-        delta: δ in (0, 1).
-        calibration: ``"published"``: ζ² = 8L²ln(2/δ)/(b²ε²) (SCO Algorithm 6). ``"tight"``: the smallest ζ whose Gaussian
-            mechanism is (ε, δ)-DP.
-
-    Returns:
-        ζ, rounded up.
-
-    Raises:
-        ValueError: If an argument is out of range.
+    Replacing a record moves that mean by at most 2L/b. ``"tight"`` takes the smallest ζ whose Gaussian mechanism is (ε, δ)-DP,
+    ``"published"`` ζ² = 8L²ln(2/δ)/(b²ε²) (SCO Algorithm 6), for ε below 1. Both are rounded up.
     """
     epsilon, delta = positive("epsilon", epsilon), open_unit_interval("delta", delta)
     shift = 2 * positive("lipschitz", lipschitz) / integer("batch_size", batch_size)
@@ -99,16 +88,13 @@ class PanState:
 class PanPrivateAcceleratedSGD:
     """Accelerated SGD on a stream, one record after the other (SCO Algorithm 6).
 
+    ``constraint``, ``lipschitz``, ``initial`` and ``clip`` are :class:`~opacus_shuffle.sco.problem.Problem`'s.
+
     Args:
         objective: Gives a record's gradient.
-        constraint: The convex set.
-        lipschitz: No gradient is longer.
         noise: ζ (:func:`pan_private_noise`).
         batch_size: b.
         inverse_step_sizes: L_1, …, L_T; the algorithm ends after T·b records.
-        initial: The start, shape (d,); by default the set's point next to 0.
-        clip: Cut longer gradients instead of refusing them, and take zero for a record whose gradient cannot be computed or is
-            not finite, so that no error tells about a record.
         diameter: Of a constraint that does not tell its own.
         generator: Of the noise, on the CPU; for tests. By default every noise has a fresh secret generator that is forgotten:
             one that is kept would be part of the inner state, and tell past and future noise.

@@ -1,13 +1,4 @@
-"""``Problem``: a loss, its users' data and a convex set; what every optimiser of this package is given.
-
->>> import torch
->>> from opacus_shuffle.sco.constraints import L2Ball
->>> def loss(theta, batch):
-...     return (batch - theta).abs().sum(dim=1)
->>> problem = Problem(loss, torch.randn(100, 3), constraint=L2Ball(2.0), lipschitz=3.0, dimension=3)
->>> problem.num_users, problem.dimension, problem.distance  # the start is the centre
-(100, 3, 2.0)
-"""
+"""``Problem``: a loss, its users' data and a convex set; what every optimiser of this package is given."""
 
 from __future__ import annotations
 
@@ -125,7 +116,7 @@ class Problem:
         return self.constraint.project(theta)
 
     def capped(self, bound: float) -> float:
-        """Returns an excess loss, or L times the diameter where that says more."""
+        """Returns a bound on an excess loss, or L times the diameter, which bounds them all, where that is smaller."""
         return min(bound, self.lipschitz * self.diameter)
 
     def shuffled(self, users: Tensor) -> Tensor:
@@ -144,7 +135,7 @@ class Problem:
         return self._bounded(self._envelope(smoothness))
 
     def _bounded(self, objective: Objective) -> BoundedGradients:
-        """Returns an objective's gradients, with what is lost if it is an envelope."""
+        """Returns an objective's gradients; of an envelope with their error and with what smoothing costs."""
         if not isinstance(objective, MoreauEnvelope):
             return BoundedGradients(objective, self.lipschitz, self.clip)
         cost = self.lipschitz**2 / (2 * objective.smoothness)
@@ -198,14 +189,14 @@ def as_objective(loss: Any, *, dimension: int | None) -> Objective:
 
 
 def sized(constraint: Any, dimension: int) -> Any:
-    """Returns the constraint; a ``Box`` between two numbers gets its dimension."""
+    """Returns the constraint; a ``Box`` between two numbers is told its dimension."""
     if isinstance(constraint, Box) and constraint.dimension is None:
         return dataclasses.replace(constraint, dimension=dimension)
     return constraint
 
 
 def farthest(constraint: Constraint, point: Tensor) -> float:
-    """Returns at least the distance from this point of the set to any other."""
+    """Returns an upper bound on the distance from this point of the set to any other."""
     if not isinstance(constraint, L2Ball):
         return float(constraint.diameter)
     away = float((point if constraint.center is None else point - constraint.center).norm())

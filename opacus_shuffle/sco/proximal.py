@@ -29,7 +29,7 @@ _SLACK = 1e-5
 
 @dataclass(frozen=True)
 class ProximalPoints:
-    """What a solver found.
+    """Approximate proximal points, with bounds on their errors.
 
     Attributes:
         points: p̂, (B, d), each in Θ.
@@ -50,7 +50,7 @@ def steps_for(relative: float, *, smooth_ratio: float | None) -> int:
 
 
 def relative_error(steps: int, *, smooth_ratio: float | None) -> float:
-    """Returns what is proved of β‖p̂ − p‖/L after so many steps."""
+    """Returns the bound on β‖p̂ − p‖/L that is proved after so many steps."""
     if smooth_ratio is None:
         return min(math.sqrt(0.5), 4 / math.sqrt(steps + 15))
     return math.exp(-steps * math.log1p(1 / smooth_ratio))
@@ -197,7 +197,7 @@ def linear_coefficients(link: Link, scores: Tensor, targets: Any, squared_norms:
 
 
 def _check_lipschitz(gradients: Tensor, lipschitz: float) -> None:
-    """Refuses subgradients for which nothing is proved."""
+    """Refuses subgradients that are longer than ``lipschitz``, for which nothing is proved."""
     largest = float(gradients.norm(dim=1).max()) if len(gradients) else 0.0
     if largest > lipschitz * (1 + _SLACK):
         raise ValueError(

@@ -48,6 +48,11 @@ def map_data(function: Callable[[Tensor], Any], data: Any) -> Any:
     )
 
 
+def described(value: Any) -> str:
+    """Returns what a value is, for messages: a tensor's shape, or the type of anything else."""
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def as_double(x: Tensor) -> Tensor:
     """Returns floating-point tensors in double precision, others as they are; all on the CPU."""
     return x.detach().to("cpu", torch.float64) if x.is_floating_point() else x.detach().to("cpu")

@@ -67,15 +67,9 @@ class Choices:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """The outcome of a phase.
+    """The outcome of a phase: where it has ended, the excess loss proved there (None: nothing is), and how it came about.
 
-    Attributes:
-        theta: Where it has ended.
-        bound: At least the expected excess loss there; None where nothing is proved.
-        history: One entry per round.
-        choices: What was used.
-        bits_per_user: What one of the phase's users has sent; None where nothing is sent.
-        rounds_per_user: In how many rounds each of them took part.
+    ``bits_per_user`` is what one of its users has sent in ``rounds_per_user`` rounds; None where nothing is sent.
     """
 
     theta: Tensor

@@ -63,7 +63,11 @@ def shuffle_strongly_convex(
     Formal Guarantees:
         (ε, δ)-DP as for the method itself: the groups are disjoint.
     """
-    _check_combination(one_of("method", method, METHODS), rounds, batch_size)
+    one_of("method", method, METHODS)
+    if rounds is not None and method != "gradient_descent":
+        raise ValueError(f"rounds goes with method='gradient_descent', got rounds={rounds!r} for {method!r}: pass batch_size")
+    if batch_size is not None and method == "gradient_descent":
+        raise ValueError(f"batch_size goes with the other methods, got {batch_size!r} for 'gradient_descent': pass rounds")
     solver = METHODS[method](problem, budget, Choices(rounds=rounds, batch_size=batch_size))
     convexity = positive("strong_convexity", strong_convexity)
     if problem.smoothness is not None and problem.smoothness < convexity:
@@ -130,11 +134,3 @@ def _next_start(start: Start, theta: Tensor, bound: float | None, convexity: flo
     """Returns where the next phase starts, after one that ended at this point with this bound."""
     distance = start.distance if bound is None else min(start.distance, math.sqrt(2 * bound / convexity))
     return Start(theta, distance, bound)
-
-
-def _check_combination(method: str, rounds: int | None, batch_size: int | None) -> None:
-    """Refuses arguments that the method would not read."""
-    if rounds is not None and method != "gradient_descent":
-        raise ValueError(f"rounds goes with method='gradient_descent', got rounds={rounds!r} for {method!r}: pass batch_size")
-    if batch_size is not None and method == "gradient_descent":
-        raise ValueError(f"batch_size goes with the other methods, got {batch_size!r} for 'gradient_descent': pass rounds")
