@@ -59,7 +59,7 @@ class DescentBound:
         return fit + self.drift(step_size, smoothness)
 
     def best_step(self, *, smoothness: float | None, lipschitz: float = 0.0) -> float:
-        """Returns the η with the least bound; where ``smoothness`` is None the loss is smoothed by β = 2/η, at a cost of ηL²/4."""
+        """Returns the η with the least bound; without ``smoothness`` the loss is smoothed by β = 2/η, at a cost of ηL²/4."""
         start = self.distance**2 / (2 * self.rounds)
 
         def slope(step: float) -> float:

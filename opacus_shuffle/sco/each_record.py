@@ -19,9 +19,7 @@ T = TypeVar("T")
 class Vectorised:
     """A choice between a fast way by ``torch.func.vmap`` and a slow one, record by record; slow from the first failure on.
 
-    Args:
-        name: Of the user's function, for messages.
-        remedy: For the warning that it is slow: what else could be done.
+    The user's function is called ``name`` in messages; ``remedy`` is what the warning that it is slow says besides.
     """
 
     def __init__(self, name: str, remedy: str = "") -> None:
@@ -46,12 +44,9 @@ class Vectorised:
 
 
 class EachRecord:
-    """A function of batches that is given batches of one.
+    """A function of batches that is given batches of one, vectorised if it can be.
 
-    Args:
-        function: From batches to a tensor of the shape of its first argument; vectorised if it can be.
-        name: For messages.
-        remedy: For the warning that it is slow: how to promise that the function treats records one by one.
+    It answers a tensor of the shape of its first argument. ``name`` and ``remedy`` are :class:`Vectorised`'s.
     """
 
     def __init__(self, function: Callable[..., Tensor], name: str, remedy: str = "") -> None:

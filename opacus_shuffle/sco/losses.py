@@ -2,13 +2,6 @@
 
 Each is h(⟨θ, x⟩, y) with a convex *link* h. If |h′| ≤ l and |h″| ≤ m, and ‖x‖ ≤ R for every user, the loss is (l·R)-Lipschitz
 and (m·R²)-smooth in θ. The functions take θ (d,) and a batch of features (B, d) and targets (B,), and return (B,) losses.
-
->>> import torch
->>> features, labels = torch.tensor([[3.0, 4.0]]), torch.tensor([-1.0])
->>> hinge_loss(torch.tensor([0.1, 0.1]), (features, labels))
-tensor([1.7000])
->>> LINKS["logistic"].smoothness * 5.0**2  # of the logistic loss of this record, whose features have norm 5
-6.25
 """
 
 from __future__ import annotations
@@ -60,8 +53,14 @@ class Link:
     def __post_init__(self) -> None:
         if not callable(self.value):
             raise ValueError(f"value must be a callable h(scores, targets), got {self.value!r}")
-        if not boolean("elementwise", self.elementwise):
-            self._separate_records()
+        if not boolean("elementwise", self.elementwise):  # then the functions are called on batches of one
+            remedy = "; if it treats records one by one as it is, say so by Link(..., elementwise=True)"
+            for name in ("value", "derivative", "coefficient"):
+                function = getattr(self, name)
+                if function is not None and not isinstance(function, EachRecord):
+                    if not callable(function):
+                        raise ValueError(f"{name} must be a callable, got {function!r}")
+                    object.__setattr__(self, name, EachRecord(function, f"link {self.name}'s {name}", remedy))
         if self.derivative is None:
             object.__setattr__(self, "derivative", self._differentiate)
         for name in ("lipschitz", "smoothness"):
@@ -72,16 +71,6 @@ class Link:
         """Refuses labels that are not −1 or +1, for which hinge and logistic losses are silently wrong."""
         if self.signed and not (isinstance(targets, Tensor) and targets.ndim == 1 and bool((targets.abs() == 1).all())):
             raise ValueError(f"y must hold -1 and +1 only, in shape (B,), for the {self.name} loss; use 2 * y - 1 for 0 and 1")
-
-    def _separate_records(self) -> None:
-        """Replaces the functions by ones that are called on batches of one."""
-        remedy = "; if it treats records one by one as it is, say so by Link(..., elementwise=True)"
-        for name in ("value", "derivative", "coefficient"):
-            function = getattr(self, name)
-            if function is not None and not isinstance(function, EachRecord):
-                if not callable(function):
-                    raise ValueError(f"{name} must be a callable, got {function!r}")
-                object.__setattr__(self, name, EachRecord(function, f"link {self.name}'s {name}", remedy))
 
     def _differentiate(self, scores: Tensor, targets: Any) -> Tensor:
         """Returns h′ by one backward pass: the sum's gradient, since h is elementwise."""

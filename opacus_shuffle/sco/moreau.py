@@ -10,13 +10,6 @@ at most L, and θ in Θ:
 3. f_β ≤ f ≤ f_β + L²/(2β).
 
 Every user smooths its own loss and finds its own proximal point, on its own device: nothing more is sent.
-
->>> import torch
->>> from opacus_shuffle.sco.objective import Objective
->>> envelope = MoreauEnvelope.generalized_linear("absolute", 2.0, dimension=1)
->>> features, targets = torch.ones(3, 1), torch.tensor([0.0, 0.9, 5.0])
->>> [round(value, 6) for value in envelope.gradients(torch.tensor([1.0]), (features, targets)).flatten().tolist()]
-[1.0, 0.2, -1.0]
 """
 
 from __future__ import annotations

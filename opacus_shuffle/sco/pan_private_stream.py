@@ -68,14 +68,10 @@ def _gaussian_multiplier(epsilon: float, delta: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class PanState:
-    """All that the algorithm remembers between two records; what an intruder sees.
+    """All that the algorithm remembers between two records, and an intruder sees.
 
-    Attributes:
-        records: How many records were read.
-        theta: θ_t, shape (d,).
-        aggregate: θ_t^ag.
-        middle: θ_t^md, where gradients are taken.
-        gradient: The running sum of the batch, with noise from before its first record.
+    These are the number of records read, the iterates θ_t, θ_t^ag and θ_t^md (where gradients are taken), and the running sum of
+    the batch, with noise from before its first record; vectors of shape (d,).
     """
 
     records: int

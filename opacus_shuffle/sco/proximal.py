@@ -73,15 +73,9 @@ def by_cutting_planes(
     since the shape of a batch may change the rounding of its other records. A loss that is steeper than ``lipschitz``, or that
     a certificate shows not to be convex, is refused.
 
-    Args:
-        objective: f, of each record.
-        batch: B records.
-        theta: (B, d), in Θ.
-        beta: β > 0.
-        lipschitz: L.
-        steps: How many cuts after the first.
-        tolerance: A record's point stays as it is when its error is certified to be at most this; by default none does.
-        project: Onto Θ, row by row; by default everything is allowed.
+    The points ``theta`` are of shape (B, d) and in Θ, onto which ``project`` leads row by row (by default everything is
+    allowed); ``steps`` counts cuts after the first; a record's point stays as it is when its error is certified to be at most
+    ``tolerance`` (by default none does).
     """
     inside = project or (lambda points: points)
     theta = theta.to(torch.float64)

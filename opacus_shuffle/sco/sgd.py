@@ -1,17 +1,6 @@
 """``shuffle_sgd``: noisy mini-batch SGD in which every user takes part in one round.
 
 Algorithm 3 and Theorem 4.1 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO).
-
->>> import torch
->>> from opacus_shuffle.sco import L2Ball, PrivacyBudget, Problem
->>> records = torch.randn(4000, 3, generator=torch.Generator().manual_seed(0)) + 0.5
->>> def distance(theta, batch):
-...     return (batch - theta).norm(dim=1)
->>> problem = Problem(distance, records, constraint=L2Ball(2.0), lipschitz=1.0, dimension=3,
-...                   generator=torch.Generator().manual_seed(1))
->>> estimate = shuffle_sgd(problem, PrivacyBudget(epsilon=1.0, delta=1e-6))
->>> estimate.choices["batch_size"], bool((estimate.theta - 0.5).norm() < 0.5), round(estimate.excess_loss_bound, 2)
-(15, True, 0.17)
 """
 
 from __future__ import annotations
