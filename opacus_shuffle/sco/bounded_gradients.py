@@ -11,8 +11,7 @@ from torch import Tensor
 from opacus_shuffle.sco.objective import Objective
 from opacus_shuffle.sco.records import map_data, number_of_users, take
 
-TOLERANCE = 1e-5
-"""A gradient may exceed the Lipschitz constant by this fraction (rounding); it is then scaled back."""
+TOLERANCE = 1e-5  # a gradient may exceed the Lipschitz constant by this fraction (rounding), and is then scaled back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +35,11 @@ class BoundedGradients:
     def rows(self, theta: Tensor, batch: Any) -> Tensor:
         """Returns one gradient per record, shape (B, d), float64, none longer than ``limit``.
 
-        With ``clip``, whether an error is raised must not tell about single records. A record without a finite gradient (one
-        with a wrong label, say) reports zero, which the protocol allows for; the other records report what they would report
-        beside a usable one.
-
-        Raises:
-            ValueError: If ``clip`` is False and a gradient is too long; or the objective's own error. With ``clip`` the
-                latter comes up only if every record of a block of at least two has one, or if a single record has one that
-                records of zeros and of ones have too (a wrong dimension, say).
+        Without ``clip`` a gradient that is too long is refused, and the objective's own errors come up. With it, whether an
+        error is raised must not tell about single records. A record without a finite gradient (one with a wrong label, say)
+        reports zero, which the protocol allows for; the other records report what they would report beside a usable one. An
+        error comes up only if every record of a block of at least two has one, or if a single record has one that records of
+        zeros and of ones have too (a wrong dimension, say).
         """
         rows = self._usable(theta, batch) if self.clip else self._gradients(theta, batch)
         norms = rows.norm(dim=1, keepdim=True)

@@ -132,7 +132,6 @@ class GradientDescent(Solver):
             bound = self._bound(num_users, rounds, start, variance, granularity)
             return bound.best_value(smoothness=problem.smoothness, lipschitz=problem.lipschitz)
 
-        candidates = descent_candidates(self.oracle(single.variance), num_users=num_users)
-        if self.choices.rounds is not None:
-            candidates = [self.choices.rounds]
+        given = self.choices.rounds
+        candidates = [given] if given else descent_candidates(self.oracle(single.variance), num_users=num_users)
         return min((value(rounds), rounds) for rounds in candidates)

@@ -214,12 +214,9 @@ class MoreauEnvelope(Objective):
         """Returns the proximal points of one chunk and the envelope's gradients."""
         if self._exact:
             return self._solve_linear(theta, batch)
-        count = number_of_users(batch)
-        rows = self._inside(theta if theta.ndim == 2 else theta[None]).expand(count, -1)
+        rows = self._inside(theta if theta.ndim == 2 else theta[None]).expand(number_of_users(batch), -1)
         if self._prox is not None:
-            found = ProximalPoints(
-                self._call_prox(self._prox, rows, batch), torch.full((count,), self.accuracy, dtype=torch.float64), 0
-            )
+            found = self._call_prox(self._prox, rows, batch)
         else:
             found = self._solver(batch, rows)
             if self._inner is None:
@@ -247,14 +244,14 @@ class MoreauEnvelope(Objective):
         gradients = elementwise(slopes, scores)[:, None] * features
         return ProximalPoints(theta - gradients / self.smoothness, torch.zeros_like(scores), 0), gradients
 
-    def _call_prox(self, prox: Callable[[Tensor, Any], Tensor], rows: Tensor, batch: Any) -> Tensor:
+    def _call_prox(self, prox: Callable[[Tensor, Any], Tensor], rows: Tensor, batch: Any) -> ProximalPoints:
         """Returns a given solver's answer, checked."""
         points: Any = prox(rows.clone(), batch)
         if not isinstance(points, Tensor) or points.shape != rows.shape or not bool(torch.isfinite(points).all()):
             raise ValueError(
                 f"prox must return finite points of shape {tuple(rows.shape)}, one per record, got {described(points)}"
             )
-        return as_double(points)
+        return ProximalPoints(as_double(points), torch.full((len(rows),), self.accuracy, dtype=torch.float64), 0)
 
     def _inside(self, rows: Tensor) -> Tensor:
         """Returns the points moved into Θ, and refuses those that are farther from it than rounding explains.

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.core.randomness import check_generator, secret_generator
+from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.solve import bracket, safe_root
 from opacus_shuffle.core.validation import boolean, finite_number, instance_of, integer, one_of, open_unit_interval, positive
 from opacus_shuffle.protocols.calibration import CALIBRATIONS
+from opacus_shuffle.protocols.random_rounding import draws_of
 from opacus_shuffle.sco.acceleration import AcceleratedIterates
 from opacus_shuffle.sco.bounded_gradients import BoundedGradients
 from opacus_shuffle.sco.constraints import Constraint, as_constraint
@@ -70,8 +71,8 @@ def _gaussian_multiplier(epsilon: float, delta: float) -> float:
 class PanState:
     """All that the algorithm remembers between two records, and an intruder sees.
 
-    These are the number of records read, the iterates θ_t, θ_t^ag and θ_t^md (where gradients are taken), and the running sum of
-    the batch, with noise from before its first record; vectors of shape (d,).
+    These are the number of records read, the iterates θ_t, θ_t^ag and θ_t^md (where gradients are taken), and the running sum
+    of the batch, with noise from before its first record; vectors of shape (d,).
     """
 
     records: int
@@ -192,5 +193,5 @@ class PanPrivateAcceleratedSGD:
 
     def _draw(self) -> Tensor:
         """Returns a noise vector."""
-        generator = secret_generator("cpu") if self._generator is None else self._generator
-        return self._noise * torch.randn(self._reported.objective.dimension, generator=generator, dtype=torch.float64)
+        dimension = self._reported.objective.dimension
+        return self._noise * torch.randn(dimension, generator=draws_of(self._generator), dtype=torch.float64)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opacus_shuffle.core.randomness import check_generator, secret_generator
+from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.validation import boolean, integer, positive
+from opacus_shuffle.protocols.random_rounding import draws_of
 from opacus_shuffle.sco.bounded_gradients import BoundedGradients
 from opacus_shuffle.sco.constraints import Box, Constraint, L2Ball, as_constraint
 from opacus_shuffle.sco.module_objective import ModuleObjective
@@ -121,8 +122,7 @@ class Problem:
 
     def shuffled(self, users: Tensor) -> Tensor:
         """Returns these users in a random order."""
-        generator = secret_generator("cpu") if self.generator is None else self.generator
-        return users[torch.randperm(len(users), generator=generator)]
+        return users[torch.randperm(len(users), generator=draws_of(self.generator))]
 
     def own_gradients(self) -> BoundedGradients:
         """Returns the gradients of the loss as it is, which may be a Moreau envelope already."""

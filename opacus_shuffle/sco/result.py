@@ -16,9 +16,6 @@ from opacus_shuffle.protocols.statement import PrivacyStatement
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SNAPSHOTS = 200
-"""A history keeps at most this many parameter vectors."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Round:
@@ -40,7 +37,7 @@ class Round:
 class History:
     """Collects rounds; keeps the parameters of at most ``snapshots`` of them, evenly spread and always the last."""
 
-    def __init__(self, rounds: int, snapshots: int = SNAPSHOTS) -> None:
+    def __init__(self, rounds: int, snapshots: int = 200) -> None:
         self._planned, self._every = rounds, math.ceil(rounds / snapshots)
         self.rounds: list[Round] = []
 

@@ -22,18 +22,14 @@ from opacus_shuffle.sco.records import take
 from opacus_shuffle.sco.result import Estimate, History, Round
 from opacus_shuffle.sco.users import UserLedger, split
 
-_BLOCK = 2**23
-"""Entries of per-user gradients held at a time."""
+_BLOCK = 2**23  # entries of per-user gradients held at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a phase starts: a point of the set, and what is known of it beforehand.
+    """Where a phase starts: a point of the set with E‖theta − θ*‖² ≤ distance².
 
-    Attributes:
-        theta: The point.
-        distance: D with E‖theta − θ*‖² ≤ D².
-        gap: At least the expected excess loss there, if that is known better than L·D.
+    Its expected excess loss is at most ``gap``; None where nothing better than L·distance is known.
     """
 
     theta: Tensor

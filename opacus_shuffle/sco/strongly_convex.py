@@ -28,7 +28,6 @@ METHODS: dict[str, type[PhaseSolver]] = {
     "gradient_descent": GradientDescent,
     "pan_private": PanPrivate,
 }
-_MORE_PHASES = 2
 
 
 def shuffle_strongly_convex(
@@ -74,9 +73,8 @@ def shuffle_strongly_convex(
         raise ValueError(f"smoothness must be at least strong_convexity={convexity:g}, got {problem.smoothness!r}")
     count = best_number_of_phases(solver, convexity) if phases is None else integer("phases", phases)
     share = problem.num_users // fitting("phases", count, problem.num_users)
-    users = torch.arange(problem.num_users)
-    if method != "pan_private":
-        users = problem.shuffled(users)
+    everyone = torch.arange(problem.num_users)
+    users = everyone if method == "pan_private" else problem.shuffled(everyone)
     ran: list[Phase] = []
     start = _first_start(problem, convexity)
     for group in split(users[: share * count], share):
@@ -98,7 +96,7 @@ def best_number_of_phases(solver: PhaseSolver, strong_convexity: float) -> int:
     """
     users = solver.problem.num_users
     common = paper_number_of_phases(users)
-    candidates = range(1, min(users, common + _MORE_PHASES) + 1)
+    candidates = range(1, min(users, common + 2) + 1)
 
     def value(count: int, exact: bool) -> float:
         try:

@@ -55,9 +55,7 @@ class UserLedger:
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         if twice.numel():
             user = int(twice[0])
-            raise ValueError(
-                f"batches must use every user at most once, but user {user} is twice in batch {self.batches}; remove one"
-            )
+            raise ValueError(f"batches must use every user at most once, but user {user} is twice in batch {self.batches}")
         self._batch_of[batch] = self.batches
         self.batches += 1
         return batch
