@@ -93,9 +93,10 @@ class ShuffleAccountant(RecordedRounds):
         """An accountant of the same rounds that knows these facts besides."""
         given = {name: value for name, value in facts.items() if value is not None}
         told = copy.copy(self)
-        told._rounds = list(self._rounds)
         told.num_users = agreed("num_users", self.num_users, optional_count("num_users", given.pop("num_users", None)))
         told.batch_size = agreed("batch_size", self.batch_size, optional_count("batch_size", given.pop("batch_size", None)))
+        if self._rounds and (told.num_users, told.batch_size) != (self.num_users, self.batch_size):
+            raise ValueError(f"every round is known, up to {self._rounds[-1]}: leave out num_users and batch_size")
         told._fields = {**self._fields, **self._known_fields(given)}
         if not self._unknown():
             known = self.planned or (self.rounds[-1][0] if self.rounds else None)

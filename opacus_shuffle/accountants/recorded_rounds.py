@@ -70,25 +70,29 @@ class RecordedRounds(IAccountant):
         """The name under which Opacus knows this accountant."""
         return cls.mechanism_class.name
 
-    def plan(self, mechanism: Mechanism, *, emulated: bool = False) -> None:
+    def plan(self, mechanism: Mechanism, *, emulated: bool | None = None) -> None:
         """Says what every round of a run is, before it starts.
 
         Args:
             mechanism: One round; its noise may change from step to step.
-            emulated: The noise of the reports is added once to their sum.
+            emulated: The noise of the reports is added once to their sum; by default as the constructor was told.
 
         Raises:
             ValueError: If another run is accounted already: any field but the noise differs. Nothing is changed then.
         """
         instance_of("mechanism", mechanism, (self.mechanism_class,))
-        if boolean("emulated", emulated) and not self.mechanism_class.noise_is_local:
+        emulated = self.emulated if emulated is None else boolean("emulated", emulated)
+        if emulated and not self.mechanism_class.noise_is_local:
             raise ValueError(f"{self.mechanism()} has no noise of each report's own: leave out emulated=True")
-        accounted = self.planned if self.planned is not None else self._rounds[-1][0] if self._rounds else None
+        ran = [] if self._unknown() else self.rounds
+        accounted = self.planned if self.planned is not None else ran[-1][0] if ran else None
         if accounted is not None and not (mechanism.same_run_as(accounted) and emulated == self.emulated):
             raise ValueError(
                 f"this accountant accounts for {accounted} (emulated={self.emulated}), got {mechanism} (emulated={emulated}): "
                 "use a new PrivacyEngine for another run"
             )
+        if self.planned is not None:
+            self._rounds, self._unread = ran, []  # the earlier plan's
         self.planned, self.emulated = mechanism, emulated
 
     def record(self, mechanism: Mechanism, steps: int = 1) -> None:
@@ -99,7 +103,8 @@ class RecordedRounds(IAccountant):
             steps: How many of them.
         """
         instance_of("mechanism", mechanism, (self.mechanism_class,))
-        self.rounds  # noqa: B018 - reads what came before
+        if self._unread:
+            self._rounds, self._unread = self.rounds, []
         _append(self._rounds, mechanism, integer("steps", steps))
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
@@ -110,10 +115,9 @@ class RecordedRounds(IAccountant):
             sample_rate: Expected share of the users in the round, in (0, 1].
         """
         told, steps = _read((noise_multiplier, sample_rate, 1))
-        if self._unknown():
-            _append(self._unread, told, steps)
-        else:
-            self.record(self._round(*told))
+        if not self._unknown():
+            self._round(*told)  # refuses what is no round
+        _append(self._unread, told, steps)
 
     def __len__(self) -> int:
         """Rounds so far."""
@@ -126,21 +130,19 @@ class RecordedRounds(IAccountant):
         Raises:
             ValueError: If something is unknown that turns Opacus's steps into rounds, such as n.
         """
-        if self._unread:
-            unknown = self._unknown()
-            if unknown:
-                given = ", ".join(f"{name}=..." for name in unknown)
-                raise ValueError(
-                    f"{self.mechanism()} does not know {', '.join(unknown)}: set engine.accountant.num_users = len(dataset) if "
-                    f"that is all, describe a round with engine.accountant.plan({self.mechanism_class.__name__}(...)), pass "
-                    f"{given} to get_epsilon, or use opacus_shuffle.PrivacyEngine, which knows. (A stock engine takes "
-                    f"make_private_with_epsilon(..., {given}) for the noise, but forgets it.)"
-                )
-            read = [(self._round(*told), steps) for told, steps in self._unread]
-            self._unread = []
-            for mechanism, steps in read:
-                _append(self._rounds, mechanism, steps)
-        return list(self._rounds)
+        unknown = self._unknown()
+        if self._unread and unknown:
+            given = ", ".join(f"{name}=..." for name in unknown)
+            raise ValueError(
+                f"{self.mechanism()} does not know {', '.join(unknown)}: set engine.accountant.num_users = len(dataset) if "
+                f"that is all, describe a round with engine.accountant.plan({self.mechanism_class.__name__}(...)), pass "
+                f"{given} to get_epsilon, or use opacus_shuffle.PrivacyEngine, which knows. (A stock engine takes "
+                f"make_private_with_epsilon(..., {given}) for the noise, but forgets it.)"
+            )
+        found = list(self._rounds)
+        for told, steps in self._unread:
+            _append(found, self._round(*told), steps)
+        return found
 
     @property
     def history(self) -> list[Triple]:
@@ -164,11 +166,15 @@ class RecordedRounds(IAccountant):
 
     def _round(self, noise_multiplier: float, sample_rate: float) -> Mechanism:
         """The round that one of Opacus's steps was."""
-        kind, batch, users = self.mechanism_class, self.batch_size, self.num_users
-        if self.planned is not None:
-            shares = max(1, self.planned.expected_reports, batch or 1) if self.emulated else 1
-            planned = self.planned.with_noise(noise_multiplier / math.sqrt(shares))
-            return planned if kind.sampling is None else dataclasses.replace(planned, sample_rate=sample_rate)
+        kind, batch, users, planned = self.mechanism_class, self.batch_size, self.num_users, self.planned
+        if planned is not None:
+            each = planned if kind.sampling is None else dataclasses.replace(planned, sample_rate=sample_rate)
+            if not kind.trains_on_stock_engines and not each.same_run_as(planned):
+                raise ValueError(
+                    f"sample_rate must be {planned.sample_rate} as planned, got {sample_rate}: use a new PrivacyEngine"
+                )
+            shares = max(1, each.expected_reports, (users or 0) * sample_rate, batch or 1) if self.emulated else 1
+            return each.with_noise(noise_multiplier / math.sqrt(shares))
         if users is None:
             users = 1 if batch is None else max(1, round(batch / sample_rate))
         return kind.of_batch(
@@ -191,12 +197,11 @@ class RecordedRounds(IAccountant):
     def state_dict(self, destination: Any = None) -> Any:
         """Returns plain values: every round by the fields of its mechanism, and what else this accountant knows."""
         destination = OrderedDict() if destination is None else destination
-        if not self._unknown():
-            self.rounds  # noqa: B018 - reads what Opacus told
+        rounds, unread = (self._rounds, list(self._unread)) if self._unknown() else (self.rounds, [])
         destination.update(
             mechanism=self.mechanism(),
-            rounds=[(dataclasses.asdict(mechanism), steps) for mechanism, steps in self._rounds],
-            unread=list(self._unread),
+            rounds=[(dataclasses.asdict(mechanism), steps) for mechanism, steps in rounds],
+            unread=unread,
             planned=None if self.planned is None else dataclasses.asdict(self.planned),
             emulated=self.emulated,
             num_users=self.num_users,
@@ -227,7 +232,7 @@ class RecordedRounds(IAccountant):
         if state_dict["planned"] is not None:
             saved.planned = self._restored(state_dict["planned"])
         if not saved._unknown():
-            saved.rounds  # noqa: B018 - refuses what no such run can have
+            saved._rounds, saved._unread = saved.rounds, []  # refuses what no such run can have
         if self._contradicts(saved):
             raise ValueError(
                 f"state_dict speaks of {_run(saved)}, this accountant of {_run(self)}: load it into an engine made private "

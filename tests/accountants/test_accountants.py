@@ -316,6 +316,26 @@ def test_the_certified_value_never_exceeds_the_unshuffled_gaussian_and_is_it_for
 # --- particulars ---------------------------------------------------------------------------------------------------
 
 
+def test_more_reports_than_planned_share_the_noise_of_the_sum():
+    for kind in (opacus_shuffle.ShuffledCheckIn, opacus_shuffle.ShuffleGauss):
+        rate = {} if kind.sampling is None else {"sample_rate": 0.1}
+        found = opacus_shuffle.accountants.ACCOUNTANTS[kind.name](num_users=1000)
+        found.plan(kind(noise_multiplier=1.0, num_users=1000 if rate else 100, **rate))
+        found.step(noise_multiplier=20.0, sample_rate=0.2)
+        assert found.rounds[0][0].noise_multiplier == pytest.approx(20 / math.sqrt(200), rel=1e-12)
+
+
+def test_a_batch_size_that_is_told_late_counts_as_if_it_was_known():
+    known, late = (ShuffleGaussAccountant(num_users=1000, batch_size=batch) for batch in (400, None))
+    for each in (known, late):
+        each.step(noise_multiplier=10.0, sample_rate=0.1)
+    assert late.get_epsilon(DELTA, batch_size=400) == known.get_epsilon(DELTA) > late.get_epsilon(DELTA)
+    restored = ShuffleGaussAccountant()
+    restored.load_state_dict(late.state_dict())
+    with pytest.raises(ValueError, match="leave out num_users and batch_size"):
+        restored.get_epsilon(DELTA, batch_size=400)
+
+
 def test_shuffle_gauss_takes_a_batch_for_a_round():
     epsilon = spent(ShuffleGaussAccountant, [(3.0, 0.1, 7)], num_users=1000)
     assert epsilon == opacus_shuffle.compute_epsilon("shuffle_gauss", noise_multiplier=3.0, num_users=100, steps=7, delta=DELTA)

@@ -167,6 +167,17 @@ def test_a_second_protocol_is_refused():
     with pytest.raises(ValueError, match="use a new PrivacyEngine"):
         accountant.plan(mechanism_of(TIGHT, users=500))
     accountant.plan(mechanism_of(TIGHT))
+    for rate in (0.01, 0.5):
+        with pytest.raises(ValueError, match=r"sample_rate must be 0\.05 as planned"):
+            accountant.step(noise_multiplier=TIGHT.noise_multiplier, sample_rate=rate)
+    assert len(accountant) == 0
+
+
+def test_drop_outs_and_secret_samples_do_not_go_together():
+    half = ShuffleVectorSum(50, 200, 1.0, epsilon=1.0, delta=1e-6, honest_fraction=0.5)
+    assert mechanism_of(half, users=50).honest_fraction == 0.5
+    with pytest.raises(ValueError, match=r"honest_fraction=0\.5 goes with sample_rate=1"):
+        mechanism_of(half)
 
 
 # --- the mechanism --------------------------------------------------------------------------------------------------

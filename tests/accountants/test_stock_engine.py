@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.toy import make_toy, run_epoch
 
-from opacus_shuffle import ShuffledWeights, compute_epsilon
+from opacus_shuffle import ShuffledCheckIn, ShuffledWeights, compute_epsilon
 from opacus_shuffle.accountants import ACCOUNTANTS
 
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
@@ -87,6 +87,16 @@ def test_the_stock_engine_calibrates_shuffled_weights_when_told_how_many_and_ref
     assert engine.get_epsilon(1e-5) == spent
     with pytest.raises(ValueError, match="use a new PrivacyEngine"):
         engine.accountant.plan(ShuffledWeights(noise_multiplier=1.0, num_users=24, dimension=2000))
+
+
+def test_a_plan_leaves_it_to_the_accountant_whether_noise_is_that_of_the_sum():
+    engine = opacus.PrivacyEngine(accountant="shuffled_checkin")
+    engine.accountant.plan(ShuffledCheckIn(noise_multiplier=1.0, num_users=640, sample_rate=0.1))
+    model, optimizer, loader = engine.make_private(**make_toy(records=640, batch_size=64), noise_multiplier=16.0)
+    run_epoch(model, optimizer, loader)
+    ((mechanism, steps),) = engine.accountant.rounds
+    assert (engine.accountant.emulated, steps) == (True, 10)
+    assert mechanism.noise_multiplier == pytest.approx(2.0, rel=1e-9)  # of each of 64 reports
 
 
 def test_sums_are_refused_before_a_stock_engine_trains():

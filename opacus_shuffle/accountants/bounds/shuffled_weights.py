@@ -30,6 +30,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from opacus_shuffle.accountants.bounds.registry import Answer, register_bound
+from opacus_shuffle.accountants.bounds.shuffle_gaussian import shuffled
 from opacus_shuffle.accountants.mechanisms import ShuffledWeights
 from opacus_shuffle.analysis import advanced_composition, fenton_wilkinson, gaussian
 from opacus_shuffle.analysis.permuted_gaussian import pair_epsilon
@@ -52,7 +53,7 @@ def step_epsilon(mechanism: ShuffledWeights, delta: float) -> float:
     """ε of one step before sampling by WS Theorem 6; parameters that stay count as the Gaussian mechanism they are."""
     if mechanism.layers == (1,):
         return gaussian.compute_epsilon(mu=1 / mechanism.noise_multiplier, delta=delta)
-    shuffled = fenton_wilkinson.compute_epsilon(
+    permuted = fenton_wilkinson.compute_epsilon(
         noise_std=mechanism.noise_multiplier * mechanism.clip,
         delta=delta,
         dimension=mechanism.layers,
@@ -60,8 +61,8 @@ def step_epsilon(mechanism: ShuffledWeights, delta: float) -> float:
         batch_clip=mechanism.clip if mechanism.batch_clip is None else mechanism.batch_clip,
     )
     if mechanism.unshuffled_noise_multiplier is None:
-        return shuffled
-    return max(shuffled, gaussian.compute_epsilon(mu=1 / mechanism.unshuffled_noise_multiplier, delta=delta))
+        return permuted
+    return max(permuted, gaussian.compute_epsilon(mu=1 / mechanism.unshuffled_noise_multiplier, delta=delta))
 
 
 def _estimate(delta_split: float | None, rounds: Rounds, delta: float) -> Answer:
@@ -143,7 +144,7 @@ def _pair(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterabl
 )
 def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """DP-SGD's own: permuting is post-processing, clipping the sum a contraction."""
-    sampled = _as_sampled(rounds)
+    sampled = shuffled(rounds)
     if adjacency is Adjacency.ZERO_OUT:
         return Answer(sampled_gaussian_epsilon(sampled, delta=delta))
     return Answer(min(_chained(sampled, delta), unshuffled_epsilon(sampled, delta=delta, distance=2.0)))
@@ -170,23 +171,7 @@ def _gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
     return gaussian.compute_epsilon(mu=1 / noise_multiplier, delta=delta)
 
 
-def _as_sampled(rounds: Rounds) -> list[tuple[ShuffledRound, int]]:
-    """The steps as the sampled Gaussian mechanism."""
-    return [
-        (
-            ShuffledRound(
-                noise_multiplier=each.noise_multiplier,
-                num_users=each.num_users,
-                sample_rate=each.sample_rate,
-                sampling="poisson",
-            ),
-            count,
-        )
-        for each, count in rounds
-    ]
-
-
-def _chained(sampled: list[tuple[ShuffledRound, int]], delta: float) -> float:
+def _chained(sampled: Sequence[tuple[ShuffledRound, int]], delta: float) -> float:
     """A replacement as two zero-outs, one after the other: (2ε, δ′ + e^ε·δ′)."""
 
     def excess(log_share: float) -> float:

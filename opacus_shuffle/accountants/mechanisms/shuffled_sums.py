@@ -78,7 +78,11 @@ class ShuffledSums(Mechanism):
         self._set(bit_probability=open_unit_interval("bit_probability", self.bit_probability))
         if not 0 < finite_number("lost", self.lost) < 1:
             raise ValueError(f"lost must lie strictly between 0 and 1, got {self.lost!r}")
-        sampling_rate("honest_fraction", self.honest_fraction)
+        if sampling_rate("honest_fraction", self.honest_fraction) < 1 and self.sample_rate < 1:
+            raise ValueError(
+                f"honest_fraction={self.honest_fraction} goes with sample_rate=1, got sample_rate={self.sample_rate}: who "
+                "of a sample is honest is random, and dishonest ones know who of them is in it; pass honest_fraction=1"
+            )
         follows = _noise_multiplier(self.noise, self.granularity, self.dimension, self.lost, self.noise_multiplier)
         if not math.isclose(follows, self.noise_multiplier, rel_tol=TOLERANCE):
             raise ValueError(

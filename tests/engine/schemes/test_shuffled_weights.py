@@ -24,6 +24,7 @@ from helpers.toy import make_toy, run_epoch
 from torch import nn
 
 from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine, compute_noise_multiplier
+from opacus_shuffle.accountants.bounds.registry import compute_bound
 from opacus_shuffle.accountants.mechanisms import ShuffledWeights
 from opacus_shuffle.engine.run import Budget
 from opacus_shuffle.engine.schemes.shuffled_weights import CalibratedNoise, calibrated_noise
@@ -342,6 +343,19 @@ def test_training_goes_on_with_the_same_weights_and_not_with_others():
     assert optimizer.batch_clip == 0.3
     run_epoch(model, optimizer, loader)
     assert [(sigma, steps) for sigma, _, steps in run.engine.accountant.history] == [(1.5, 8), (2.5, 4)]
+
+
+def test_steps_keep_the_noise_of_what_stays_that_they_were_taken_with():
+    run = algorithm(**WITH_STAYING).train(1)
+    model, optimizer, loader = again(run, unshuffled_noise_multiplier=6.0)
+    run_epoch(model, optimizer, loader)
+    (first, steps), (second, more) = run.engine.accountant.rounds
+    assert first.unshuffled_noise_multiplier < second.unshuffled_noise_multiplier == pytest.approx(6.0, rel=1e-9)
+    found, alone = (
+        compute_bound(rounds, delta=DELTA, bound="published").epsilon
+        for rounds in ([(first, steps), (second, more)], [(second, steps + more)])
+    )
+    assert run.engine.get_epsilon(DELTA, bound="published") == found > alone
 
 
 def test_even_before_the_first_step_other_weights_are_refused_because_the_first_run_may_still_be_trained():
