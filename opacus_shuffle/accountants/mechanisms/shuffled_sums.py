@@ -126,23 +126,16 @@ class ShuffledSums(Mechanism):
         given = sorted({name for name in _BITS if name in fields})
         if given:
             raise ValueError(f"{', '.join(given)} of shuffled_sums needs granularity and noise_trials too: pass all, or none")
-        return cls._of_noise(**cls._complete(fields, without=_BITS))
-
-    @classmethod
-    def _of_noise(
-        cls,
-        *,
-        noise_multiplier: float,
-        num_users: int,
-        dimension: int,
-        sample_rate: float = 1.0,
-        honest_fraction: float = 1.0,
-    ) -> ShuffledSums:
-        """Chooses the bits for a noise multiplier."""
-        users = integer("num_users", num_users)
-        reports = integer("round(sample_rate * num_users)", round(sampling_rate("sample_rate", sample_rate) * users))
+        fields = cls._complete(fields, without=_BITS)
+        users = integer("num_users", fields["num_users"])
+        rate = sampling_rate("sample_rate", fields.get("sample_rate", 1.0))
         protocol = ShuffleVectorSum.with_noise_multiplier(
-            reports, dimension, 1.0, noise_multiplier, delta=ROUND_DELTA, honest_fraction=honest_fraction
+            integer("round(sample_rate * num_users)", round(rate * users)),
+            fields["dimension"],
+            1.0,
+            fields["noise_multiplier"],
+            delta=ROUND_DELTA,
+            honest_fraction=fields.get("honest_fraction", 1.0),
         )
         return cls.of_protocol(protocol, num_users=users)
 
