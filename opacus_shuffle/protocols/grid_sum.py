@@ -27,9 +27,7 @@ from opacus_shuffle.protocols.messages import Messages, shuffled
 from opacus_shuffle.protocols.random_rounding import draws_of, numpy_draws, round_at_random
 from opacus_shuffle.protocols.statement import PrivacyStatement
 
-_CHUNK = 2**17
-"""Numbers that are rounded at a time: what a processor's cache holds."""
-
+_CHUNK = 2**17  # numbers that are rounded at a time: what a processor's cache holds
 TOLERANCE = 1e-5
 """How far beyond its bound a value may lie, relatively, for the rounding of single precision; it is taken back to the bound."""
 
@@ -167,10 +165,9 @@ class GridSum(ABC):
         whole = self.rounds if rounds is None else integer("rounds", rounds)
         kind = ("one round" if whole == 1 else "full") if interaction is None else interaction
         one_of("interaction", kind, ("one round", "sequential", "full"))
+        each = whole if kind == "full" else min(self.rounds, whole)
         if rounds_per_user is not None:
             each = integer("rounds_per_user", rounds_per_user)
-        else:
-            each = whole if kind == "full" else min(self.rounds, whole)
         if each > self.rounds:
             raise ValueError(
                 f"rounds_per_user={each} is more than this protocol is made for ({self.rounds}): let every user take part in "

@@ -3,11 +3,6 @@
 A user's messages are, for each coordinate, ``ones`` bits that are 1 and the rest 0; the shuffler permutes all users' messages
 at random. Labels travel with their bits, so a random permutation of everything is, read label by label, an independent random
 permutation of every coordinate's bits: that is how it is held here, one row of packed bits per coordinate.
-
->>> import numpy as np
->>> messages = Messages.of(np.array([3, 0]), bits_per_report=20, granularity=4)
->>> messages.bits.shape, messages.ones().tolist()
-((2, 3), [3, 0])
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Rounds numbers to whole ones at random, so that each one's mean is kept, and the random numbers that this takes.
-
->>> places = torch.full((100_000,), 2.25, dtype=torch.float64)
->>> rounded = round_at_random(places, torch.Generator().manual_seed(0))
->>> sorted(set(rounded.tolist())), round(float(rounded.double().mean()), 2)
-([2, 3], 2.25)
-"""
+"""Rounds numbers to whole ones at random, so that each one's mean is kept, and the random numbers that this takes."""
 
 from __future__ import annotations
 

@@ -1,12 +1,6 @@
 r"""``ShuffleScalarSum``: the sum of users' numbers in [0, Δ], with multi-message shuffle privacy.
 
 This is Algorithm 1 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO).
-
->>> import torch
->>> protocol = ShuffleScalarSum(1000, 1.0, epsilon=1.0, delta=1e-6)
->>> answer = protocol.simulate(torch.full((1000,), 0.25), torch.Generator().manual_seed(0))
->>> abs(float(answer) - 250) < 5 * protocol.variance**0.5, round(protocol.variance**0.5, 2)
-(True, 4.31)
 """
 
 from __future__ import annotations

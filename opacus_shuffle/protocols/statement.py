@@ -1,11 +1,4 @@
-"""``PrivacyStatement``: the ε of a sum or an optimisation, with who took part in what, and what that took to send.
-
->>> statement = PrivacyStatement(
-...     epsilon=1.0, delta=1e-6, interaction="sequential", rounds=20, rounds_per_user=1, num_users=10_000, bits_per_user=1200,
-...     calibration="tight")
->>> statement.epsilon, statement.guarantee.name
-(1.0, 'PROVED')
-"""
+"""``PrivacyStatement``: the ε of a sum or an optimisation, with who took part in what, and what that took to send."""
 
 from __future__ import annotations
 

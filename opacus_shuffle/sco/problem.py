@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.validation import boolean, integer, positive
+from opacus_shuffle.protocols.grid_sum import real_numbers
 from opacus_shuffle.protocols.random_rounding import draws_of
 from opacus_shuffle.sco.bounded_gradients import BoundedGradients
 from opacus_shuffle.sco.constraints import Box, Constraint, L2Ball, as_constraint
@@ -205,12 +206,7 @@ def farthest(constraint: Constraint, point: Tensor) -> float:
 
 def real_vector(name: str, value: Any, size: int) -> Tensor:
     """Returns a copy of a finite vector of this size, float64, on the CPU, and refuses anything else."""
-    try:
-        vector = torch.as_tensor(value).detach()
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{name} must be a tensor of {size} real numbers, got {type(value).__name__}") from None
-    if vector.is_complex() or vector.dtype == torch.bool:
-        raise ValueError(f"{name} must hold {size} real numbers, got type {vector.dtype}; take the real part, or float()")
+    vector = real_numbers(name, value)
     if vector.shape != (size,):
         raise ValueError(f"{name} must have shape ({size},), got {tuple(vector.shape)}")
     if not bool(vector.isfinite().all()):

@@ -291,8 +291,8 @@ def test_nonsense_is_refused(change, message):
         ({"rounds": 0}, "inverse_step_sizes"),
         ({"generator": 1}, "generator"),
         ({"clip": 1}, "clip must be True or False"),
-        ({"initial": "here"}, "initial must be a tensor of 2 real numbers"),
-        ({"initial": torch.zeros(2, dtype=torch.complex64)}, "initial must hold 2 real numbers"),
+        ({"initial": "here"}, "initial must be a tensor of real numbers, got 'here'"),
+        ({"initial": torch.zeros(2, dtype=torch.complex64)}, "initial must hold real numbers"),
         ({"initial": torch.tensor([0.0, math.nan])}, "initial must hold 2 finite numbers, got NaN"),
     ],
 )
