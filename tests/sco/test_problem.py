@@ -20,7 +20,6 @@ from opacus_shuffle.sco.constraints import Box, L2Ball
 from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent
 from opacus_shuffle.sco.losses import absolute_loss, logistic_loss
 from opacus_shuffle.sco.moreau import MoreauEnvelope
-from opacus_shuffle.sco.objective import Objective
 from opacus_shuffle.sco.problem import Problem
 from opacus_shuffle.sco.sgd import shuffle_sgd
 
@@ -121,12 +120,6 @@ def test_losses_and_data_that_are_none_are_refused():
         solve(shuffle_sgd, torch.nn.Linear(2, 1), torch.zeros(20, 2), **options)
     with pytest.raises(ValueError, match="at least one user"):
         solve(shuffle_sgd, half_square, torch.zeros(0, 2), **options)
-
-
-def test_given_objectives_keep_their_dimension():
-    objective = Objective.from_loss(half_square, dimension=2)
-    estimate = solve(shuffle_sgd, objective, torch.zeros(30, 2), constraint=L2Ball(1.0), lipschitz=1.0, batch_size=30, **BUDGET)
-    assert estimate.theta.shape == (2,)
 
 
 def test_optimisers_want_a_problem_and_a_budget():
