@@ -1,14 +1,4 @@
-"""Moving a network by a group of permutations: which tensors move, by which factors, and with what belongs to them.
-
->>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
->>> rows, columns = (Block(axis, axis + 1, 6, (Term(0, ((0, 1),)),)) for axis in (0, 1))
->>> blocks = {"0.weight": (rows,), "0.bias": (rows,), "2.weight": (columns,)}
->>> action = GroupAction((Factor("units", 6),), blocks, {"0.weight": (6, 4), "0.bias": (6,), "2.weight": (2, 6)})
->>> before = network(torch.ones(1, 4))
->>> action.apply_(network, action.sample())
->>> bool(torch.allclose(network(torch.ones(1, 4)), before))
-True
-"""
+"""Moving a network by a group of permutations: which tensors move, by which factors, and with what belongs to them."""
 
 from __future__ import annotations
 
@@ -22,7 +12,7 @@ from torch import nn
 
 from opacus_shuffle.permutation.group import PermutationGroup, PermutationPlan
 from opacus_shuffle.permutation.moving.gather import gather_
-from opacus_shuffle.permutation.moving.layout import Block, Factor, IndexVectors, Term, plan_movement  # noqa: F401  (the example)
+from opacus_shuffle.permutation.moving.layout import Block, IndexVectors, plan_movement
 from opacus_shuffle.permutation.moving.moves import Move
 from opacus_shuffle.permutation.network import plain_name
 
@@ -134,8 +124,8 @@ class GroupAction(PermutationGroup):
         for name, group in tensors.items():
             movement = plan_movement(self.shapes[name], self.blocks[name])
             for tensor in group:
-                rows, columns = indices.on(tensor.device, movement.row_blocks, movement.column_block)
-                moves.append(Move(tensor, movement.rows, movement.columns, movement.inner, rows, columns))
+                index = (indices.of(blocks, tensor.device) for blocks in (movement.row_blocks, movement.column_blocks))
+                moves.append(Move(tensor, movement.rows, movement.columns, movement.inner, *index))
         gather_(moves, executor=executor, storage=storage)
 
     @cached_property

@@ -79,12 +79,11 @@ class PermutationGroup:
 
     def identity(self) -> PermutationPlan:
         """Returns the permutation that moves nothing."""
-        return PermutationPlan(
-            tuple(
-                torch.arange(factor.size).expand(*self._outer_shape(number), factor.size).contiguous() if factor.free else None
-                for number, factor in enumerate(self.factors)
-            )
-        )
+        tables: list[torch.Tensor | None] = [None] * len(self.factors)
+        for number, factor in enumerate(self.factors):
+            if factor.free:
+                tables[number] = torch.arange(factor.size).repeat(*self._outer_shape(number), 1)
+        return PermutationPlan(tuple(tables))
 
     def invert(self, plan: PermutationPlan) -> PermutationPlan:
         """Returns the permutation that undoes ``plan``."""
@@ -133,10 +132,7 @@ class PermutationGroup:
         return [(number, table) for number, table in enumerate(plan.tables) if table is not None]
 
     def old_coordinates(self, number: int, plan: PermutationPlan) -> tuple[torch.Tensor, ...]:
-        """Returns where each entry of a factor's table comes from: an index of the same table before the permutation.
-
-        It has a tensor of old coordinates for each factor that this one is inside of, and the factor's own table at the end.
-        """
+        """Returns where each entry of a factor's table comes from: old coordinates of the factors outside, and its own."""
         inside = self.factors[number].inside
         found = []
         for place, outer in enumerate(inside):
@@ -149,5 +145,4 @@ class PermutationGroup:
         return (*found, own)
 
     def _outer_shape(self, number: int) -> tuple[int, ...]:
-        """Returns the sizes of the factors that this one is inside of."""
         return tuple(self.factors[outer].size for outer in self.factors[number].inside)

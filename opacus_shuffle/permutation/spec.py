@@ -1,9 +1,5 @@
 """Describing which entries of a network's parameters may be permuted together: ``PermutationSpec``.
 
-It is data: factors (what is permuted, inside of what) and blocks (which axes of which tensors are made of them). It draws
-permutations (:class:`~opacus_shuffle.permutation.group.PermutationGroup`) and moves networks by them
-(:class:`~opacus_shuffle.permutation.action.GroupAction`); here it says what it is.
-
 >>> import torch
 >>> from opacus_shuffle.permutation import find_permutations
 >>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
@@ -54,15 +50,12 @@ class PermutationSpec(GroupAction):
         """Returns the fraction of the network's parameter entries that some permutation moves (tied tensors counted once)."""
         self.tensors(module)
         total = sum(parameter.numel() for parameter in module.parameters())
-        return self._moved_entries() / total if total else 0.0
+        return self._share_of(total)
 
-    def _moved_entries(self) -> int:
-        """Returns how many entries of parameters move."""
-        return sum(round(self.moved_fraction(name) * size) for name, size in self._moving_parameters().items())
-
-    def _moving_parameters(self) -> dict[str, int]:
-        """Returns the sizes of the parameters that move, by name."""
-        return {name: math.prod(shape) for name, shape in self.shapes.items() if name not in self.buffers}
+    def _share_of(self, total: int) -> float:
+        """Returns the fraction of so many entries that the moving entries of parameters are."""
+        sizes = {name: math.prod(shape) for name, shape in self.shapes.items() if name not in self.buffers}
+        return sum(round(self.moved_fraction(name) * size) for name, size in sizes.items()) / total if total else 0.0
 
     def moved_fraction(self, name: str) -> float:
         """Returns the fraction of a tensor's entries that some permutation moves."""
@@ -78,6 +71,7 @@ class PermutationSpec(GroupAction):
 
     def smallest_orbit(self, name: str) -> int:
         """Returns to how many places an entry of the tensor can get, at least; 1 if some entry stays."""
+        # Entries on the diagonal of a factor that moves two axes stay there; others never get to it.
         return min(math.prod(self.factors[number].size for number in moved) for moved in self._movers(name))
 
     def largest_orbit(self, name: str) -> int:
@@ -88,10 +82,7 @@ class PermutationSpec(GroupAction):
         )
 
     def _movers(self, name: str) -> list[Counter[int]]:
-        """Returns for each kind of entry the free factors that move it, with the number of axes in which they do.
-
-        Entries on the diagonal of a factor that moves two axes stay there; others never get to it.
-        """
+        """Returns for each kind of entry the free factors that move it, with the number of axes in which they do."""
         kinds = [Counter[int]()]
         for block in self.blocks.get(name, ()):
             terms = [Counter(number for number, _ in term.grid if self.factors[number].free) for term in block.terms]
@@ -116,10 +107,10 @@ class PermutationSpec(GroupAction):
             moved = _percentage(self.moved_fraction(name))
             tensors.append((name + kind, " x ".join(map(str, shape)), moved, f"{self.largest_orbit(name):,}"))
         tensors += [(name, f"{count:,} entries", "0%", "1") for name, count in self.unmoved.items()]
-        total = sum(self.unmoved.values()) + sum(self._moving_parameters().values())
-        moved = _percentage(self._moved_entries() / total if total else 0.0)
+        total = sum(self.unmoved.values())
+        total += sum(math.prod(shape) for name, shape in self.shapes.items() if name not in self.buffers)
         lines = [
-            f"Permutations of level {self.level!r}: {moved} of {total:,} parameters move; "
+            f"Permutations of level {self.level!r}: {_percentage(self._share_of(total))} of {total:,} parameters move; "
             f"log2 of the group's size is {self.log2_size():,.1f}.",
             "",
             *text_table(("permuted together", "size", "log2", "moves"), groups),
@@ -192,10 +183,8 @@ class PermutationSpec(GroupAction):
 
 def _block(data: Mapping[str, Any]) -> Block:
     """Returns the block that plain values describe."""
-    grids = [
-        (int(term["offset"]), tuple((int(number), int(stride)) for number, stride in term["grid"])) for term in data["terms"]
-    ]
-    return Block(int(data["start"]), int(data["stop"]), int(data["size"]), tuple(Term(*each) for each in grids))
+    terms = [Term(int(each["offset"]), tuple((int(n), int(stride)) for n, stride in each["grid"])) for each in data["terms"]]
+    return Block(int(data["start"]), int(data["stop"]), int(data["size"]), tuple(terms))
 
 
 def _percentage(fraction: float) -> str:

@@ -21,10 +21,12 @@ import torch
 
 from opacus_shuffle.core.validation import one_of
 from opacus_shuffle.permutation.moving import torch_moves
-from opacus_shuffle.permutation.moving.moves import Job, Move, check_moves, indices_of, is_plain, job_of, waves
+from opacus_shuffle.permutation.moving.moves import Job, Move, check_moves, indices_of, job_of, waves
 
 EXECUTORS = ("auto", "reference", "torch", "triton")
 STORAGES = ("in_place", "swap")
+
+_spec_of = functools.cache(importlib.util.find_spec)
 
 
 @torch.no_grad()
@@ -54,9 +56,12 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto", storage: str = "in
     for device in dict.fromkeys(move.tensor.device for move in moves):
         execute = _executor(executor, device)
         here = [move for move in moves if move.tensor.device == device]
-        plain = [move for move in here if is_plain(move.tensor)]
+        plain, copied = [], []
+        for move in here:
+            as_it_is = move.tensor.is_contiguous() and not move.tensor.is_conj() and not move.tensor.is_neg()
+            (plain if as_it_is else copied).append(move)
         execute([job_of(move, move.tensor, swap=storage == "swap") for move in plain])
-        for wave in waves([move for move in here if not is_plain(move.tensor)], lambda move: move.tensor.nbytes):
+        for wave in waves(copied, lambda move: move.tensor.nbytes):
             copies = [torch.empty(move.tensor.shape, dtype=move.tensor.dtype, device=device) for move in wave]
             for move, copy in zip(wave, copies, strict=True):
                 copy.copy_(move.tensor)
@@ -65,16 +70,10 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto", storage: str = "in
                 move.tensor.copy_(copy)
 
 
-@functools.cache
-def _has_triton() -> bool:
-    """Returns whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
-
-
 def _executor(name: str, device: torch.device) -> Callable[[Sequence[Job]], None]:
     """Returns the function that moves jobs on a device."""
     if name == "auto":
-        name = "triton" if device.type == "cuda" and _has_triton() else "torch"
+        name = "triton" if device.type == "cuda" and _spec_of("triton") is not None else "torch"
     if name == "triton":
         import opacus_shuffle.permutation.moving.triton_moves as triton_moves  # needs an optional package
 

@@ -1,4 +1,4 @@
-"""Says, as data, where the entries of an axis lie, and makes index vectors of permutations of its factors.
+"""Where the entries of an axis lie, as data, and index vectors made from permutations of its factors.
 
 An axis (or several neighbouring axes seen as one) is a list of terms that tile it; a term is a grid of factors, each with a
 stride, from an offset on. Three matrices of two heads of width 4 laid end to end are three terms of the same two factors.
@@ -59,41 +59,36 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Movement:
-    """A tensor seen as (rows, columns, inner); which blocks move its rows, and which its columns.
+    """A tensor seen as (rows, columns, inner), and what moves its rows and its columns.
 
     Attributes:
-        rows: Product of the sizes before the columns.
-        columns: Size of the last block that moves.
-        inner: Product of the sizes behind.
-        row_blocks: (block, or the plain size of axes that stay) in order, together ``rows`` entries; empty if rows stay.
-        column_block: None if columns stay.
+        row_blocks: Blocks, and the plain sizes of axes that stay, in order: together ``rows`` entries; empty if rows stay.
+        column_blocks: The same for columns.
     """
 
     rows: int
     columns: int
     inner: int
     row_blocks: tuple[Block | int, ...]
-    column_block: Block | None
+    column_blocks: tuple[Block | int, ...]
 
 
 @functools.cache
 def plan_movement(shape: tuple[int, ...], blocks: tuple[Block, ...]) -> Movement:
-    """Says how to see a tensor so that moving it takes one pass over rows and columns."""
+    """Returns how to see a tensor so that moving it takes one pass: the last block gives its columns, all before its rows."""
     last = blocks[-1]
     inner = math.prod(shape[last.stop :])
     if len(blocks) == 1 and math.prod(shape[: last.start]) == 1 and inner > 1:
-        return Movement(last.size, inner, 1, (last,), None)
+        return Movement(last.size, inner, 1, (last,), ())
     rows: list[Block | int] = []
     place = 0
-    for block in blocks[:-1]:
+    for block in blocks:
         if block.start > place:
             rows.append(math.prod(shape[place : block.start]))
         rows.append(block)
         place = block.stop
-    if last.start > place:
-        rows.append(math.prod(shape[place : last.start]))
-    moving = tuple(rows) if len(blocks) > 1 else ()
-    return Movement(math.prod(shape[: last.start]), last.size, inner, moving, last)
+    moving = tuple(rows[:-1]) if len(blocks) > 1 else ()
+    return Movement(math.prod(shape[: last.start]), last.size, inner, moving, (last,))
 
 
 def index_vector(block: Block, factors: Sequence[Factor], tables: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -128,14 +123,6 @@ def on_grid(table: torch.Tensor, places: Sequence[int], sizes: Sequence[int]) ->
     return table.permute(order).reshape([size if place in places else 1 for place, size in enumerate(sizes)])
 
 
-def joint_index(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Joins the index vectors of neighbouring axes, major first, into that of all of them seen as one."""
-    index = parts[0]
-    for part in parts[1:]:
-        index = (index[:, None] * len(part) + part).reshape(-1)
-    return index
-
-
 class IndexVectors:
     """Index vectors of one permutation, each made once and sent to each device once."""
 
@@ -143,24 +130,17 @@ class IndexVectors:
         self._factors, self._tables = factors, tables
         self._made: dict[Any, torch.Tensor] = {}
 
-    def on(
-        self, device: torch.device, rows: tuple[Block | int, ...], columns: Block | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns the indices of rows and columns, None where they stay."""
-        return (self._get(device, rows) if rows else None, self._get(device, (columns,)) if columns is not None else None)
-
-    def _get(self, device: torch.device, blocks: tuple[Block | int, ...]) -> torch.Tensor:
-        """Returns one index vector; equal blocks share it, wherever they lie."""
+    def of(self, blocks: tuple[Block | int, ...], device: torch.device) -> torch.Tensor | None:
+        """Returns the index of neighbouring axes seen as one, None for none; equal blocks share it, wherever they lie."""
+        if not blocks:
+            return None
         key = (device, tuple(each if isinstance(each, int) else (each.size, each.terms) for each in blocks))
         if key not in self._made:
-            if device.type == "cpu":
-                parts = [
-                    torch.arange(each) if isinstance(each, int) else index_vector(each, self._factors, self._tables)
-                    for each in blocks
-                ]
-                self._made[key] = joint_index(parts)
-            else:
-                self._made[key] = self._get(torch.device("cpu"), blocks).to(device, torch.int32, non_blocking=True)
+            index = torch.zeros(1, dtype=torch.int64)
+            for each in blocks:
+                part = torch.arange(each) if isinstance(each, int) else index_vector(each, self._factors, self._tables)
+                index = (index[:, None] * len(part) + part).reshape(-1)
+            self._made[key] = index if device.type == "cpu" else index.to(device, torch.int32, non_blocking=True)
         return self._made[key]
 
 

@@ -1,9 +1,4 @@
-"""What is to be moved: tensors seen as rows and columns of words, with where each row and column comes from.
-
->>> move = Move(torch.arange(6.0).reshape(2, 3), 2, 3, 1, row_index=torch.tensor([1, 0]), column_index=None)
->>> job_of(move, move.tensor, swap=False).words.dtype
-torch.int32
-"""
+"""Tensors to be moved, seen as rows and columns of words, with where each row and column comes from."""
 
 from __future__ import annotations
 
@@ -43,22 +38,14 @@ class Move:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Job:
-    """A move of contiguous memory, seen as rows × columns × inner integers.
+class Job(Move):
+    """A move whose tensor is a flat vector of words (integers of the entries' size); ``inner`` counts words.
 
     Attributes:
-        words: The entries as a flat vector of integers of their size.
-        rows, columns, inner, row_index, column_index: As of :class:`Move`, ``inner`` counted in words.
         owner: The tensor that may be given another storage instead; None if its memory has to stay.
     """
 
-    words: torch.Tensor
-    rows: int
-    columns: int
-    inner: int
-    row_index: torch.Tensor | None
-    column_index: torch.Tensor | None
-    owner: torch.Tensor | None
+    owner: torch.Tensor | None = None
 
     def install(self, words: torch.Tensor) -> None:
         """Makes these words the owner's storage."""
@@ -94,11 +81,6 @@ def check_moves(moves: Sequence[Move]) -> None:
                 f"moves[{number}]: this tensor (or its memory) comes twice; a second move of it would undo the first"
             )
         seen.add(key)
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether the memory holds the entries in C order as they are."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def indices_of(move: Move) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -6,19 +6,15 @@ How it works
     * Rows move in place along the cycles of their permutation: a chunk of rows takes its sources, which the next chunk
       overwrites while they are still cached. Tensors up to ``SCRATCH_BYTES`` go through a scratch of their own size instead,
       which the last-level cache holds.
-
->>> index = torch.tensor([1, 2, 0, 3])
->>> [chunk.destinations.tolist() for chunk in _cycle_chunks(index, 2)]
-[[0, 1], [2, 3]]
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -39,7 +35,7 @@ _thread = threading.local()
 def execute_reference(jobs: Sequence[Job]) -> None:
     """Moves jobs by advanced indexing: slow, and the truth that the others are tested against."""
     for job in jobs:
-        cube = job.words.view(job.rows, job.columns, job.inner)
+        cube = job.tensor.view(job.rows, job.columns, job.inner)
         moved = cube if job.row_index is None else cube[job.row_index.long()]
         moved = moved if job.column_index is None else moved[:, job.column_index.long()]
         if job.owner is not None:
@@ -53,26 +49,26 @@ def execute(jobs: Sequence[Job]) -> None:
 
     Jobs come ordered by size, so that one spare storage serves all swaps of a size.
     """
-    indices = _Indices()
+    word_index, chunks = functools.cache(_word_index), functools.cache(_cycle_chunks)  # many jobs share an index
     spare: torch.Tensor | None = None
-    for job in sorted(jobs, key=lambda job: job.words.nbytes):
+    for job in sorted(jobs, key=lambda job: job.tensor.nbytes):
         rows, width, row_index, column_index = job.rows, job.columns * job.inner, job.row_index, job.column_index
         if rows == 1:  # a vector, or one row of blocks: its columns are rows
             rows, width, row_index, column_index = job.columns, job.inner, column_index, None
-        columns = None if column_index is None else indices.columns(column_index, job.inner)
-        row_index = None if row_index is None else indices.long(row_index)
-        matrix = job.words.view(rows, width) if width > 1 else job.words
+        columns = None if column_index is None else word_index(column_index, job.inner)
+        row_index = None if row_index is None else word_index(row_index, 1)
+        matrix = job.tensor.view(rows, width) if width > 1 else job.tensor
         block = _block_rows(matrix)
         if row_index is None:
             assert columns is not None
             _columns_in_place(matrix, columns, *_scratch(matrix, block))
         elif job.owner is not None:
-            if spare is None or spare.dtype != job.words.dtype or spare.shape != job.words.shape:
-                spare = torch.empty_like(job.words)
+            if spare is None or spare.dtype != job.tensor.dtype or spare.shape != job.tensor.shape:
+                spare = torch.empty_like(job.tensor)
             _rows_into(spare.view_as(matrix), matrix, row_index, columns, *_scratch(matrix, block))
             job.install(spare)
-            spare = job.words
-        elif job.words.nbytes <= SCRATCH_BYTES or matrix.device.type != "cpu":
+            spare = job.tensor
+        elif job.tensor.nbytes <= SCRATCH_BYTES or matrix.device.type != "cpu":
             moved, buffer = _scratch(matrix, rows, block)
             if columns is not None and matrix[0].nbytes <= NARROW_BYTES:  # a row read at random stays in the first-level cache
                 torch.index_select(matrix, 0, row_index, out=moved)
@@ -81,7 +77,7 @@ def execute(jobs: Sequence[Job]) -> None:
                 _rows_into(moved, matrix, row_index, columns, buffer)
                 matrix.copy_(moved)
         else:
-            _rows_along_cycles(matrix, indices.chunks(row_index, block), columns, *_scratch(matrix, block, block))
+            _rows_along_cycles(matrix, chunks(row_index, block), columns, *_scratch(matrix, block, block))
 
 
 def _columns_in_place(matrix: torch.Tensor, columns: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -127,19 +123,12 @@ def _rows_along_cycles(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Chunk:
-    """Rows that are written together.
-
-    Attributes:
-        destinations: Where they go.
-        sources: Where they come from.
-        opens: First row of the cycle that goes on in the next chunk, if one does.
-        closes: Position whose source is the first row of a cycle begun in an earlier chunk, overwritten by now.
-    """
+    """Rows that are written together: where they go, and where they come from."""
 
     destinations: torch.Tensor
     sources: torch.Tensor
-    opens: int | None
-    closes: int | None
+    opens: int | None  # first row of the cycle that goes on in the next chunk, if one does
+    closes: int | None  # position whose source is the first row of a cycle begun in an earlier chunk, overwritten by now
 
 
 def _cycle_chunks(row_index: torch.Tensor, size: int) -> list[_Chunk]:
@@ -165,35 +154,13 @@ def _cycle_chunks(row_index: torch.Tensor, size: int) -> list[_Chunk]:
     return [_Chunk(to, of, opens.get(number), closes.get(number)) for number, (to, of) in enumerate(pairs)]
 
 
-class _Indices:
-    """Index tensors in the forms that one call needs, each made once: many jobs share them."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple, Any] = {}
-
-    def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
-
-    def long(self, index: torch.Tensor) -> torch.Tensor:
-        """Returns the index as int64, which gathers along columns demand."""
-        return index if index.dtype == torch.int64 else self._once(("long", id(index)), index.long)
-
-    def columns(self, index: torch.Tensor, inner: int) -> torch.Tensor:
-        """Returns the index of every word of a row."""
-        if inner == 1:
-            return self.long(index)
-        words = torch.arange(inner, device=index.device)
-        return self._once((inner, id(index)), lambda: (index.long()[:, None] * inner + words).view(-1))
-
-    def chunks(self, row_index: torch.Tensor, size: int) -> list[_Chunk]:
-        """Returns the chunks of the index's cycles."""
-        return self._once(("chunks", id(row_index), size), lambda: _cycle_chunks(row_index, size))
+def _word_index(index: torch.Tensor, inner: int) -> torch.Tensor:
+    """Returns the index of every word, where each entry of the index stands for ``inner`` words; int64, as gathers demand."""
+    index = index.long()
+    return index if inner == 1 else (index[:, None] * inner + torch.arange(inner, device=index.device)).view(-1)
 
 
 def _block_rows(matrix: torch.Tensor) -> int:
-    """Returns how many rows a block holds."""
     row_bytes = matrix.element_size() * (matrix.shape[1] if matrix.dim() == 2 else 1)
     bytes_ = CACHE_BYTES * torch.get_num_threads() if matrix.device.type == "cpu" else WAVE_BYTES
     return min(len(matrix), max(1, bytes_ // row_bytes))

@@ -12,9 +12,6 @@ How it works
 
 Tables hold addresses of the tensors, offsets into one vector of all indices and offsets into the scratch. So they stay on the
 device, and no copy from the host happens, until a tensor's memory or the structure changes.
-
->>> tile_rows(1024)
-8
 """
 
 from __future__ import annotations
@@ -121,8 +118,8 @@ def execute(jobs: Sequence[Job]) -> None:
     fitting = [job for job in jobs if max(job.rows, job.columns * job.inner) < 2**30]
     if len(fitting) < len(jobs):  # the kernel counts within a row in 32 bits
         torch_moves.execute([job for job in jobs if max(job.rows, job.columns * job.inner) >= 2**30])
-    for word in sorted({job.words.dtype.itemsize for job in fitting}):
-        _execute_words([job for job in fitting if job.words.dtype.itemsize == word], word)
+    for word in sorted({job.tensor.dtype.itemsize for job in fitting}):
+        _execute_words([job for job in fitting if job.tensor.dtype.itemsize == word], word)
 
 
 class _Entry(NamedTuple):
@@ -163,38 +160,38 @@ class _Launch(NamedTuple):
 
 def _execute_words(jobs: Sequence[Job], word: int) -> None:
     """Moves the jobs of one word size: what can be moved where it lies, then waves by way of the scratch or of new storage."""
-    device = jobs[0].words.device
+    device = jobs[0].tensor.device
     indices, offsets = _gather_indices(jobs)
     moved_here: list[tuple[Job, _Entry]] = []
     moved_away: list[tuple[Job, _Entry]] = []
     for job in jobs:
         entry = _entry(job, offsets, word)
         (moved_here if entry.staged and entry.row_offset < 0 else moved_away).append((job, entry))
-    nothing = jobs[0].words
+    nothing = jobs[0].tensor
     _launch([entry for _, entry in moved_here], word, indices, nothing)
     swapped = [pair for pair in moved_away if pair[0].owner is not None]
-    for wave in waves(swapped, lambda pair: pair[0].words.nbytes):
-        new = [torch.empty_like(job.words) for job, _ in wave]
+    for wave in waves(swapped, lambda pair: pair[0].tensor.nbytes):
+        new = [torch.empty_like(job.tensor) for job, _ in wave]
         pairs = zip(wave, new, strict=True)
         _launch([entry._replace(target=out.data_ptr()) for (_, entry), out in pairs], word, indices, nothing)
         for (job, _), out in zip(wave, new, strict=True):
             job.install(out)
     copied = [pair for pair in moved_away if pair[0].owner is None]
     scratch: torch.Tensor | None = None
-    for wave in sorted(waves(copied, lambda pair: pair[0].words.nbytes), key=_wave_bytes, reverse=True):
+    for wave in sorted(waves(copied, lambda pair: pair[0].tensor.nbytes), key=_wave_bytes, reverse=True):
         scratch = torch.empty(_wave_bytes(wave), dtype=torch.uint8, device=device) if scratch is None else scratch
         start, there, back = 0, [], []
         for job, entry in wave:
             there.append(entry._replace(target=-1 - start))
             back.append(_Entry(-1 - start, entry.source, -1, -1, entry.rows, entry.width, 1, staged=False))
-            start += -(-job.words.nbytes // 16) * 16
+            start += -(-job.tensor.nbytes // 16) * 16
         _launch(there, word, indices, scratch)
         _launch(back, word, indices, scratch)
 
 
 def _wave_bytes(wave: Sequence[tuple[Job, _Entry]]) -> int:
     """Returns the scratch that a wave needs, every tensor at a multiple of 16 bytes."""
-    return sum(-(-job.words.nbytes // 16) * 16 for job, _ in wave)
+    return sum(-(-job.tensor.nbytes // 16) * 16 for job, _ in wave)
 
 
 def _gather_indices(jobs: Sequence[Job]) -> tuple[torch.Tensor, dict[int, int]]:
@@ -211,10 +208,10 @@ def _entry(job: Job, offsets: dict[int, int], word: int) -> _Entry:
     """Returns the job's line of the table, with its own memory as the target."""
     rows, columns, inner, row_index, column_index = job.rows, job.columns, job.inner, job.row_index, job.column_index
     limit = min(STAGED_WORDS, STAGED_BYTES // word)
-    if column_index is None and (columns * inner == 1 or job.words.numel() <= limit):
+    if column_index is None and (columns * inner == 1 or job.tensor.numel() <= limit):
         rows, columns, inner, row_index, column_index = 1, rows, columns * inner, None, row_index
     row_offset, column_offset = (-1 if index is None else offsets[id(index)] for index in (row_index, column_index))
-    address, width = job.words.data_ptr(), columns * inner
+    address, width = job.tensor.data_ptr(), columns * inner
     staged = column_index is not None and width <= limit
     return _Entry(address, address, row_offset, column_offset, rows, width, inner, staged)
 
