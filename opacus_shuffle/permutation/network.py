@@ -1,9 +1,4 @@
-"""Handling a network as it is found: out of its wrappers, run without a trace left, its results apart from its caches.
-
->>> import torch
->>> unwrap(torch.nn.Linear(2, 2)).out_features
-2
-"""
+"""Handling a network as it is found: out of its wrappers, run without a trace left, its results apart from its caches."""
 
 from __future__ import annotations
 
@@ -18,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
@@ -41,6 +37,18 @@ def unwrap(module: nn.Module) -> nn.Module:
 def plain_name(name: str) -> str:
     """Returns a parameter's name without what wrappers have put before it."""
     return _WRAPPERS.sub("", name)
+
+
+@contextlib.contextmanager
+def plain_attention() -> Iterator[None]:
+    """Has attention computed as the plain operations that it consists of, without fused kernels."""
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
 @contextlib.contextmanager
@@ -96,7 +104,9 @@ def results(outputs: Any) -> list[torch.Tensor]:
         each = waiting.pop()
         if isinstance(each, torch.Tensor):
             found.append(each)
-        if each is None or isinstance(each, CLOSED) or id(each) in seen or _is_cache(each):
+        if each is None or isinstance(each, CLOSED) or id(each) in seen:
+            continue
+        if any(kind.__module__ == "transformers.cache_utils" for kind in type(each).__mro__):
             continue
         seen[id(each)] = each
         if isinstance(each, Mapping):
@@ -108,11 +118,6 @@ def results(outputs: Any) -> list[torch.Tensor]:
             names = [name for slot in slots for name in ([slot] if isinstance(slot, str) else slot)]
             waiting += [getattr(each, name, None) for name in [*getattr(each, "__dict__", ()), *names] if name not in CACHES]
     return found[::-1]
-
-
-def _is_cache(value: Any) -> bool:
-    """Returns whether this is one of Hugging Face's caches."""
-    return any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
 
 
 def kept_activations(network: nn.Module) -> list[torch.Tensor]:
@@ -135,10 +140,11 @@ def require_ready(network: nn.Module) -> None:
         ValueError: It names them.
     """
     parameters = dict(network.named_parameters())
-    for name, tensor in [*parameters.items(), *network.named_buffers()]:
+    tensors = parameters | dict(network.named_buffers())
+    for name, tensor in tensors.items():
         if is_lazy(tensor):
             raise ValueError(f"module: {name} is not initialised yet: run the network once before")
-    require_apart({**parameters, **dict(network.named_buffers())}, set(parameters))
+    require_apart(tensors, set(parameters))
 
 
 def require_apart(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:

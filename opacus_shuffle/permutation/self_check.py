@@ -2,15 +2,6 @@
 
 The weights are perturbed first, because a norm with scale 1 and shift 0, or a bias that is still zero, would hide that it was
 forgotten.
-
->>> from opacus_shuffle.permutation.moving.layout import Block, Factor, Term
->>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
->>> rows = Block(0, 1, 6, (Term(0, ((0, 1),)),))
->>> wrong = GroupAction((Factor("rows", 6),), {"0.weight": (rows,)}, {"0.weight": (6, 4)})
->>> check_action(wrong, network, torch.ones(1, 4))
-Traceback (most recent call last):
-...
-ValueError: this PermutationSpec changes what Sequential computes: permuting 'rows' moves 0.weight ...
 """
 
 from __future__ import annotations
@@ -21,14 +12,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from opacus_shuffle.permutation import sample_input as samples
 from opacus_shuffle.permutation.action import GroupAction
 from opacus_shuffle.permutation.group import PermutationPlan
-from opacus_shuffle.permutation.network import results, state_kept, unwrap
+from opacus_shuffle.permutation.network import plain_attention, results, state_kept, unwrap
 
 NOISE = {"bernoulli": 1.0, "bernoulli_": 1.0} | dict.fromkeys(
     ("rand", "randn", "rand_like", "randn_like", "normal_", "uniform_", "exponential_"), 0.5
@@ -63,11 +53,13 @@ def check_call(action: GroupAction, network: nn.Module, args: tuple[Any, ...], k
     """Checks the same on the arguments of one call of the network itself."""
     action.tensors(network)
     generator = torch.Generator().manual_seed(20_230_101)
-    double = _perturbed_copies(network, generator, buffers=True)
+    tensors: dict[str, torch.Tensor] = dict(network.named_parameters(remove_duplicate=False))
+    tensors |= dict(network.named_buffers(remove_duplicate=False))
+    double = _each_once(tensors, lambda tensor: _perturbed(tensor, generator, buffers=True))
     try:
         _outputs(network, double, args, kwargs, False)
     except Exception:  # some buffers are masks, indices or probabilities, and mean nothing perturbed
-        double = _perturbed_copies(network, generator, buffers=False)
+        double = _each_once(tensors, lambda tensor: _perturbed(tensor, generator, buffers=False))
     informative = False
     for training in (False, True):
         run = functools.partial(_outputs, network, args=args, kwargs=kwargs, training=training)
@@ -86,7 +78,7 @@ def _check_mode(
     """Checks one mode of the network; returns whether its outputs are anything but zeros."""
     try:
         reference = run(double)
-        nearly = run(_rounded_otherwise(double, generator))
+        nearly = run(_each_once(double, lambda tensor: _rounded_otherwise(tensor, generator)))
     except ValueError:
         raise
     except Exception as error:
@@ -187,15 +179,20 @@ def _difference(one: torch.Tensor, two: torch.Tensor, rounding: float) -> float:
     return float(((after - rounding).clamp(min=0) / before.clamp(min=scale)).max())
 
 
-def _rounded_otherwise(tensors: Mapping[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Returns the tensors with other last digits, tied ones still tied."""
-    copies: dict[int, torch.Tensor] = {}
+def _each_once(tensors: Mapping[str, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors changed, tied ones still tied."""
+    changed: dict[int, torch.Tensor] = {}
     for tensor in tensors.values():
-        if id(tensor) not in copies:
-            numbers = tensor.layout == torch.strided and tensor.dtype == torch.float64
-            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device) if numbers else 0
-            copies[id(tensor)] = tensor * (1 + 1e-14 * noise) if numbers else tensor
-    return {name: copies[id(tensor)] for name, tensor in tensors.items()}
+        if id(tensor) not in changed:
+            changed[id(tensor)] = change(tensor)
+    return {name: changed[id(tensor)] for name, tensor in tensors.items()}
+
+
+def _rounded_otherwise(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Returns the tensor with other last digits."""
+    if tensor.layout != torch.strided or tensor.dtype != torch.float64:
+        return tensor
+    return tensor * (1 + 1e-14 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device))
 
 
 def _rounding(one: torch.Tensor, two: torch.Tensor) -> float:
@@ -213,45 +210,32 @@ def _widen(value: Any) -> Any:
     return value.to(torch.complex128) if isinstance(value, torch.Tensor) and value.dtype == torch.complex64 else value
 
 
-def _perturbed_copies(network: nn.Module, generator: torch.Generator, *, buffers: bool) -> dict[str, torch.Tensor]:
-    """Copies parameters and buffers in double precision, moved away from values that hide mistakes, tied ones still tied."""
-    copies: dict[int, torch.Tensor] = {}
-    found = {}
-    for name, tensor in [*network.named_parameters(remove_duplicate=False), *network.named_buffers(remove_duplicate=False)]:
-        if id(tensor) not in copies:
-            strided = tensor.layout == torch.strided
-            copy = _widen(tensor.detach()).clone(memory_format=torch.contiguous_format) if strided else tensor
-            if strided and copy.is_floating_point():
-                noise = torch.randn(copy.shape, generator=generator, dtype=torch.float64).to(copy.device)
-                if isinstance(tensor, nn.Parameter):
-                    spread = 0.2 if copy.dim() < 2 else 0.5 * max(float(copy.std()) if copy.numel() > 1 else 0.0, 1e-2)
-                    copy += spread * noise
-                elif buffers and bool(torch.isfinite(copy).all()):  # a variance stays positive
-                    copy = torch.where(copy == 0, 0.1 * noise, copy * torch.exp(0.2 * noise))
-            copies[id(tensor)] = copy
-        found[name] = copies[id(tensor)]
-    return found
+def _perturbed(tensor: torch.Tensor, generator: torch.Generator, *, buffers: bool) -> torch.Tensor:
+    """Copies a parameter or a buffer in double precision, moved away from values that hide mistakes."""
+    if tensor.layout != torch.strided:
+        return tensor
+    copy = _widen(tensor.detach()).clone(memory_format=torch.contiguous_format)
+    if not copy.is_floating_point():
+        return copy
+    noise = torch.randn(copy.shape, generator=generator, dtype=torch.float64).to(copy.device)
+    if isinstance(tensor, nn.Parameter):
+        spread = 0.2 if copy.dim() < 2 else 0.5 * max(float(copy.std()) if copy.numel() > 1 else 0.0, 1e-2)
+        return copy + spread * noise
+    if buffers and bool(torch.isfinite(copy).all()):  # a variance stays positive
+        return torch.where(copy == 0, 0.1 * noise, copy * torch.exp(0.2 * noise))
+    return copy
 
 
 def _outputs(
-    network: nn.Module,
-    tensors: Mapping[str, torch.Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    training: bool,
+    network: nn.Module, tensors: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool
 ) -> list[torch.Tensor]:
     """Runs the network on these tensors and returns its results; its own buffers are left as they are."""
     buffers = {name for name, _ in network.named_buffers(remove_duplicate=False)}
     own = {name: tensor.clone() if name in buffers else tensor for name, tensor in tensors.items()}
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with state_kept(network), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _InDouble():  # type: ignore[no-untyped-call]
-            torch.manual_seed(0)
-            network.train(training)
-            outputs = torch.func.functional_call(network, own, tree_map(_widen, args), tree_map(_widen, dict(kwargs)))
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
+    with state_kept(network), torch.no_grad(), plain_attention(), _InDouble():  # type: ignore[no-untyped-call]
+        torch.manual_seed(0)
+        network.train(training)
+        outputs = torch.func.functional_call(network, own, tree_map(_widen, args), tree_map(_widen, dict(kwargs)))
     found = [leaf.double() if not leaf.is_complex() else torch.view_as_real(leaf).double() for leaf in results(outputs)]
     if not any(leaf.numel() for leaf in found):
         raise ValueError(f"{type(network).__name__} returns no tensor on the sample input, so nothing can be checked")

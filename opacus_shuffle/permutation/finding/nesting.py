@@ -2,23 +2,20 @@
 
 A factor may have a permutation of its own for every position along another axis exactly if that position is known wherever the
 factor occurs: query dimensions inside a head, channels inside a normalisation group.
-
->>> from opacus_shuffle.permutation.finding.labels import Axis
->>> head, width = Axis(2), Axis(4)
->>> known = known_positions([[[head, width], [Axis(9, fixed=True)]], [[head], [width]]])
->>> known[width] == {head, width}
-True
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
+
 from opacus_shuffle.permutation.finding.labels import Axis, Dimensions, atoms, fix_all, terms
-from opacus_shuffle.permutation.finding.naming import name_factors
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
 from opacus_shuffle.permutation.moving.layout import Block, Factor, Term
 from opacus_shuffle.permutation.spec import PermutationSpec
@@ -39,7 +36,8 @@ def known_positions(occurrences: Iterable[Dimensions]) -> dict[Axis, set[Axis]]:
             continue
         seen.add(key)
         common = [set.intersection(*map(set, each)) for each in alternatives]
-        count = Counter(atom for each in alternatives for atom, times in _most(each).items() for _ in range(times))
+        # How often each atom occurs, at most.
+        count = sum((functools.reduce(operator.or_, map(Counter, each)) for each in alternatives), Counter[Axis]())
         for place, each in enumerate(alternatives):
             # An atom on two other axes has two positions: which one would be meant?
             rest = {atom for i, other in enumerate(common) if i != place for atom in other if count[atom] == 1}
@@ -48,14 +46,6 @@ def known_positions(occurrences: Iterable[Dimensions]) -> dict[Axis, set[Axis]]:
                     here = rest.union(other for other in term if _alternate(term, atom, other))
                     known[atom] = known[atom] & here if atom in known else here
     return known
-
-
-def _most(each: Iterable[tuple[Axis, ...]]) -> Counter[Axis]:
-    """Counts how often each atom occurs in a term, at most."""
-    found: Counter[Axis] = Counter()
-    for term in each:
-        found |= Counter(term)
-    return found
 
 
 def _alternate(term: tuple[Axis, ...], atom: Axis, other: Axis) -> bool:
@@ -78,6 +68,8 @@ def build_spec(run: TracedRun, level: str) -> PermutationSpec:
     heads = set(atoms(run.heads))
     streams = set(atoms(run.streams)) - heads
     contracted = set(atoms(run.contracted))
+    kinds = dict.fromkeys(contracted, "query and key dimensions")
+    kinds |= dict.fromkeys(heads, "heads") | dict.fromkeys(streams, "residual stream")
     if level != "residual":
         fix_all(streams)
     if level == "paper":
@@ -88,7 +80,7 @@ def build_spec(run: TracedRun, level: str) -> PermutationSpec:
     if level == "paper":  # one permutation of the values for all heads
         inside = {atom: outer if atom in contracted else outer - heads for atom, outer in inside.items()}
     _drop_wide_joints(run, inside)
-    return _assemble(run, inside, level, heads, streams, contracted)
+    return _assemble(run, inside, level, kinds)
 
 
 def _outer(atom: Axis, known: Mapping[Axis, set[Axis]]) -> set[Axis]:
@@ -144,15 +136,8 @@ def _spans(dimensions: Dimensions, inside: Mapping[Axis, set[Axis]]) -> list[tup
     return [(start, stop, bool(joined)) for start, stop, joined in spans]
 
 
-def _assemble(
-    run: TracedRun,
-    inside: Mapping[Axis, set[Axis]],
-    level: str,
-    heads: set[Axis],
-    streams: set[Axis],
-    contracted: set[Axis],
-) -> PermutationSpec:
-    """Numbers the atoms and writes down the blocks."""
+def _assemble(run: TracedRun, inside: Mapping[Axis, set[Axis]], level: str, kinds: Mapping[Axis, str]) -> PermutationSpec:
+    """Numbers the atoms and writes down the blocks; ``kinds`` says in words what an atom is, where that is known."""
     numbers: dict[Axis, int] = {}
     blocks: dict[str, tuple[Block, ...]] = {}
     places: dict[Axis, list[tuple[str, int]]] = {}
@@ -163,14 +148,22 @@ def _assemble(
             row = [axis for each in dimensions[start:stop] for axis in each]
             moving = [atom for atom in atoms(row) if atom in inside]
             if moving:
-                size = math.prod(shape[start:stop])
-                found.append(Block(start, stop, size, tuple(_terms(row, numbers))))
+                terms_ = [
+                    Term(offset, tuple((numbers.setdefault(atom, len(numbers)), step) for atom, step in grid))
+                    for offset, grid in _grids(row, "product")
+                ]
+                found.append(Block(start, stop, math.prod(shape[start:stop]), tuple(terms_)))
                 for atom in moving:
                     places.setdefault(atom, []).append((name, start))
         if found:
             blocks[name] = tuple(found)
-    outer = {each for atom, found in inside.items() for each in found if atom in places}
-    names = name_factors(places, run.tensors, heads=heads, streams=streams, contracted=contracted, outer=outer)
+    outside = {each for atom, outer in inside.items() for each in outer if atom in places}
+    names: dict[Axis, str] = {}
+    used: Counter[str] = Counter()
+    for atom, where in places.items():
+        name = _name([name for name, _ in where], run.tensors, kinds.get(atom), atom in outside)
+        used[name] += 1
+        names[atom] = name if used[name] == 1 else f"{name} ({used[name]})"
     for atom in [each for outer in inside.values() for each in outer]:
         numbers.setdefault(atom, len(numbers))
     factors = tuple(
@@ -182,13 +175,14 @@ def _assemble(
         )
         for atom in numbers
     )
-    parameters = {name for name, tensor in run.tensors.items() if name in run.parameter_names}
     return PermutationSpec(
         factors=factors,
         blocks=blocks,
         shapes={name: tuple(run.tensors[name].shape) for name in blocks},
-        buffers=tuple(name for name in blocks if name not in parameters),
-        unmoved={name: run.tensors[name].numel() for name in run.tensors if name in parameters and name not in blocks},
+        buffers=tuple(name for name in blocks if name not in run.parameter_names),
+        unmoved={
+            name: tensor.numel() for name, tensor in run.tensors.items() if name in run.parameter_names and name not in blocks
+        },
         aliases={
             name: tuple(alias for alias, target in run.aliases.items() if target == name)
             for name in blocks
@@ -199,12 +193,17 @@ def _assemble(
     )
 
 
-def _terms(row: list[Axis], numbers: dict[Axis, int]) -> list[Term]:
-    """Returns the grids that tile a row of factors, with strides and offsets; numbers the atoms."""
-    return [
-        Term(offset, tuple((numbers.setdefault(atom, len(numbers)), step) for atom, step in grid))
-        for offset, grid in _grids(row, "product")
-    ]
+def _name(names: Sequence[str], tensors: Mapping[str, torch.Tensor], kind: str | None, has_inside: bool) -> str:
+    """Returns in plain words what is permuted, given the tensors that it moves and whether others are inside of it."""
+    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    place = ".".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, levels))
+    if kind is None:
+        kind = "channels" if tensors[names[0]].dim() > 2 else "units"
+        name = f"{kind} of {names[0].rpartition('.')[0] or names[0]}"
+    else:
+        whole = "" if kind == "residual stream" else " of the network"
+        name = kind + (f" of {place}" if place else whole)
+    return f"groups in {name}" if has_inside and kind != "heads" else name
 
 
 def _grids(axes: Sequence[Axis], kind: str) -> list[tuple[int, tuple[tuple[Axis, int], ...]]]:

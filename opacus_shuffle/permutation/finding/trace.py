@@ -1,6 +1,4 @@
-"""Following a network operation by operation.
-
-The tracer sees every ATen operation of the forward, whoever wrote it, and has it labelled by its rule.
+"""Following a network operation by operation: the tracer has every ATen operation of the forward labelled by its rule.
 
 >>> layer = torch.nn.Linear(3, 5, bias=False)
 >>> tracer = Tracer(layer, run := TracedRun(layer))
@@ -13,28 +11,25 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opacus_shuffle.permutation.finding import rules_indexing, rules_layers, rules_shapes  # noqa: F401  (they register their rules)
-from opacus_shuffle.permutation.finding.operation import RESTRIDE, bind, same_entries
+from opacus_shuffle.permutation.finding.operation import bind
 from opacus_shuffle.permutation.finding.rules import find_rule
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
+from opacus_shuffle.permutation.network import plain_attention
+
+RESTRIDE = (torch.ops.aten.as_strided, torch.ops.aten.as_strided_)
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells a traced run every operation of a network.
-
-    Args:
-        network: The network.
-        run: What is known of its tensors, and learns more.
-    """
+    """Tells a traced run every operation of a network."""
 
     def __init__(self, network: nn.Module, run: TracedRun) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -45,21 +40,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def trace(self, forward: Callable[[], Any]) -> Any:
         """Runs the forward traced: without gradients, and attention as the plain operations it consists of."""
-        fast_path = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            with (
-                torch.no_grad(),
-                _quiet(),
-                sdpa_kernel(SDPBackend.MATH),
-                torch.backends.mkldnn.flags(enabled=not self._recurrent),
-                torch.backends.cudnn.flags(enabled=not self._recurrent),
-                _Leaving(self.run),
-                self,
-            ):
-                return forward()
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast_path)
+        with (
+            warnings.catch_warnings(),
+            torch.no_grad(),
+            plain_attention(),
+            torch.backends.mkldnn.flags(enabled=not self._recurrent),
+            torch.backends.cudnn.flags(enabled=not self._recurrent),
+            _Leaving(self.run),
+            self,
+        ):
+            warnings.simplefilter("ignore")
+            return forward()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -75,7 +66,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         strides = args[0].stride() if func.overloadpacket in RESTRIDE else None
         result = func(*args, **kwargs)
-        if strides is not None and same_entries(result, args, strides):
+        if strides is not None and _same_entries(args, strides):
             if result is not args[0]:
                 self.run.copy_labels(result, args[0])
         elif not self._paused:
@@ -100,9 +91,12 @@ class _Leaving(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def _same_entries(args: Sequence[Any], strides: Sequence[int]) -> bool:
+    """Returns whether ``as_strided`` of a tensor of these strides changed nothing but the memory order of axes of size 1."""
+    source, size, stride = args[:3]
+    offset = args[3] if len(args) > 3 and args[3] is not None else source.storage_offset()
+    return (
+        tuple(size) == tuple(source.shape)
+        and offset == source.storage_offset()
+        and all(stride[dim] == strides[dim] for dim, each in enumerate(size) if each > 1 and dim < len(strides))
+    )
