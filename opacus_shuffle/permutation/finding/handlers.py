@@ -1,18 +1,4 @@
-"""Declaring by hand the axes of a module that tracing cannot see into: ``register_permutation``.
-
->>> import torch
->>> class Opaque(torch.nn.Module):
-...     def __init__(self):
-...         super().__init__()
-...         self.up, self.down = torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(3, 5))
-...     def forward(self, x):
-...         return torch.fft.ifft(torch.fft.fft((x @ self.up.T).sort().values @ self.down.T.sort(0).values)).real
->>> @register_permutation(Opaque)
-... def axes(module):
-...     return ModuleAxes(parameters={"up": "unit in", "down": "out unit"}, inputs="... in", outputs="... out")
->>> _HANDLERS.pop(Opaque).__name__
-'axes'
-"""
+"""Declaring by hand the axes of a module that tracing cannot see into: ``register_permutation``."""
 
 from __future__ import annotations
 
@@ -92,26 +78,25 @@ def register_permutation(kind: type[nn.Module]) -> Callable[[Handler], Handler]:
 
 @contextlib.contextmanager
 def declared_axes(network: nn.Module, tracer: Tracer) -> Iterator[None]:
-    """Has modules with a handler labelled by it, while inside."""
+    """Labels modules that have a handler as it declares, in place of tracing them, while inside."""
     replaced = []
     names = {id(tensor): name for name, tensor in tracer.run.tensors.items()}
     try:
         for module in network.modules():
             handler = _HANDLERS.get(type(module))
             axes = handler(module) if handler is not None else None
-            if axes is not None and not isinstance(axes, ModuleAxes):
-                raise ValueError(
-                    f"the handler of {type(module).__name__} must return ModuleAxes or None, got {type(axes).__name__}"
-                )
-            if axes is not None:
-                replaced.append((module, vars(module).get("forward")))
-                module.forward = _labelled_forward(module, axes, tracer, names)  # type: ignore[method-assign]
+            if axes is None:
+                continue
+            if not isinstance(axes, ModuleAxes):
+                kind = type(module).__name__
+                raise ValueError(f"the handler of {kind} must return ModuleAxes or None, got {type(axes).__name__}")
+            replaced.append((module, vars(module).get("forward")))
+            module.forward = _labelled_forward(module, axes, tracer, names)  # type: ignore[method-assign]
         yield
     finally:
         for module, own in replaced:
-            if own is None:
-                del module.forward
-            else:
+            del module.forward
+            if own is not None:
                 module.forward = own
 
 

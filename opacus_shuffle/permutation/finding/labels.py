@@ -50,10 +50,6 @@ class Axis:
             self._same_as = node
         return node
 
-    def become(self, other: Axis) -> None:
-        """Makes this atom the same as another axis."""
-        self._same_as = other
-
 
 class IncompatibleError(Exception):
     """An operation that the algebra cannot express; whoever catches it fixes what the operation touched."""
@@ -233,7 +229,7 @@ def unify(one: Axis, other: Axis) -> None:
             fix_all([one])
         elif one.kind == "atom" and other.order < one.order and not one.fixed:
             one, other = other, one  # the older one stays: names and nesting follow it
-        other.become(one)
+        other._same_as = one
     elif one.kind == other.kind == "product":
         unify_all(one.parts, other.parts)
     elif one.kind == other.kind == "sum":

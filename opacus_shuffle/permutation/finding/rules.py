@@ -85,6 +85,4 @@ def with_fixed(run: TracedRun, call: Call, where: Iterable[int]) -> Dimensions:
 
 def as_list(value: Any) -> list[int]:
     """Returns one dimension or several as a list."""
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]

@@ -10,7 +10,7 @@ import torch
 
 from opacus_shuffle.permutation.finding.labels import (
     Dimensions,
-    IncompatibleError,
+    Factors,
     fix_all,
     fix_dimensions,
     fixed_dimensions,
@@ -23,50 +23,35 @@ from opacus_shuffle.permutation.finding.rules import rule, with_fixed
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
 
 
-@rule("index_select")
-def index_selected(run: TracedRun, call: Call) -> None:
-    """Chooses by position along the dimension, which is fixed."""
-    run.fix([call["index"]])
-    run.set(call.out, with_fixed(run, call, [call["dim"]]))
-
-
 @rule("index")
 def indexed(run: TracedRun, call: Call) -> None:
     """Chooses by positions or by a mask along some dimensions: fixed there, untouched elsewhere."""
-    run.set(call.out, _chosen(run, call, list(call.out.shape)))
+    left, place = _untouched(run, call)
+    chosen = call.out.dim() - len(left)
+    run.set(call.out, [*left[:place], *fixed_dimensions(call.out.shape[place : place + chosen]), *left[place:]])
 
 
 @rule("index_put _index_put_impl")
 def index_put(run: TracedRun, call: Call) -> None:
     """Writes at positions along some dimensions: fixed there; elsewhere the values' axes are those of the target."""
-    target, values = call["self"], call["values"]
-    given = [index for index in call["indices"] if index is not None]
-    chosen = [1] * target.dim() if any(index.dtype in MASKS for index in given) else None
-    if chosen is None:
-        shape = torch.broadcast_shapes(*[index.shape for index in given])  # type: ignore[no-untyped-call]
-        used = [dim for dim, index in enumerate(call["indices"]) if index is not None]
-        place = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
-        left = [size for dim, size in enumerate(target.shape) if dim not in used]
-        chosen = [*left[:place], *shape, *left[place:]]
-    else:
-        chosen = [0] * (target.dim() - sum(index.dim() for index in given) + 1)
-    labels = _chosen(run, call, chosen)
+    values = call["values"]
+    left, place = _untouched(run, call)
+    chosen = max(1 if index.dtype in MASKS else index.dim() for index in call["indices"] if index is not None)
+    labels: list[Factors | None] = [*left[:place], *[None] * chosen, *left[place:]]
     for dim in range(-values.dim(), 0):
         if values.shape[dim] > 1:
-            if -dim > len(labels):
-                raise IncompatibleError
-            if labels[dim]:
-                unify_all(run.dimensions(values)[dim], labels[dim])
-            else:
+            if (meant := labels[dim]) is None:
                 fix_all(run.dimensions(values)[dim])
-    run.set(call.out, run.dimensions(target))
+            else:
+                unify_all(run.dimensions(values)[dim], meant)
+    run.set(call.out, run.dimensions(call["self"]))
 
 
 MASKS = (torch.bool, torch.uint8)
 
 
-def _chosen(run: TracedRun, call: Call, shape: list[int]) -> Dimensions:
-    """Returns the labels of ``self[indices]``, which has this shape (0 stands for a size that the values decide)."""
+def _untouched(run: TracedRun, call: Call) -> tuple[Dimensions, int]:
+    """Fixes where ``self[indices]`` chooses; returns the other dimensions, and before which of them the chosen ones come."""
     dims, used = run.dimensions(call["self"]), []
     dim = 0
     for index in call["indices"]:
@@ -76,11 +61,7 @@ def _chosen(run: TracedRun, call: Call, shape: list[int]) -> Dimensions:
             fix_dimensions([*dims[dim : dim + width], *run.dimensions(index)])
         dim += width
     left = [each for dim, each in enumerate(dims) if dim not in used]
-    place = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
-    count = len(shape) - len(left)
-    if count < 0:
-        raise IncompatibleError
-    return [*left[:place], *fixed_dimensions(shape[place : place + count]), *left[place:]]
+    return left, used[0] if used == list(range(used[0], used[-1] + 1)) else 0
 
 
 @rule("index_add index_copy index_fill")

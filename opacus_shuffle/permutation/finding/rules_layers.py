@@ -28,13 +28,9 @@ from opacus_shuffle.permutation.finding.traced_run import TracedRun
 def matrix_product(run: TracedRun, call: Call) -> None:
     """Makes the contracted axes one, and batch axes too; a bias follows the result."""
     name = call.name.removesuffix("_").removeprefix("aten.")
-    operands = [*call.arguments.values(), None]
-    if name == "linear":  # input, weight, bias
-        one, other, bias = operands[:3]
-    elif name.startswith(("add", "badd")):
-        bias, one, other = operands[:3]
-    else:
-        one, other, bias = *operands[:2], None
+    operands = list(call.arguments.values())
+    bias = operands.pop(0) if name.startswith(("add", "badd")) else operands[2] if name == "linear" else None
+    one, other = operands[:2]
     left, right = run.dimensions(one), run.dimensions(other)
     right = right[::-1] if name == "linear" else right
     if (len(left) > 3 and name != "linear") or len(right) > 3:
@@ -43,7 +39,8 @@ def matrix_product(run: TracedRun, call: Call) -> None:
     batched = len(right) == 3
     if batched:
         unify_all(left[0], right[0])
-    result = [*left[:-1], *(right[-1:] if len(right) > 1 else [])]
+    columns = right[-1:] if len(right) > 1 else []
+    result = [*left[:-1], *columns]
     if bias is not None:
         for dim in range(-bias.dim(), 0):
             if bias.shape[dim] > 1:
@@ -53,7 +50,7 @@ def matrix_product(run: TracedRun, call: Call) -> None:
         if batched:
             run.heads += left[0]
     run.set(call.out, result)
-    run.occurrences.append([*left, *(right[-1:] if len(right) > 1 else [])])  # the products before they are summed
+    run.occurrences.append([*left, *columns])  # the products before they are summed
     if bias is not None and not run.is_parameter(bias):
         run.streams += [axis for each in result for axis in each]
     run.contraction(call.out)
@@ -105,14 +102,12 @@ def convolution(run: TracedRun, call: Call) -> None:
 @rule("native_layer_norm rms_norm _fused_rms_norm layer_norm")
 def layer_norm(run: TracedRun, call: Call) -> None:
     """Treats the normalised axes alike; scale and shift follow them."""
-    source = call["input"]
-    dims = run.dimensions(source)
-    count = len(call["normalized_shape"])
-    for parameter in (call.arguments.get("weight"), call.arguments.get("bias")):
-        if parameter is not None:
-            for dim in range(-count, 0):
-                unify_all(run.dimensions(parameter)[dim], dims[dim])
-    _symmetric(run, call, dims, range(-count, 0))
+    dims = run.dimensions(call["input"])
+    normalised = range(-len(call["normalized_shape"]), 0)
+    for parameter in call.inputs[1:]:
+        for dim in normalised:
+            unify_all(run.dimensions(parameter)[dim], dims[dim])
+    _symmetric(run, call, dims, normalised)
 
 
 @rule("native_group_norm")
@@ -122,9 +117,8 @@ def group_norm(run: TracedRun, call: Call) -> None:
     channels = dims[1]
     group, inside = regroup(channels, [groups, int(call["C"]) // groups])
     dims = [dims[0], [*group, *inside], *dims[2:]]
-    for parameter in (call["weight"], call["bias"]):
-        if parameter is not None:
-            unify_all(run.dimensions(parameter)[0], channels)
+    for parameter in call.inputs[1:]:
+        unify_all(run.dimensions(parameter)[0], channels)
     run.set(call.out, dims)
     run.occurrences.append([dims[0], group])
     for tensor in call.outputs[1:]:
@@ -142,9 +136,7 @@ def batch_norm(run: TracedRun, call: Call) -> None:
     run.reduced(dims, [i for i in range(len(dims)) if i != 1])
     run.set(call.out, dims)
     for tensor in call.outputs[1:]:
-        run.set(
-            tensor, [dims[1]] if tensor.dim() == 1 and tensor.shape[0] == source.shape[1] else fixed_dimensions(tensor.shape)
-        )
+        run.set(tensor, [dims[1]] if tensor.shape == source.shape[1:2] else fixed_dimensions(tensor.shape))
 
 
 @rule("_softmax _log_softmax _safe_softmax softmax log_softmax")
@@ -154,41 +146,25 @@ def softmax(run: TracedRun, call: Call) -> None:
 
 
 @rule("linalg_vector_norm norm mean sum nansum prod amax amin any all logsumexp aminmax")
-@rule("var std var_mean std_mean count_nonzero")
+@rule("var std var_mean std_mean count_nonzero max min median argmax argmin mode kthvalue cummax cummin")
 def reduction(run: TracedRun, call: Call) -> None:
-    """Treats all that is reduced alike."""
-    source = call.inputs[0]
-    rank = source.dim()
-    asked = call.arguments.get("dim")
-    gone = {dim % rank for dim in as_list(asked)} if rank else set()
-    gone = gone or set(range(rank))
-    dims = run.dimensions(source)
-    for tensor in call.outputs:
-        keep = tensor.dim() == rank
-        run.set(tensor, [[] if dim in gone else each for dim, each in enumerate(dims) if keep or dim not in gone])
-
-
-@rule("max min median argmax argmin mode kthvalue cummax cummin")
-def arg_reduction(run: TracedRun, call: Call) -> None:
-    """Says where the winner is, so what is reduced is fixed; with one result and no ``dim``, only how large it is."""
-    source = call.inputs[0]
-    if len(call.inputs) == 2:
+    """Treats all that is reduced alike; where a result says which entry has won, what is reduced is fixed."""
+    if len(call.inputs) > 1:
         raise IncompatibleError
-    asked = call.arguments.get("dim")
-    if asked is None and "arg" not in call.name:
-        run.set(call.out, [])
-        return
+    source = call.inputs[0]
     rank = source.dim()
-    gone = set(range(rank)) if asked is None else {asked % rank}
+    gone = {dim % rank for dim in as_list(call.arguments.get("dim"))} or set(range(rank))
     dims = run.dimensions(source)
-    fix_dimensions(dims[dim] for dim in gone)
+    name = call.name.removeprefix("aten.")
+    if name in ("argmax", "argmin") or (name in WINNERS and call.arguments.get("dim") is not None):
+        fix_dimensions(dims[dim] for dim in gone)
     for tensor in call.outputs:
-        keep = tensor.dim() == rank
-        same = keep and tensor.shape == source.shape
-        run.set(
-            tensor,
-            [(each if same else []) if dim in gone else each for dim, each in enumerate(dims) if keep or dim not in gone],
-        )
+        keep, same = tensor.dim() == rank, tensor.shape == source.shape
+        run.set(tensor, [each if same or dim not in gone else [] for dim, each in enumerate(dims) if keep or dim not in gone])
+
+
+WINNERS = ("max", "min", "median", "mode", "kthvalue", "cummax", "cummin")
+"""Operations that return the winner's position too if they work along one dimension."""
 
 
 @rule("glu")
@@ -234,11 +210,7 @@ def weight_norm(run: TracedRun, call: Call) -> None:
     dims = run.dimensions(call["v"])
     dim = call["dim"] % len(dims)
     unify_all(run.dimensions(call["g"])[dim], dims[dim])
-    lengths: Dimensions = [each if i == dim else [] for i, each in enumerate(dims)]
-    run.set(call.out, dims)
-    run.occurrences.append(lengths)
-    for tensor in call.outputs[1:]:
-        run.set(tensor, lengths)
+    _symmetric(run, call, dims, [i for i in range(len(dims)) if i != dim])
 
 
 @rule("_trilinear")
@@ -261,12 +233,9 @@ def trilinear(run: TracedRun, call: Call) -> None:
     run.contraction(call.out)
 
 
-def _symmetric(run: TracedRun, call: Call, dims: Dimensions, over: Sequence[int] | range) -> None:
+def _symmetric(run: TracedRun, call: Call, dims: Dimensions, over: Sequence[int]) -> None:
     """Labels a result with the same axes; statistics inside have lost the dimensions that they are taken over."""
-    run.reduced(dims, list(over))
+    statistics = run.reduced(dims, over)
     run.set(call.out, dims)
-    rank = len(dims)
-    gone = {dim % rank for dim in over}
     for tensor in call.outputs[1:]:
-        reduced = [[] if dim in gone else each for dim, each in enumerate(dims)]
-        run.set(tensor, reduced if tensor.dim() == rank else fixed_dimensions(tensor.shape))
+        run.set(tensor, statistics if tensor.dim() == len(dims) else fixed_dimensions(tensor.shape))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from opacus_shuffle.permutation.finding.labels import (
     Axis,
     Dimensions,
+    Factors,
     IncompatibleError,
     concatenation,
     factors,
@@ -91,88 +94,51 @@ def view(run: TracedRun, call: Call) -> None:
     labels = run.labels(call.inputs[0])
     if call.inputs[0].dtype != call.out.dtype or not call.out.numel():
         raise IncompatibleError
-    if isinstance(labels, list):
-        row = factors([axis for each in labels for axis in each])
-        before = 1
-        for place, axis in enumerate(row):
-            if axis.kind == "sum" and len({part.size for part in axis.parts}) == 1:
-                dim = _dimension_at(call.out.shape, before, len(axis.parts))
-                if dim is not None:
-                    marker = Axis(len(axis.parts), fixed=True)
-                    alternatives = []
-                    for part in axis.parts:
-                        sizes = [size for i, size in enumerate(call.out.shape) if i != dim]
-                        result = regroup([*row[:place], part, *row[place + 1 :]], sizes)
-                        alternatives.append([*result[:dim], [marker], *result[dim:]])
-                    run.set(call.out, Stacked(marker, alternatives))
-                    return
-            before *= axis.size
-        run.set(call.out, regroup([axis for each in labels for axis in each], call.out.shape))
-    else:
-        rows = ([axis for each in dims for axis in each] for dims in labels.alternatives)
-        run.set(call.out, Stacked(labels.marker, [regroup(row, call.out.shape) for row in rows]))
-
-
-def _dimension_at(shape: Sequence[int], before: int, size: int) -> int | None:
-    """Returns the dimension of this size with so many coordinates before it."""
-    count = 1
-    for dim, each in enumerate(shape):
-        if count == before and each == size:
-            return dim
-        count *= each
-    return None
-
-
-@rule("expand")
-def expanded(run: TracedRun, call: Call) -> None:
-    """Makes copies along new or stretched dimensions: they are alike, so any permutation of them will do."""
-    source, out = call.inputs[0], call.out
-    new = out.dim() - source.dim()
-    dims = run.dimensions(source)
-    shape = [1] * new + list(source.shape)
-    padded: Dimensions = [*([] for _ in range(new)), *dims]
-    run.set(out, [each if a == b else free_factors(b) for each, a, b in zip(padded, shape, out.shape, strict=True)])
-
-
-@rule("repeat")
-def repeated(run: TracedRun, call: Call) -> None:
-    """Lays copies end to end: (copy, position)."""
-    source, out = call.inputs[0], call.out
-    new = out.dim() - source.dim()
-    dims: Dimensions = [*([] for _ in range(new)), *run.dimensions(source)]
-    run.set(out, [[*free_factors(count), *each] for count, each in zip(call["repeats"], dims, strict=True)])
-
-
-@rule("select select_copy")
-def selected(run: TracedRun, call: Call) -> None:
-    """Takes one slice."""
-    _take_apart(run, call, call["dim"], [call["index"]], call.outputs)
-
-
-@rule("unbind unbind_copy")
-def unbound(run: TracedRun, call: Call) -> None:
-    """Takes all slices."""
-    _take_apart(run, call, call["dim"], range(len(call.outputs)), call.outputs)
-
-
-def _take_apart(run: TracedRun, call: Call, dim: int, indices: Sequence[int], outputs: Sequence[torch.Tensor]) -> None:
-    """Labels slices along a dimension: different things where they are known to be, else the dimension is fixed."""
-    source = call.inputs[0]
-    dim %= source.dim()
-    labels = run.labels(source)
+    shape = call.out.shape
     if not isinstance(labels, list):
-        if labels.alternatives[0][dim] == [labels.marker]:
-            for index, tensor in zip(indices, outputs, strict=True):
-                chosen = labels.alternatives[index]
-                run.set(tensor, [*chosen[:dim], *chosen[dim + 1 :]])
+        rows = ([axis for each in dims for axis in each] for dims in labels.alternatives)
+        run.set(call.out, Stacked(labels.marker, [regroup(row, shape) for row in rows]))
+        return
+    row = factors([axis for each in labels for axis in each])
+    before = 1
+    for place, axis in enumerate(row):
+        parts = axis.parts if axis.kind == "sum" and len({part.size for part in axis.parts}) == 1 else []
+        places = [i for i, size in enumerate(shape) if parts and size == len(parts) and math.prod(shape[:i]) == before]
+        if places:
+            results = [regroup([*row[:place], part, *row[place + 1 :]], _without(shape, places[0])) for part in parts]
+            _stack(run, call.out, places[0], results)
             return
-        labels = run.dimensions(source)
-    row = factors(labels[dim])
+        before *= axis.size
+    run.set(call.out, regroup(row, shape))
+
+
+@rule("expand repeat")
+def repeated(run: TracedRun, call: Call) -> None:
+    """Lays copies end to end: (copy, position). They are alike, so any permutation of them will do."""
+    source, out = call.inputs[0], call.out
+    new = out.dim() - source.dim()
+    before: list[tuple[int, Factors]] = [(1, [])] * new + list(zip(source.shape, run.dimensions(source), strict=True))
+    run.set(out, [[*free_factors(b // max(a, 1)), *each] for (a, each), b in zip(before, out.shape, strict=True)])
+
+
+@rule("select select_copy unbind unbind_copy")
+def selected(run: TracedRun, call: Call) -> None:
+    """Takes one slice or all: different things where they are known to be, else the dimension is fixed."""
+    source = call.inputs[0]
+    dim = call["dim"] % source.dim()
+    labels = run.labels(source)
+    if not isinstance(labels, list) and labels.alternatives[0][dim] == [labels.marker]:
+        indices = [call["index"]] if "index" in call.arguments else range(len(call.outputs))
+        for index, tensor in zip(indices, call.outputs, strict=True):
+            run.set(tensor, _without(labels.alternatives[index], dim))
+        return
+    dims = run.dimensions(source)
+    row = factors(dims[dim])
     if len(row) == 1:
         run.note_packing(row[0])
-    fix_all(labels[dim])
-    for tensor in outputs:
-        run.set(tensor, [*labels[:dim], *labels[dim + 1 :]])
+    fix_all(dims[dim])
+    for tensor in call.outputs:
+        run.set(tensor, _without(dims, dim))
 
 
 @rule("slice slice_copy")
@@ -181,8 +147,8 @@ def sliced(run: TracedRun, call: Call) -> None:
     source, out = call.inputs[0], call.out
     dim = call["dim"] % source.dim()
     size, step = source.shape[dim], call["step"]
-    start, end = (_clamp(value, default, size) for value, default in ((call["start"], 0), (call["end"], size)))
-    if start == 0 and end >= size and step == 1:
+    start, end, _ = slice(call["start"], call["end"]).indices(size)
+    if start == 0 and end == size and step == 1:
         run.set(out, run.labels(source))
     elif step != 1 or end <= start:
         run.set(out, with_fixed(run, call, [dim]))
@@ -252,7 +218,7 @@ def stacked(run: TracedRun, call: Call) -> None:
 
 
 def _stack(run: TracedRun, out: torch.Tensor, dim: int, slices: Sequence[Dimensions]) -> None:
-    """Labels slices that stay different things until they are treated alike."""
+    """Labels slices side by side along a new dimension; they stay different things until they are treated alike."""
     if len(slices) == 1:
         run.set(out, [*slices[0][:dim], [], *slices[0][dim:]])
         return
@@ -260,14 +226,15 @@ def _stack(run: TracedRun, out: torch.Tensor, dim: int, slices: Sequence[Dimensi
     run.set(out, Stacked(marker, [[*each[:dim], [marker], *each[dim:]] for each in slices]))
 
 
-def _without(dims: Dimensions, dim: int) -> Dimensions:
-    """Returns all dimensions but one."""
-    return [*dims[:dim], *dims[dim + 1 :]]
+def _without(row: Sequence[Any], place: int) -> list[Any]:
+    """Returns all entries but one."""
+    return [*row[:place], *row[place + 1 :]]
 
 
-@rule("flip roll cumsum cumprod logcumsumexp constant_pad_nd tril triu reflection_pad1d reflection_pad2d")
+@rule("flip roll cumsum cumprod logcumsumexp constant_pad_nd tril triu reflection_pad1d reflection_pad2d index_select")
 def along(run: TracedRun, call: Call) -> None:
     """Depends on the order along some dimensions (all that change their size, at least): fixed there, untouched elsewhere."""
+    run.fix(call.inputs[1:])
     rank = call.inputs[0].dim()
     name = call.name.removesuffix("_").removeprefix("aten.")
     if name in ("tril", "triu"):
@@ -279,10 +246,3 @@ def along(run: TracedRun, call: Call) -> None:
     else:
         touched = {dim % rank for dim in as_list(call.arguments.get("dims", call.arguments.get("dim")))} or set(range(rank))
     run.set(call.out, with_fixed(run, call, touched))
-
-
-def _clamp(value: int | None, default: int, size: int) -> int:
-    """Returns a slice's bound as a position."""
-    if value is None:
-        return default
-    return min(max(value + size if value < 0 else value, 0), size)

@@ -1,12 +1,7 @@
-"""Knowing the tensors of one run of a network: which coordinates of which are the same, and what they came from.
+"""What is known of the tensors of one run of a network: which coordinates of which are the same, and what they came from.
 
 :mod:`~opacus_shuffle.permutation.finding.trace` tells it every operation, and the rules of the operations say here what they
 do to the labels. An operation without a rule *fixes* every axis that it touches: nothing is permuted on a guess.
-
->>> layer = torch.nn.Linear(3, 5, bias=False)
->>> run = TracedRun(layer)
->>> run.dimensions(layer.weight) == run.parameters["weight"], run.is_constant(layer.weight)
-(True, False)
 """
 
 from __future__ import annotations
@@ -46,15 +41,10 @@ Origins = frozenset[int]
 
 @dataclasses.dataclass
 class Stacked:
-    """Labels of a tensor whose slices along one dimension are different things, as query, key and value after ``view``.
+    """Labels of a tensor whose slices along one dimension are different things, as query, key and value after ``view``."""
 
-    Attributes:
-        marker: The dimension's own atom, fixed.
-        alternatives: The labels of each slice, of full rank, with the marker in place of the dimension.
-    """
-
-    marker: Axis
-    alternatives: list[Dimensions]
+    marker: Axis  # the dimension's own atom, fixed
+    alternatives: list[Dimensions]  # the labels of each slice, of full rank, with the marker in place of the dimension
 
 
 VIEWS = frozenset(
@@ -145,7 +135,15 @@ class TracedRun:
                     self.set(tensor, fixed_dimensions(tensor.shape))
             else:
                 rule(self, call)
-        except (IncompatibleError, IndexError, KeyError, ValueError, AttributeError, TypeError, AssertionError) as error:
+        except (
+            IncompatibleError,
+            LookupError,
+            ArithmeticError,
+            ValueError,
+            AttributeError,
+            TypeError,
+            AssertionError,
+        ) as error:
             self.unknown[f"{call.name} ({type(error).__name__})"] += 1
             self.fix_everything(call)
         if any(tensor not in self._labels and tensor not in self._equal_entries for tensor in call.outputs):
@@ -218,11 +216,11 @@ class TracedRun:
         """Forgets a tensor's labels: it is to be labelled anew."""
         del self._labels[tensor]
 
-    def reduced(self, dimensions: Dimensions, gone: Sequence[int]) -> None:
-        """Notes that an operation has an intermediate result without these dimensions (a sum over them)."""
-        rank = len(dimensions)
-        drop = {dim % rank for dim in gone}
+    def reduced(self, dimensions: Dimensions, gone: Sequence[int]) -> Dimensions:
+        """Notes that an operation has an intermediate result without these dimensions (a sum over them), and returns it."""
+        drop = {dim % len(dimensions) for dim in gone}
         self.occurrences.append([[] if i in drop else each for i, each in enumerate(dimensions)])
+        return self.occurrences[-1]
 
     def fix(self, tensors: Iterable[torch.Tensor]) -> None:
         """Lets nothing permute these tensors."""
@@ -300,20 +298,12 @@ class TracedRun:
 def _movable_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields parameters, and buffers that a checkpoint holds: numbers and masks, but no indices."""
     yield from module.named_parameters(remove_duplicate=False)
-    kept = {
-        f"{place}.{name}" if place else name
-        for place, part in module.named_modules(remove_duplicate=False)
-        for name, _ in part.named_buffers(recurse=False, remove_duplicate=False)
-        if name not in getattr(part, "_non_persistent_buffers_set", ())
-    }
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        if (
-            name in kept
-            and buffer.dim()
-            and buffer.layout == torch.strided
-            and (buffer.is_floating_point() or buffer.dtype == torch.bool or buffer.is_complex())
-        ):
-            yield name, buffer
+    for place, part in module.named_modules(remove_duplicate=False):
+        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
+            kept = name not in getattr(part, "_non_persistent_buffers_set", ())
+            numbers = buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.bool
+            if kept and numbers and buffer.dim() and buffer.layout == torch.strided:
+                yield f"{place}.{name}" if place else name, buffer
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -56,7 +56,8 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto", storage: str = "in
     for device in dict.fromkeys(move.tensor.device for move in moves):
         execute = _executor(executor, device)
         here = [move for move in moves if move.tensor.device == device]
-        plain, copied = [], []
+        plain: list[Move] = []
+        copied: list[Move] = []
         for move in here:
             as_it_is = move.tensor.is_contiguous() and not move.tensor.is_conj() and not move.tensor.is_neg()
             (plain if as_it_is else copied).append(move)
