@@ -14,7 +14,7 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 
 from opacus_shuffle.audit.alignment import Aligner
-from opacus_shuffle.engine.weights.optimizer_checks import innermost
+from opacus_shuffle.engine.weights.optimizers import innermost
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 

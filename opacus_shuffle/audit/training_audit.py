@@ -47,7 +47,7 @@ from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.rounding import round_down
 from opacus_shuffle.core.validation import instance_of, integer, noise_level, one_of, open_unit_interval
 from opacus_shuffle.engine.optimizers.local_gaussian import NoisePerRecord
-from opacus_shuffle.engine.weights.optimizer_checks import innermost
+from opacus_shuffle.engine.weights.optimizers import innermost
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
 from opacus_shuffle.permutation.network import unwrap
 

@@ -1,10 +1,4 @@
-"""Finding something to run a module on: what the user gave, what its data loader yields, or a guess from its layers.
-
->>> from torch import nn
->>> args, kwargs = guess(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 26 * 26, 2)))
->>> tuple(args[0].shape)
-(2, 3, 28, 28)
-"""
+"""Finding something to run a module on: what the user gave, what its data loader yields, or a guess from its layers."""
 
 from __future__ import annotations
 
@@ -24,6 +18,11 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 # Names under which a configuration keeps token numbers that mean something: padding stops attention, "end" cuts a text short.
 _SPECIAL_TOKENS = ("pad", "bos", "eos", "cls", "sep", "mask", "unk", "decoder_start", "image", "video", "audio")
 _SIDES = (32, 28, 64, 96, 224)
+_CONVOLUTIONS: dict[int, tuple[Any, ...]] = {
+    1: (nn.Conv1d, nn.ConvTranspose1d, (*_SIDES, 128, 256, 512, 1024)),
+    2: (nn.Conv2d, nn.ConvTranspose2d, _SIDES),
+    3: (nn.Conv3d, nn.ConvTranspose3d, _SIDES[:3]),  # cubes: more would fill the memory
+}
 _REMEDY = "pass shuffle_weights=find_permutations(module, sample_input) with an input that module(...) accepts"
 
 
@@ -49,25 +48,20 @@ def normalise(sample_input: Any) -> Call:
 
 
 def guess(module: nn.Module) -> Call:
-    """Guesses an input on which one forward pass runs, from the module alone; the same one every time.
+    """Guesses arguments of two records on which one forward pass runs, from the module alone; the same ones every time.
 
     Hugging Face models are recognised by their ``config`` and ``main_input_name``; of any other module the first layer with
-    parameters, in the order of registration, tells the shape. What is returned has been tried.
-
-    Args:
-        module: The module to be run. Its buffers, its training flags and the random state are as before afterwards.
-
-    Returns:
-        The arguments of two records, in the type and on the device of the module's parameters.
+    parameters, in the order of registration, tells the shape. What is returned has been tried; the module is as before.
 
     Raises:
         ValueError: No guess ran.
     """
     failure: Exception | None = None
     generator = torch.Generator().manual_seed(0)
-    candidates = _hugging_face_inputs if _is_hugging_face(module) else _inputs_of_first_layer
-    for args, kwargs in candidates(module, generator):
-        call = _to_device(args, _device(module)), _to_device(kwargs, _device(module))
+    hugging_face = getattr(module, "config", None) is not None and isinstance(getattr(module, "main_input_name", None), str)
+    candidates = _hugging_face_inputs if hugging_face else _inputs_of_first_layer
+    for guessed in candidates(module, generator):
+        call = _on_device_of(module, guessed)
         try:
             run_quietly(module, *call)
         except Exception as error:
@@ -93,10 +87,12 @@ def from_batch(module: nn.Module, batch: Any) -> Call:
     Raises:
         ValueError: The batch has none of these forms, or too few entries.
     """
-    args, kwargs = _arguments(module, batch)
-    if not any(True for _ in _tensors((args, kwargs))):
+    call = _arguments(module, batch)
+    tensors: list[torch.Tensor] = []
+    _map(tensors.append, call)
+    if not tensors:
         raise ValueError(f"data_loader yields batches without a tensor for {_forward(module)}, {_describe(batch)}; {_REMEDY}")
-    return _to_device(args, _device(module)), _to_device(kwargs, _device(module))
+    return _on_device_of(module, call)
 
 
 def first_records(data_loader: DataLoader, count: int = 2) -> Any:
@@ -138,7 +134,9 @@ def _arguments(module: nn.Module, batch: Any) -> Call:
         # A list of strings (untokenised texts) is a tuple's entry, not a list of arguments.
         if isinstance(first, tuple | list) and any(isinstance(entry, torch.Tensor) for entry in first):
             return tuple(first), {}
-        needed = max(1, _required_positional(module))
+        parameters = inspect.signature(module.forward).parameters.values()
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        needed = max(1, sum(p.default is p.empty for p in positional))
         if len(batch) < needed:
             raise ValueError(
                 f"data_loader yields batches of {len(batch)} entries, {_forward(module)} requires {needed} arguments; {_REMEDY}"
@@ -165,22 +163,13 @@ def _accepted(module: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     return accepted
 
 
-def _required_positional(module: nn.Module) -> int:
-    """Counts the positional arguments that ``forward`` cannot do without."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty for p in parameters)
-
-
-def _is_hugging_face(module: nn.Module) -> bool:
-    """Returns whether the module describes itself as Hugging Face models do."""
-    return getattr(module, "config", None) is not None and isinstance(getattr(module, "main_input_name", None), str)
-
-
 def _hugging_face_inputs(module: nn.Module, generator: torch.Generator) -> Iterator[Call]:
     """Yields keyword arguments by the model's configuration, the plainest first."""
     config: Any = module.config
     main = str(module.main_input_name)
-    takes = {name for name in ("attention_mask", "decoder_input_ids", "pixel_values") if _takes(module, name)}
+    parameters = inspect.signature(module.forward).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    takes = {each for each in ("attention_mask", "decoder_input_ids", "pixel_values") if takes_any or each in parameters}
     kwargs: dict[str, Any] = {}
     if main == "pixel_values" or ("pixel_values" in takes and hasattr(config, "vision_config")):
         vision = getattr(config, "vision_config", config)
@@ -240,12 +229,10 @@ def _shapes(module: nn.Module, first: nn.Module | None) -> list[tuple[int, ...]]
         # Attention takes a matrix for one unbatched sequence, which is not what anybody trains on.
         attends = any(hasattr(m, "num_heads") and hasattr(m, "embed_dim") for m in module.modules())
         return flat[::-1] if attends else flat
-    if isinstance(first, nn.Conv1d | nn.ConvTranspose1d):
-        return [(2, first.in_channels, side) for side in (*_SIDES, 128, 256, 512, 1024)]
-    if isinstance(first, nn.Conv2d | nn.ConvTranspose2d):
-        return [(2, first.in_channels, side, side) for side in _SIDES]
-    if isinstance(first, nn.Conv3d | nn.ConvTranspose3d):
-        return [(2, first.in_channels, side, side, side) for side in _SIDES[:3]]  # cubes: more would fill the memory
+    for places, (*kinds, sides) in _CONVOLUTIONS.items():
+        if isinstance(first, tuple(kinds)):
+            channels: Any = first.in_channels  # type: ignore[union-attr]
+            return [(2, channels, *[side] * places) for side in sides]
     if isinstance(first, nn.RNNBase):
         return [(2, 3, first.input_size)]
     if isinstance(first, nn.LayerNorm):
@@ -260,42 +247,29 @@ def run_quietly(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         return module(*args, **kwargs)
 
 
-def _takes(module: nn.Module, name: str) -> bool:
-    """Returns whether ``forward`` has a parameter of this name, or takes any."""
-    parameters = inspect.signature(module.forward).parameters
-    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-
-
-def _device(module: nn.Module) -> torch.device:
-    """Returns the device of the module's first parameter or buffer."""
-    return next((t.device for tensors in (module.parameters(), module.buffers()) for t in tensors), torch.device("cpu"))
-
-
 def _dtype(module: nn.Module) -> torch.dtype:
     """Returns the type of the module's first floating-point parameter."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
 
-def _to_device(value: Any, device: torch.device) -> Any:
-    """Returns the same nest of tuples, lists and mappings with its tensors on this device."""
+def _on_device_of(module: nn.Module, call: Call) -> Call:
+    """Returns the arguments with their tensors on the device of the module's first parameter or buffer."""
+    first = next((each for tensors in (module.parameters(), module.buffers()) for each in tensors), torch.empty(0))
+    moved: Call = _map(lambda tensor: tensor.to(first.device), call)
+    return moved
+
+
+def _map(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Returns the same nest of tuples, lists and mappings with its tensors changed."""
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to_device(entry, device) for entry in value))
+        return type(value)(*(_map(change, entry) for entry in value))
     if isinstance(value, tuple | list):
-        return type(value)(_to_device(entry, device) for entry in value)
+        return type(value)(_map(change, entry) for entry in value)
     if isinstance(value, Mapping):
-        return {name: _to_device(entry, device) for name, entry in value.items()}
+        return {name: _map(change, entry) for name, entry in value.items()}
     return value
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yields every tensor in a nest of tuples, lists and mappings."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list | Mapping):
-        for entry in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(entry)
 
 
 def _forward(module: nn.Module) -> str:
@@ -305,6 +279,5 @@ def _forward(module: nn.Module) -> str:
 
 def _describe(value: Any) -> str:
     """Returns what was passed, short enough for a message."""
-    return (
-        f"an empty {type(value).__name__}" if isinstance(value, tuple | list | Mapping) and not value else type(value).__name__
-    )
+    empty = isinstance(value, tuple | list | Mapping) and not value
+    return f"an empty {type(value).__name__}" if empty else type(value).__name__

@@ -39,18 +39,18 @@ NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_action(action: GroupAction, module: nn.Module, sample_input: Any = None) -> None:
-    """Checks that no permutation of the group changes what the module computes on a sample input, given or guessed.
-
-    Raises:
-        ValueError: If one does; it names the factor and the parameters concerned.
-    """
+    """Does :func:`check_call` on the network inside of the module and a sample input, given or guessed."""
     network = unwrap(module)
     args, kwargs = samples.guess(network) if sample_input is None else samples.normalise(sample_input)
     check_call(action, network, args, kwargs)
 
 
 def check_call(action: GroupAction, network: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Checks the same on the arguments of one call of the network itself."""
+    """Checks that no permutation of the group changes what the network computes on these arguments.
+
+    Raises:
+        ValueError: If one does; it names the factor and the parameters concerned.
+    """
     action.tensors(network)
     generator = torch.Generator().manual_seed(20_230_101)
     tensors: dict[str, torch.Tensor] = dict(network.named_parameters(remove_duplicate=False))

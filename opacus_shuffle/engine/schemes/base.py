@@ -31,7 +31,7 @@ from opacus_shuffle.engine.sampling.fixed_size_sampler import FixedSizeSampler, 
 from opacus_shuffle.engine.sampling.sampling_plan import Kind, SamplingPlan, plan_sampling
 from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan
 from opacus_shuffle.engine.weights.module import make_shuffled
-from opacus_shuffle.engine.weights.optimizer_checks import innermost
+from opacus_shuffle.engine.weights.optimizers import innermost
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler, detach_shuffler
 from opacus_shuffle.engine.weights.weight_shuffling import PARALLEL, find_spec, is_distributed
 from opacus_shuffle.permutation import PermutationSpec

@@ -1,14 +1,6 @@
 """How the sum of a batch is clipped before the noise where weights are shuffled.
 
 That is Yang, Ji and Xiang's weight shuffling (WS), Algorithm 1, lines 12 to 16.
-
->>> import torch
->>> from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
->>> from opacus_shuffle.permutation import find_permutations
->>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
->>> plan = plan_batch_clip(WeightShuffling(batch_clip=0.5), find_permutations(network), network, max_grad_norm=1.0)
->>> plan.dimension, plan.batch_clip, plan.unshuffled_noise_ratio  # all but the last layer's bias moves
-(42, 0.5, 1.0)
 """
 
 from __future__ import annotations
@@ -97,7 +89,7 @@ def plan_batch_clip(
 
 
 def noise_ratio(noise_multiplier: float | None, unshuffled: float | None) -> float:
-    """σ₀/σ, so that times σ it is not below σ₀; 1 where either is unknown."""
+    """Returns σ₀/σ, rounded so that times σ it is not below σ₀; 1 where either is unknown."""
     if unshuffled is None or noise_multiplier is None:
         return 1.0
     if noise_level("unshuffled_noise_multiplier", unshuffled) < noise_multiplier:
@@ -109,7 +101,7 @@ def noise_ratio(noise_multiplier: float | None, unshuffled: float | None) -> flo
 
 
 def whole_norm(max_grad_norm: float | Sequence[float]) -> float:
-    """The norm of one record's whole gradient, also where each layer is clipped by itself."""
+    """Returns the norm of one record's whole gradient, also where each layer is clipped by itself."""
     if not isinstance(max_grad_norm, Sequence) or isinstance(max_grad_norm, str) or not max_grad_norm:
         return positive("max_grad_norm", max_grad_norm)
     return math.hypot(*(positive("max_grad_norm", norm) for norm in max_grad_norm))

@@ -85,7 +85,7 @@ class ShuffleGradSampleModule:
         return self.shuffler.spec
 
     def release(self) -> None:
-        """Permutes the run itself if it was not since its last update, for ways out other than ``state_dict``."""
+        """Permutes the weights in memory if they were not since their last update, for ways out other than ``state_dict``."""
         self.shuffler.release()
 
     def to_standard_module(self) -> nn.Module:
@@ -95,14 +95,14 @@ class ShuffleGradSampleModule:
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copied as what Opacus would have made; a copy has nothing to do with the run."""
+        """Returns a copy of Opacus's class: it has nothing to do with the run."""
         copied = object.__new__(_plain_class(type(self)))
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "shuffler"}, memo))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as what Opacus would have made; refused where that would show what was not released."""
+        """Has it pickled as Opacus's class; the shuffler's hooks refuse where that would show what was not released."""
         return _rebuild, (_plain_class(type(self)), {k: v for k, v in self.__dict__.items() if k != "shuffler"})
 
 

@@ -1,11 +1,4 @@
-"""What leaves by ``state_dict``: permuted copies of weights and optimizer state, made by hooks, while the run goes on.
-
->>> layer = torch.nn.Linear(2, 2)
->>> hook = PartHook(lambda module, state, prefix, metadata: state.clear(), layer)
->>> handle = layer.register_state_dict_post_hook(hook)
->>> layer.state_dict()
-OrderedDict()
-"""
+"""What leaves by ``state_dict``: permuted copies of weights and optimizer state, made by hooks, while the run goes on."""
 
 from __future__ import annotations
 
@@ -20,10 +13,10 @@ from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 
 
 class PartHook:
-    """A hook of one module of the network, inert in copies of it: these are not trained by our optimizer.
+    """A hook of one module of the network; copies of it do nothing, since our optimizer does not train them.
 
     Args:
-        act: Called with the module and what its hook gets; None: nothing is.
+        act: Called with the module and what its hook gets.
         part: The module.
         before_pickling: Called when the whole module is pickled, which no hook of a state dict sees in time.
     """
@@ -37,16 +30,16 @@ class PartHook:
         self._act, self._part, self._before_pickling = act, part, before_pickling
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
-        """Acts, if it is for the module itself."""
+        """Acts where it is called for the module itself."""
         if self._act is not None and module is self._part:
             self._act(module, *arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartHook:
-        """Copied as a hook that does nothing."""
+        """Returns a hook that does nothing."""
         return PartHook()
 
     def __reduce__(self) -> Any:
-        """Pickled as a hook that does nothing."""
+        """Describes a hook that does nothing, for pickle."""
         if self._before_pickling is not None:
             self._before_pickling()
         return PartHook, ()
@@ -62,7 +55,7 @@ def permute_state(
     *,
     executor: str = "auto",
 ) -> None:
-    """Puts permuted copies in the place of all that is the run's own; what was one tensor stays one.
+    """Replaces the run's own tensors in a state dict by permuted copies; a tensor of two names stays one.
 
     Args:
         spec: Of the network.

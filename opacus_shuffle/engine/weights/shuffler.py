@@ -26,9 +26,8 @@ from torch import nn
 from opacus_shuffle.core.opacus_compat import waits_for_step
 from opacus_shuffle.core.randomness import KeyChain, check_generator
 from opacus_shuffle.core.validation import instance_of, one_of
-from opacus_shuffle.engine.weights.optimizer_checks import innermost, refuse_optimizer
+from opacus_shuffle.engine.weights.optimizers import after_each_update, innermost, refuse_optimizer
 from opacus_shuffle.engine.weights.released_state import PartHook, permute_state, permuted_optimizer_state
-from opacus_shuffle.engine.weights.updates import after_each_update
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 from opacus_shuffle.permutation.network import unwrap
 
@@ -123,9 +122,9 @@ class WeightShuffler:
         self._changed, self._plan = False, None
 
     def release(self) -> None:
-        """Permutes the run itself if it was not since its last update: for ways out other than ``state_dict``.
+        """Permutes the weights in memory if they were not since their last update, for ways out other than ``state_dict``.
 
-        What ``state_dict`` has shown since that update is what it becomes. In mode ``"every_step"`` there is nothing to do.
+        They become what ``state_dict`` has shown since that update. In mode ``"every_step"`` there is nothing to do.
 
         Raises:
             ValueError: In the middle of a batch.
@@ -144,17 +143,17 @@ class WeightShuffler:
         self._changed, self._plan = False, None
 
     def detach(self) -> None:
-        """Stops shuffling; a run that was not released as it is is permuted once more.
+        """Stops shuffling, after a last :meth:`release`.
 
         Raises:
-            ValueError: If it would have to be, in the middle of a batch.
+            ValueError: As :meth:`release`.
         """
         self.release()
         self._end()
 
     @property
     def _private(self) -> bool:
-        """Whether the run itself is not what was released."""
+        """Whether the weights in memory are other than those that were shown or permuted last."""
         return self._changed or self._plan is not None
 
     def _end(self) -> None:
@@ -167,9 +166,9 @@ class WeightShuffler:
                 del _ATTACHED[each]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a run needs to go on as it would have: secret, since it tells all permutations to come.
+        """Returns what a resumed run needs to draw the same permutations: secret, since it tells all that are to come.
 
-        By default it tells none that were; the state of a generator of your own can be run backwards to them.
+        By default it tells none that were drawn; the state of a generator of your own can be run backwards to them.
         """
         return {
             "key": self._keys.key,
@@ -203,7 +202,6 @@ class WeightShuffler:
         self._changed, self._plan = False, None
 
     def _draw(self) -> PermutationPlan:
-        """Draws a fresh permutation."""
         self.shuffles += 1
         return self.spec.sample(self._keys.next_generator() if self._generator is None else self._generator)
 
@@ -227,7 +225,7 @@ class WeightShuffler:
         ]
 
     def _after_update(self) -> None:
-        """Shuffles, or notes that the run has changed: the optimizer has changed the weights."""
+        """Shuffles after an update, or notes that the weights have changed."""
         self.steps += 1
         self._changed = True
         if self.mode == "every_step":
@@ -236,7 +234,7 @@ class WeightShuffler:
             self._followers()
 
     def _before_load(self, *_: Any) -> None:
-        """Makes the run what was shown, so that loading that is no change."""
+        """Makes the weights in memory those that were shown, so that loading these changes nothing."""
         if self._private and self._in_the_middle():
             raise ValueError("loading in the middle of a batch would leave its gradients behind: call zero_grad() first")
         self.release()
@@ -246,7 +244,7 @@ class WeightShuffler:
         return any(waits_for_step(parameter) for parameter in self._network.parameters())
 
     def _released(self) -> PermutationPlan | None:
-        """Returns by what the weights that leave now are permuted."""
+        """Returns the permutation of the weights that leave now, None for none."""
         now = [tensor._version for tensor in self._network.parameters()]
         if self._changed or (self._plan is not None and self._versions != now):  # loaded, say: a plan must not be used twice
             self._plan, self._changed, self._versions = self._draw(), False, now
@@ -262,7 +260,7 @@ class WeightShuffler:
         return permuted_optimizer_state(self.spec, plan, self._network, self._optimizer, state, executor=self._executor)
 
     def _refuse_pickling(self) -> None:
-        """Refuses to let weights leave that were not permuted since their last update."""
+        """Refuses to pickle weights that were not permuted since their last update."""
         if self._private:
             raise ValueError(
                 "saving the whole module would show weights that were not permuted since their last update: save state_dict(), "
@@ -284,7 +282,7 @@ class WeightShuffler:
 
 
 def detach_shuffler(owner: nn.Module | torch.optim.Optimizer) -> None:
-    """Ends the work of a shuffler that an earlier set-up has left at this network or optimizer, if there is one."""
+    """Detaches the shuffler that an earlier set-up has left at this network or optimizer, if there is one."""
     if (previous := _attached(owner)) is not None:
         previous.detach()
 

@@ -1,13 +1,4 @@
-"""``WeightShuffling`` says how weights are shuffled; ``find_spec`` finds what of a network is, or refuses by name.
-
->>> import torch
->>> from torch.utils.data import DataLoader, TensorDataset
->>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
->>> loader = DataLoader(TensorDataset(torch.zeros(8, 4), torch.zeros(8, dtype=torch.long)), batch_size=2)
->>> spec = find_spec(WeightShuffling(), network, torch.optim.SGD(network.parameters(), lr=0.1), loader)
->>> round(2 ** spec.log2_size())
-720
-"""
+"""How weights are shuffled in training (``WeightShuffling``), and which of a network's weights are (``find_spec``)."""
 
 from __future__ import annotations
 
@@ -28,7 +19,7 @@ from opacus_shuffle.core.opacus_compat import refuse_broken_attention, refuse_ti
 from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.validation import integer, one_of, positive
 from opacus_shuffle.engine.prepare_model import check_position_ids
-from opacus_shuffle.engine.weights.optimizer_checks import innermost, refuse_optimizer
+from opacus_shuffle.engine.weights.optimizers import innermost, refuse_optimizer
 from opacus_shuffle.engine.weights.shuffler import MODES
 from opacus_shuffle.permutation import PermutationSpec, find_permutations
 from opacus_shuffle.permutation.finding.nesting import LEVELS
@@ -100,7 +91,7 @@ class WeightShuffling:
         return shuffle_weights if isinstance(shuffle_weights, cls) else cls(groups=shuffle_weights)
 
     def given(self) -> dict[str, Any]:
-        """The fields besides ``groups`` that are not the default."""
+        """Returns the fields besides ``groups`` that are not the default."""
         fields = dataclasses.fields(self)[1:]
         return {each.name: value for each in fields if (value := getattr(self, each.name)) != each.default}
 
@@ -120,7 +111,7 @@ def find_spec(
     batch_first: bool = True,
     engine: Any = None,
 ) -> PermutationSpec | None:
-    """Finds what will be shuffled, None if nothing; changes nothing.
+    """Returns the specification of what will be shuffled, None if nothing; changes nothing.
 
     Args:
         shuffling: What was asked for.
@@ -174,7 +165,7 @@ def is_distributed(module: nn.Module) -> bool:
 
 
 def _refuse_sharded(module: nn.Module) -> None:
-    """A shard does not hold the entries that a permutation would bring to it."""
+    """Refuses sharded parameters: a shard does not hold the entries that a permutation would bring to it."""
     sharded = [
         f"{name or 'module'} is {type(part).__name__}"
         for name, part in module.named_modules()
@@ -192,12 +183,12 @@ def _refuse_sharded(module: nn.Module) -> None:
 
 
 def _same_everywhere(spec: PermutationSpec) -> PermutationSpec:
-    """Rank 0's specification, because another rank's first records may have another length."""
+    """Returns rank 0's specification: another rank's first records may have another length."""
     data = [spec.to_dict()]
     torch.distributed.broadcast_object_list(data, 0)
     return PermutationSpec.from_dict(data[0])
 
 
 def _listed(given: dict[str, Any]) -> str:
-    """Fields as the user wrote them."""
+    """Returns fields as the user wrote them."""
     return ", ".join(f"{key}={value!r}" for key, value in given.items())

@@ -41,7 +41,7 @@ class ModuleAxes:
 
 
 class HandlerError(ValueError):
-    """A handler's declaration that does not fit its module."""
+    """Raised where a handler's declaration does not fit its module."""
 
 
 Handler = Callable[[Any], "ModuleAxes | None"]

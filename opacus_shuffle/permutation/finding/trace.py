@@ -39,7 +39,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recurrent = any(isinstance(each, nn.RNNBase) for each in network.modules())
 
     def trace(self, forward: Callable[[], Any]) -> Any:
-        """Runs the forward traced: without gradients, and attention as the plain operations it consists of."""
+        """Runs the forward, traced and without gradients."""
         with (
             warnings.catch_warnings(),
             torch.no_grad(),
@@ -54,7 +54,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Looks away from what runs inside."""
+        """Leaves untraced what runs inside."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -85,7 +85,7 @@ class _Leaving(TorchFunctionMode):
         self._run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Fixes them, and goes on."""
+        """Fixes the axes of such a tensor, and calls the function."""
         if func in self.WAYS and isinstance(args[0], torch.Tensor):
             self._run.leaves(args[0], f"Tensor.{func.__name__}")
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Which optimizers can train shuffled weights: those whose state lies where it can follow a permutation.
+"""The optimizer of shuffled weights: found inside of Opacus's, refused if its state cannot follow, and watched.
 
 >>> refuse_optimizer(torch.optim.Adafactor(torch.nn.Linear(2, 2).parameters()))
 Traceback (most recent call last):
@@ -8,10 +8,14 @@ ValueError: optimizer Adafactor keeps factored, flat or sparse state, which cann
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from opacus_shuffle.core.validation import instance_of
 
@@ -47,3 +51,34 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 f"optimizer {type(optimizer).__name__} keeps tensors in its attribute {name!r}, outside of its state, where "
                 "they cannot follow a permutation of the weights: use SGD, Adam, AdamW or RMSprop"
             )
+
+
+def after_each_update(optimizer: torch.optim.Optimizer, then: Callable[[], None]) -> list[RemovableHandle]:
+    """Calls ``then`` after each ``step`` of the optimizer, but for steps inside of a step (wrappers such as lookahead).
+
+    Returns:
+        The handles of the hooks.
+    """
+    running: list[FrameType] = []
+
+    def begin(*_: Any) -> None:
+        callers = _callers()
+        running[:] = [frame for frame in running if frame in callers] + callers[:1]
+
+    def end(*_: Any) -> None:
+        here, *callers = _callers()
+        running[:] = [frame for frame in running if frame is not here and frame in callers]
+        if not running:
+            then()
+
+    return [optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)]
+
+
+def _callers() -> list[FrameType]:
+    """Returns the frames of a hook's caller and of those that it was called by, innermost first."""
+    found: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
