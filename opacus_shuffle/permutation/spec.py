@@ -1,14 +1,4 @@
-"""Describing which entries of a network's parameters may be permuted together: ``PermutationSpec``.
-
->>> import torch
->>> from opacus_shuffle.permutation import find_permutations
->>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
->>> spec = find_permutations(network, torch.zeros(1, 4))
->>> round(2 ** spec.log2_size())
-720
->>> print(spec.describe().splitlines()[0])
-Permutations of level 'residual': 95.455% of 44 parameters move; log2 of the group's size is 9.5.
-"""
+"""Describing which entries of a network's parameters may be permuted together: ``PermutationSpec``."""
 
 from __future__ import annotations
 
@@ -31,7 +21,8 @@ class PermutationSpec(GroupAction):
     """The group of permutations of a network's parameters under which its function stays as it is.
 
     Attributes:
-        factors, blocks, shapes, buffers, aliases: What moves, as of :class:`~opacus_shuffle.permutation.action.GroupAction`.
+        factors, blocks, shapes, buffers, aliases: What moves, as of :class:`~opacus_shuffle.permutation.action.GroupAction`,
+            which applies permutations; :class:`~opacus_shuffle.permutation.group.PermutationGroup` draws and composes them.
         unmoved: Names of the parameters that stay, with their sizes.
         unknown: Operations without a rule that were met, with their numbers of calls: what they touched stays.
         level: ``"paper"``, ``"heads"`` or ``"residual"``; or what its maker calls it.

@@ -1,10 +1,4 @@
-"""The optimizer of shuffled weights: found inside of Opacus's, refused if its state cannot follow, and watched.
-
->>> refuse_optimizer(torch.optim.Adafactor(torch.nn.Linear(2, 2).parameters()))
-Traceback (most recent call last):
-...
-ValueError: optimizer Adafactor keeps factored, flat or sparse state, which cannot follow a permutation of the weights: use ...
-"""
+"""The optimizer of shuffled weights: found inside of Opacus's, refused if its state cannot follow, and watched."""
 
 from __future__ import annotations
 

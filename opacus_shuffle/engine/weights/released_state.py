@@ -55,16 +55,10 @@ def permute_state(
     *,
     executor: str = "auto",
 ) -> None:
-    """Replaces the run's own tensors in a state dict by permuted copies; a tensor of two names stays one.
+    """Replaces the run's own tensors in a state dict by permuted copies (plain ones without a plan).
 
-    Args:
-        spec: Of the network.
-        plan: By what to permute; None: the copies are plain ones.
-        part: The module whose state it is.
-        place: Its name in the network.
-        state: What ``state_dict`` is about to return; changed.
-        prefix: What stands before the part's own names in it.
-        executor: What moves the copies.
+    A tensor of two names stays one. The state is that of a part of the network, whose name there is ``place``; ``prefix``
+    stands before the part's own names in it.
     """
     canonical = {alias: name for name, aliases in spec.aliases.items() for alias in aliases}
     names: dict[int, str] = {}

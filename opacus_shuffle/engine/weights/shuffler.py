@@ -1,17 +1,4 @@
-"""Permuting a network's weights, and what belongs to them, while an optimizer trains it: ``WeightShuffler``.
-
->>> import torch
->>> from opacus_shuffle.permutation import find_permutations
->>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
->>> optimizer = torch.optim.Adam(network.parameters())
->>> shuffler = WeightShuffler(network, find_permutations(network), optimizer)
->>> for _ in range(3):
-...     network(torch.randn(5, 4)).sum().backward()
-...     optimizer.step()
-...     optimizer.zero_grad()
->>> shuffler.shuffles
-3
-"""
+"""Permuting a network's weights, and what belongs to them, while an optimizer trains it: ``WeightShuffler``."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Following a network operation by operation: the tracer has every ATen operation of the forward labelled by its rule.
-
->>> layer = torch.nn.Linear(3, 5, bias=False)
->>> tracer = Tracer(layer, run := TracedRun(layer))
->>> activations = tracer.trace(lambda: torch.relu(layer(torch.ones(2, 3))))
->>> run.dimensions(activations)[1][0].root is run.parameters["weight"][0][0].root
-True
-"""
+"""Following a network operation by operation: the tracer has every ATen operation of the forward labelled by its rule."""
 
 from __future__ import annotations
 

@@ -65,3 +65,27 @@ def test_experts_in_one_tensor_are_followed():
     network = transformers.MixtralForCausalLM(config)
     spec = find_permutations(network, torch.randint(3, 40, (2, 6)))
     assert spec.shuffle_ratio(network) > 0.9
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda t: t.sum(0),
+        lambda t: t.max(0).values,
+        lambda t: t.argmax(0).double(),
+        lambda t: t.softmax(0),
+        lambda t: t.cumsum(0),
+    ],
+    ids=["sum", "max", "argmax", "softmax", "cumsum"],
+)
+def test_what_works_along_the_only_axis_of_a_scalar_does_not_stop_the_search(reduce):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.network, self.scale = mlp(), nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, x):
+            return self.network(x) * reduce(self.scale)
+
+    expected = find_permutations(mlp(), X).log2_size()
+    assert find_permutations(Scaled(), X).log2_size() == expected
