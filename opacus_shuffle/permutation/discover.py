@@ -1,13 +1,4 @@
-"""Finding the permutations that leave a network's function alone, by tracing it once: ``find_permutations``.
-
->>> import torch
->>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
->>> spec = find_permutations(network, torch.zeros(1, 4))
->>> spec.axes_to_perm
-{'0.weight': (('units of 0',), ()), '0.bias': (('units of 0',),), '2.weight': ((), ('units of 0',))}
->>> round(spec.shuffle_ratio(network), 3)
-0.955
-"""
+"""Finding the permutations that leave a network's function alone, by tracing it: ``find_permutations``."""
 
 from __future__ import annotations
 
@@ -69,8 +60,9 @@ def find_permutations(module: nn.Module, sample_input: Any = None, *, groups: st
                 _forward(run, network, args, kwargs)
         learnt = bool(run.newly_written)
         for place, found in run.new_packings.items():
-            learnt |= not found <= packings.get(place, set())
-            packings[place] = packings.get(place, set()) | found
+            known = packings.setdefault(place, set())
+            learnt |= not found <= known
+            known |= found
         if run.newly_written:  # these labels are worthless
             written |= run.newly_written
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -136,16 +137,8 @@ class PermutationSpec(GroupAction):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, for JSON."""
-        return {
-            "level": self.level,
-            "factors": [dataclasses.asdict(factor) for factor in self.factors],
-            "blocks": {name: [dataclasses.asdict(block) for block in blocks] for name, blocks in self.blocks.items()},
-            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-            "buffers": list(self.buffers),
-            "unmoved": dict(self.unmoved),
-            "aliases": {name: list(names) for name, names in self.aliases.items()},
-            "unknown": dict(self.unknown),
-        }
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return plain
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PermutationSpec:

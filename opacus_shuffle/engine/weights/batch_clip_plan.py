@@ -50,13 +50,8 @@ def plan_batch_clip(
 ) -> BatchClipPlan:
     """Plans the clipping of the shuffled parameters' sum, by default to the norm of one record's gradient.
 
-    Args:
-        shuffling: What was asked for.
-        spec: What is shuffled.
-        module: As handed to ``make_private``.
-        max_grad_norm: c, or the norms of per-layer clipping.
-        noise_multiplier: σ of the shuffled parameters; None while it is not known.
-        optimizer: What it does not hold is not trained; None if it holds every parameter that requires a gradient.
+    The arguments are as of ``make_private``: ``noise_multiplier`` is σ of the shuffled parameters, None while it is unknown.
+    What an optimizer does not hold is not trained; without one, every parameter that requires a gradient is.
 
     Raises:
         ValueError: If something is out of range or does not go together.

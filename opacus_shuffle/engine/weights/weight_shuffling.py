@@ -113,14 +113,8 @@ def find_spec(
 ) -> PermutationSpec | None:
     """Returns the specification of what will be shuffled, None if nothing; changes nothing.
 
-    Args:
-        shuffling: What was asked for.
-        module: As handed to ``make_private``, like the next four.
-        optimizer: Its state must be able to follow.
-        data_loader: Its first records are what the network is traced on; no sampler and no random state is touched.
-        grad_sample_mode: Ghost clipping trains no tied parameters.
-        batch_first: Else position ids are not looked at.
-        engine: To be checked for defects that would make its run not private.
+    The arguments are those of ``make_private``. The network is traced on the loader's first records; no sampler and no random
+    state is touched. An ``engine`` is checked for defects that would make its run not private.
 
     Raises:
         ValueError: If anything does not fit.

@@ -139,14 +139,12 @@ def split_product(axis: Axis, sizes: Sequence[int]) -> Factors:
 def split_sum(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
     """Sees the axis as a concatenation, one part per size."""
     axis = axis.root
+    if axis.kind != "sum" and len(sizes) == 1:
+        return [axis]
     if axis.kind == "atom":
-        if len(sizes) == 1:
-            return [axis]
         axis.kind, axis.parts = "sum", [Axis(size, fixed=axis.fixed) for size in sizes]
         return axis.parts
     if axis.kind == "product":
-        if len(sizes) == 1:
-            return [axis]
         fix_all([axis])
         return [Axis(size, fixed=True) for size in sizes]
     waiting = deque(summands(axis))

@@ -7,10 +7,8 @@ another only where that position is known. Operations that work entry by entry n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
-
-import torch
 
 from opacus_shuffle.permutation.finding.labels import Dimensions, fix_all, fixed_dimensions, fixed_factors, unify_all
 from opacus_shuffle.permutation.finding.operation import Call
@@ -58,14 +56,9 @@ def elementwise(run: TracedRun, call: Call) -> None:
             result.append(carriers[0] if carriers else [])
         run.set(tensor, result)
     if call.name.removesuffix("_") in ("aten.add", "aten.sub", "aten.rsub", "aten.lerp"):
-        _note_stream(run, operands, call.out)
-
-
-def _note_stream(run: TracedRun, operands: Sequence[torch.Tensor], result: torch.Tensor) -> None:
-    """Notes that a sum of results of different layers is a skip connection."""
-    origins = {run.origins(tensor) for tensor in operands} - {frozenset()}
-    if len(origins) > 1:
-        run.streams += [axis for each in run.dimensions(result) for axis in each]
+        origins = {run.origins(tensor) for tensor in operands} - {frozenset()}
+        if len(origins) > 1:  # results of different layers: a skip connection
+            run.streams += [axis for each in run.dimensions(call.out) for axis in each]
 
 
 @rule("zeros ones full empty rand randn new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like")

@@ -27,11 +27,13 @@ from opacus_shuffle.permutation.finding.operation import Call
 from opacus_shuffle.permutation.finding.rules import as_list, rule, with_fixed
 from opacus_shuffle.permutation.finding.traced_run import Stacked, TracedRun
 
+Rearrangement = Callable[[Call, Dimensions], Dimensions]
 
-def shape_rule(names: str) -> Callable[[Callable[[Call, Dimensions], Dimensions]], Callable[[Call, Dimensions], Dimensions]]:
+
+def shape_rule(names: str) -> Callable[[Rearrangement], Rearrangement]:
     """Registers a rule of operations with one tensor in and one out that only rearrange dimensions."""
 
-    def register(function: Callable[[Call, Dimensions], Dimensions]) -> Callable[[Call, Dimensions], Dimensions]:
+    def register(function: Rearrangement) -> Rearrangement:
         def apply(run: TracedRun, call: Call) -> None:
             labels = run.labels(call.inputs[0])
             if call.out is call.inputs[0] and call.name.endswith("_"):  # the tensor itself has another shape now

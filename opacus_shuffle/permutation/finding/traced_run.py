@@ -47,14 +47,11 @@ class Stacked:
     alternatives: list[Dimensions]  # the labels of each slice, of full rank, with the marker in place of the dimension
 
 
-VIEWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("alias", "clone", "detach", "expand", "permute", "repeat", "reshape", "select", "slice", "split", "split_with_sizes"),
-        *("squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_to_copy", "_unsafe_view", "unsafe_split"),
-    )
+VIEWS = (
+    *("alias", "clone", "detach", "expand", "permute", "repeat", "reshape", "select", "slice", "split", "split_with_sizes"),
+    *("squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_to_copy", "_unsafe_view", "unsafe_split"),
 )
-"""Operations that make of a tensor of equal entries others."""
+"""Operations whose results have equal entries if their input has."""
 
 
 class TracedRun:
@@ -120,7 +117,7 @@ class TracedRun:
         self.newly_written.update(self._equal_entries[tensor] for tensor in call.written if tensor in self._equal_entries)
         if not call.outputs:
             return
-        if call.name in VIEWS and call.inputs[0] in self._equal_entries:
+        if call.name.removeprefix("aten.") in VIEWS and call.inputs[0] in self._equal_entries:
             for tensor in call.outputs:
                 self._equal_entries[tensor] = self._equal_entries[call.inputs[0]]
             return

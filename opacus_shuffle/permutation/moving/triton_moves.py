@@ -17,7 +17,7 @@ device, and no copy from the host happens, until a tensor's memory or the struct
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -216,22 +216,13 @@ def _entry(job: Job, offsets: dict[int, int], word: int) -> _Entry:
     return _Entry(address, address, row_offset, column_offset, rows, width, inner, staged)
 
 
-_tables: OrderedDict[tuple, list[_Launch]] = OrderedDict()
-
-
 def _launch(entries: Sequence[_Entry], word: int, indices: torch.Tensor, scratch: torch.Tensor) -> None:
     """Runs the kernel over the entries, once for each block size that occurs."""
     if not entries:
         return
     device = indices.device
-    key = (device, word, *entries)
-    if key not in _tables:
-        _tables[key] = _tabulate(entries, device)
-        if len(_tables) > _CACHED_TABLES:
-            _tables.popitem(last=False)
-    _tables.move_to_end(key)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        for launch in _tables[key]:
+        for launch in _tabulate(tuple(entries), device):
             move_kernel[(len(launch.tiles),)](
                 launch.table,
                 launch.tiles,
@@ -247,7 +238,8 @@ def _launch(entries: Sequence[_Entry], word: int, indices: torch.Tensor, scratch
             )
 
 
-def _tabulate(entries: Sequence[_Entry], device: torch.device) -> list[_Launch]:
+@functools.lru_cache(maxsize=_CACHED_TABLES)
+def _tabulate(entries: tuple[_Entry, ...], device: torch.device) -> list[_Launch]:
     """Makes the tables and tiles of every variant, on the device."""
     variants: dict[tuple[int, bool, bool, bool], list[_Entry]] = {}
     for entry in entries:

@@ -73,14 +73,14 @@ def test_waves_through_a_small_scratch_agree(interpreted, monkeypatch):
 def test_tables_are_kept_while_the_tensors_stay_and_new_indices_are_used(interpreted):
     first = [draw_move(5, 8, 1), draw_move(12, 3, 1)]
     check(first, executor="triton")
-    count = len(interpreted._tables)
+    count = interpreted._tabulate.cache_info().currsize
     again = [Move(m.tensor, m.rows, m.columns, m.inner, torch.randperm(m.rows), torch.randperm(m.columns)) for m in first]
     check(again, executor="triton")
-    assert len(interpreted._tables) == count
+    assert interpreted._tabulate.cache_info().currsize == count
     for rows in range(2, 2 + 2 * interpreted._CACHED_TABLES):
-        interpreted._tabulate([], torch.device("cpu"))
+        interpreted._tabulate((), torch.device("cpu"))
         check([draw_move(rows, 2, 1, which=(False, True))], executor="triton")
-    assert len(interpreted._tables) <= interpreted._CACHED_TABLES
+    assert interpreted._tabulate.cache_info().currsize <= interpreted._CACHED_TABLES
 
 
 def test_tensors_on_a_cpu_need_the_interpreter(compiled):
