@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from opacus_shuffle.analysis.mean_ratio import Sampling
-from opacus_shuffle.core.validation import integer, noise_level, reject_unknown, sampling_rate
+from opacus_shuffle.core.validation import integer, noise_level, refuse_taken, reject_unknown, sampling_rate
 
 MECHANISMS: dict[str, type[Mechanism]] = {}
 """Every mechanism by its name."""
@@ -72,6 +72,7 @@ class Mechanism:
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         if "name" in cls.__dict__:
+            refuse_taken(f"the mechanism's name {cls.name!r}", MECHANISMS.get(cls.name), cls)
             MECHANISMS[cls.name] = cls
 
     def __post_init__(self) -> None:

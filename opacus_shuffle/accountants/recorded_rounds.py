@@ -80,7 +80,7 @@ class RecordedRounds(IAccountant):
         Raises:
             ValueError: If another run is accounted already: any field but the noise differs. Nothing is changed then.
         """
-        instance_of("mechanism", mechanism, (self.mechanism_class,))
+        self._check_kind(mechanism)
         emulated = self.emulated if emulated is None else boolean("emulated", emulated)
         if emulated and not self.mechanism_class.noise_is_local:
             raise ValueError(f"{self.mechanism()} has no noise of each report's own: leave out emulated=True")
@@ -102,10 +102,16 @@ class RecordedRounds(IAccountant):
             mechanism: One round.
             steps: How many of them.
         """
-        instance_of("mechanism", mechanism, (self.mechanism_class,))
+        self._check_kind(mechanism)
         if self._unread:
             self._rounds, self._unread = self.rounds, []
         _append(self._rounds, mechanism, integer("steps", steps))
+
+    def _check_kind(self, mechanism: Any) -> None:
+        """Refuses all but rounds of this very mechanism: one derived from it may mean something else, with other bounds."""
+        if type(mechanism) is not self.mechanism_class:
+            kind = self.mechanism_class.__name__
+            raise ValueError(f"mechanism must be a {kind}, got {mechanism!r}: use the accountant of its own name")
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Records one round as Opacus tells of it; this package's engine calls :meth:`record`.
@@ -243,13 +249,22 @@ class RecordedRounds(IAccountant):
         self.planned, self._warned = planned or saved.planned, warned
 
     def _contradicts(self, saved: RecordedRounds) -> bool:
-        """Whether the other one is of another run than this one is known to account for."""
+        """Whether the other one is of another run than this one is known to account for, or of several."""
         if self.num_users is not None and saved.num_users != self.num_users:
             return True
         if (self.num_users is not None or self.planned is not None) and saved.emulated != self.emulated:
             return True
-        of_run = [saved.planned] if saved.planned is not None else [mechanism for mechanism, _ in saved._rounds]
-        return self.planned is not None and not all(mechanism.same_run_as(self.planned) for mechanism in of_run)
+        kind, ran = self.mechanism_class, [mechanism for mechanism, _ in saved._rounds]
+        if kind.sampling is not None and saved.num_users is not None and any(m.num_users != saved.num_users for m in ran):
+            return True
+        plans = [planned for planned in (self.planned, saved.planned) if planned is not None]
+        return any(not self._may_be(mechanism, planned) for planned in plans for mechanism in [*plans, *ran])
+
+    @staticmethod
+    def _may_be(mechanism: Mechanism, planned: Mechanism) -> bool:
+        """Whether a round is one of the planned run; where batches were accumulated, its sample is larger."""
+        rate = planned.sample_rate
+        return mechanism.sample_rate >= rate and dataclasses.replace(mechanism, sample_rate=rate).same_run_as(planned)
 
     def _restored(self, fields: Any) -> Mechanism:
         """A mechanism from its saved fields, through its validators."""

@@ -145,3 +145,22 @@ def renyi_orders(orders: Any, *, maximum: int) -> npt.NDArray[np.float64]:
     if vector.max() > maximum:
         raise ValueError(f"orders must not exceed {maximum} (the cost grows as its square), got {vector.max():g}")
     return vector
+
+
+def refuse_taken(what: str, holder: Any, newcomer: Any) -> None:
+    """Refuses a place in a registry that something else holds already; the same definition may come again, after a reload.
+
+    Args:
+        what: The place, in words.
+        holder: The class or function that holds it; None if nobody does.
+        newcomer: The one that asks for it.
+    """
+    if holder is not None and _definition(holder) != _definition(newcomer):
+        module, name = _definition(holder)
+        raise ValueError(f"{what} belongs to {name} of {module}: choose another name, or derive a class of your own")
+
+
+def _definition(thing: Any) -> tuple[str, str]:
+    """Where a class or function is defined; a partial one counts as the function itself."""
+    thing = getattr(thing, "func", thing)
+    return thing.__module__, thing.__qualname__

@@ -46,22 +46,24 @@ class AttemptMixin(OpenEngine):
 
         Opacus refuses some things midway, an unsupported layer say, when the module is wrapped and the accountant was told.
         """
-        module, accountant = run.request.module, dict(self.accountant.__dict__)
+        module, accountant, engine = run.request.module, dict(self.accountant.__dict__), dict(self.__dict__)
         earlier = module.shuffler if isinstance(module, ShuffleGradSampleModule) else None
         attempt = copy.copy(self)
         attempt._plan = plan = _Plan(scheme, run)
+        begun = dict(attempt.__dict__)
         try:
             yield attempt
         except BaseException:
-            self.accountant.__dict__.clear()
-            self.accountant.__dict__.update(accountant)
+            for changed, before in ((self.accountant, accountant), (self, engine)):
+                changed.__dict__.clear()
+                changed.__dict__.update(before)
             if earlier is not None and not isinstance(module, ShuffleGradSampleModule):
                 make_shuffled(module, earlier)
             if plan.wrapped is not None and plan.wrapped is not module:
                 plan.wrapped.cleanup()
                 forget_parameters(module)
             raise
-        self.__dict__.update({name: value for name, value in vars(attempt).items() if name != "_plan"})
+        self.__dict__.update({name: value for name, value in vars(attempt).items() if value is not begun.get(name)})
 
     def build_model(self, module: nn.Module, **keywords: Any) -> Any:
         """Opacus's wrapper, which lets empty batches pass."""

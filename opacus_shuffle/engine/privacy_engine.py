@@ -136,7 +136,7 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
         with self.attempt(scheme, run) as attempt:
             scheme.describe(run)
             made = super(ShuffleMixin, attempt).make_private(**run.for_opacus(noise_generator))
-        scheme.attach(run, made)
+            scheme.attach(run, made)
         return made
 
     def make_private_with_epsilon(  # type: ignore[override]

@@ -99,3 +99,28 @@ def test_it_is_on_the_command_line(laplace, capsys):
     flags = ["--num-users", "100", "--noise-multiplier", "20", "--diameter", "3", "--steps", "4", "--delta", "1e-5"]
     assert main(["epsilon", "--mechanism", "laplace_reports", *flags]) == 0
     assert capsys.readouterr().out.startswith("0.6000\n")
+
+
+def test_a_newcomer_takes_nothing_from_others(laplace):
+    before = opacus_shuffle.compute_epsilon("shuffled_checkin", noise_multiplier=5.0, num_users=100, steps=1, delta=1e-5)
+    with pytest.raises(ValueError, match="'shuffled_checkin' belongs to ShuffledCheckIn"):
+        type("Mine", (opacus_shuffle.ShuffledCheckIn,), {"name": "shuffled_checkin"})
+    with pytest.raises(ValueError, match="bound 'certified' of shuffled_checkin belongs to"):
+        registry.register_bound(opacus_shuffle.ShuffledCheckIn, "certified", meaning="nothing", guarantee=laplace.PROVED)(
+            lambda rounds, **options: None
+        )
+    with pytest.raises(ValueError, match="the training of shuffled_checkin belongs to GaussianReports"):
+        type("Takeover", (Scheme,), {"mechanisms": (opacus_shuffle.ShuffledCheckIn,)})
+    after = opacus_shuffle.compute_epsilon("shuffled_checkin", noise_multiplier=5.0, num_users=100, steps=1, delta=1e-5)
+    assert after == before
+
+
+def test_a_mechanism_without_bounds_and_one_derived_from_another_are_refused_by_name(laplace):
+    derived = type("Derived", (opacus_shuffle.ShuffledCheckIn,), {"name": "derived"})
+    one = derived(noise_multiplier=5.0, num_users=100, sample_rate=0.1)
+    with pytest.raises(ValueError, match="Derived has no bounds"):
+        opacus_shuffle.compute_epsilon(one, steps=1, delta=1e-5)
+    with pytest.raises(ValueError, match="Derived has no bounds"):
+        opacus_shuffle.privacy_report(one, steps=1, delta=1e-5)
+    with pytest.raises(ValueError, match="mechanism must be a ShuffledCheckIn"):
+        ACCOUNTANTS["shuffled_checkin"]().record(one)

@@ -224,6 +224,23 @@ def test_a_spoilt_state_is_refused_and_changes_nothing(accountant_class, spoil):
 
 
 @every_accountant
+@pytest.mark.parametrize("change", [{"num_users": 10**9}, {"sample_rate": 0.01}])
+def test_a_saved_round_of_another_run_than_its_own_plan_or_population_is_refused(accountant_class, change):
+    if "sample_rate" in change and accountant_class.mechanism_class.sampling is None:
+        change = {"num_users": 10**6}
+    accountant = accountant_of(accountant_class, [(2.0, 0.1, 5)])
+    for planned in (None, accountant.rounds[0][0]):
+        if planned is not None:
+            accountant.plan(planned)
+        elif accountant_class.mechanism_class.sampling is None or "sample_rate" in change:
+            continue  # nothing says what these were: a batch's size, or a rate, of a stock engine's run
+        state = accountant.state_dict()
+        state["rounds"] = [({**state["rounds"][0][0], **change}, 5)]
+        with pytest.raises(ValueError, match="state_dict speaks of"):
+            accountant_class().load_state_dict(state)
+
+
+@every_accountant
 def test_the_first_epsilon_that_is_not_proved_warns_once_and_names_the_proved_one(accountant_class):
     accountant = accountant_of(accountant_class, [(2.0, 0.1, 5)])
     with warnings.catch_warnings():

@@ -358,3 +358,21 @@ def test_a_bound_that_is_not_proved_warns_and_the_default_does_not():
         engine.get_epsilon(1e-5)
         with pytest.raises(PrivacyAssumptionWarning):
             engine.get_epsilon(1e-5, bound="published")
+
+
+def test_an_error_while_the_last_parts_are_attached_leaves_nothing_behind(monkeypatch):
+    def fails(*_):
+        raise ValueError("no shuffler today")
+
+    toy = make_toy()
+    engine = PrivacyEngine(accountant="shuffled_checkin")
+    before = (copy.deepcopy(engine.accountant.__dict__), engine.dataset)
+    with monkeypatch.context() as patched:
+        patched.setattr("opacus_shuffle.engine.schemes.base._shuffler", fails)
+        with pytest.raises(ValueError, match="no shuffler today"):
+            engine.make_private(**toy, noise_multiplier=1.0)
+    assert (engine.accountant.__dict__, engine.dataset) == before
+    assert not toy["module"][0]._forward_hooks
+    model, optimizer, loader = engine.make_private(**toy, noise_multiplier=1.0, local_noise=True)
+    run_epoch(model, optimizer, loader)
+    assert len(engine.accountant) == len(loader)

@@ -17,7 +17,7 @@ from opacus_shuffle.accountants.mechanism import Mechanism, described
 from opacus_shuffle.engine.optimizers import optimizer_class
 from opacus_shuffle.engine.schemes.base import Scheme
 
-ESTIMATE = opacus_shuffle.Guarantee.ESTIMATE
+PROVED, ESTIMATE = opacus_shuffle.Guarantee.PROVED, opacus_shuffle.Guarantee.ESTIMATE
 
 # --- one: what a round is --------------------------------------------------------------------------------------------
 
@@ -34,7 +34,9 @@ class LaplaceReports(Mechanism):
 # --- two: what it costs ----------------------------------------------------------------------------------------------
 
 
-@register_bound(LaplaceReports, "certified", meaning="pure differential privacy adds up, whoever sees the reports")
+@register_bound(
+    LaplaceReports, "certified", guarantee=PROVED, meaning="pure differential privacy adds up, whoever sees the reports"
+)
 def _certified(rounds, *, delta, adjacency, orders):
     return Answer(sum(count * each.diameter / each.noise_multiplier for each, count in rounds) * adjacency.distance)
 

@@ -28,7 +28,7 @@ from opacus_shuffle.core.guarantees import (
     NotCovered,
     PrivacyBound,
 )
-from opacus_shuffle.core.validation import integer, one_of, open_unit_interval
+from opacus_shuffle.core.validation import integer, one_of, open_unit_interval, refuse_taken
 
 Rounds = Sequence[tuple[Mechanism, int]]
 """What ran, in order: mechanisms of one kind, each with its number of rounds."""
@@ -113,9 +113,9 @@ def register_bound(
     name: str,
     *,
     meaning: str,
+    guarantee: Guarantee,
     legend: str = "",
     baseline: bool = False,
-    guarantee: Guarantee = Guarantee.PROVED,
     covers: str = EVERY_DATA_SET,
     trusted: str = SHUFFLER,
     adversary: str = ADVERSARY,
@@ -129,9 +129,9 @@ def register_bound(
         mechanisms: One or several.
         name: Of the bound; ``"certified"`` is what every mechanism should have, proved for every data set.
         meaning: What the bound computes, one sentence of the report's glossary.
+        guarantee: What ε is worth: there is no default for that.
         legend: A few words for the picture; by default the data sets covered.
         baseline: It is about another trust model with the same noise.
-        guarantee: What ε is worth.
         covers: The data sets that it covers, in words.
         trusted: Who must not be the adversary.
         adversary: What the adversary sees.
@@ -155,7 +155,9 @@ def register_bound(
 
     def register(function: BoundFunction) -> BoundFunction:
         for mechanism in [mechanisms] if isinstance(mechanisms, type) else mechanisms:
-            _TABLE.setdefault(mechanism, {})[name] = Bound(function=function, **entry)
+            held = _TABLE.setdefault(mechanism, {}).get(name)
+            refuse_taken(f"bound {name!r} of {mechanism.name}", held and held.function, function)
+            _TABLE[mechanism][name] = Bound(function=function, **entry)
         return function
 
     return register
@@ -223,7 +225,12 @@ def kind_of(rounds: Rounds) -> type[Mechanism]:
     kinds = {type(mechanism) for mechanism, _ in rounds}
     if len(kinds) != 1:
         raise ValueError(f"rounds must hold one kind of mechanism, got {sorted(kind.name for kind in kinds)}")
-    return kinds.pop()
+    kind = kinds.pop()
+    if kind not in _TABLE:
+        raise ValueError(
+            f"{kind.__name__} has no bounds, so no epsilon is known: register some with register_bound({kind.__name__}, ...)"
+        )
+    return kind
 
 
 def _entries(mechanism: type[Mechanism]) -> Iterator[Bound]:

@@ -94,6 +94,7 @@ def shuffled(rounds: Rounds) -> shuffled_rounds.Rounds:
     FAMILY,
     "certified",
     meaning="the reports are seen in random order; whatever the other records are (by Gaussian clones)",
+    guarantee=Guarantee.PROVED,
 )
 def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """ε for every data set: the smaller of the proofs by mended and by truncated clones."""
@@ -148,6 +149,7 @@ def _pair(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterabl
     baseline=True,
     trusted="nobody",
     adversary="sees who sends which report",
+    guarantee=Guarantee.PROVED,
 )
 def _local(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """The reports as they are sent."""
@@ -162,6 +164,7 @@ def _local(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterab
     baseline=True,
     trusted="the aggregation",
     adversary="sees the sum of every round's reports, and who takes part",
+    guarantee=Guarantee.PROVED,
 )
 def _secure_aggregation(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """The sum of a round's reports carries the noise of all of them."""
@@ -179,6 +182,7 @@ def _secure_aggregation(rounds: Rounds, *, delta: float, adjacency: Adjacency, o
     baseline=True,
     trusted="the server",
     adversary="sees the noised sum of every round",
+    guarantee=Guarantee.PROVED,
 )
 def _central(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """DP-SGD: the sampled Gaussian mechanism with the noise of the sum."""

@@ -31,7 +31,7 @@ from opacus_shuffle.analysis import advanced_composition, binomial_sums, gaussia
 from opacus_shuffle.analysis.binomial_sums import BinomialSum
 from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, unshuffled_epsilon
-from opacus_shuffle.core.guarantees import Adjacency, NotCovered
+from opacus_shuffle.core.guarantees import Adjacency, Guarantee, NotCovered
 from opacus_shuffle.core.rounding import round_up
 
 MESSAGES = "sees every shuffled message of every round (bits with their coordinate)"
@@ -73,6 +73,7 @@ def round_epsilon(each: ShuffledSums, delta: float) -> float:
     meaning="every round's own epsilon, composed by advanced composition",
     legend="every round's epsilon, advanced composition",
     adversary=MESSAGES,
+    guarantee=Guarantee.PROVED,
 )
 def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """Advanced composition."""
@@ -97,6 +98,7 @@ def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     meaning="Gaussian mechanisms that cover the binomial noise, composed exactly",
     legend="exact composition",
     adversary=MESSAGES,
+    guarantee=Guarantee.PROVED,
 )
 def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """Exact composition of what covers the rounds, the cheapest row that holds for the adjacency."""
@@ -143,6 +145,7 @@ def _pair_lower(rounds: tuple[tuple[ShuffledSums, int], ...], delta: float) -> f
     baseline=True,
     trusted="the server",
     adversary="sees the noised sum of every round",
+    guarantee=Guarantee.PROVED,
 )
 def _central(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """DP-SGD with Gaussian noise of the same standard deviation on the same samples."""

@@ -141,6 +141,7 @@ def _pair(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterabl
     meaning="DP-SGD at the same noise (its privacy loss composed numerically); weight shuffling takes nothing off it",
     trusted=SERVER,
     adversary=ALL,
+    guarantee=Guarantee.PROVED,
 )
 def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """DP-SGD's own: permuting is post-processing, clipping the sum a contraction."""
@@ -159,6 +160,7 @@ def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     trusted=SERVER,
     adversary=ALL,
     zero_out_only=True,
+    guarantee=Guarantee.PROVED,
 )
 def _composition(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """What WS compares with: plain DP-SGD at the same noise by the same composition."""

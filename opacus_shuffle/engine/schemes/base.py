@@ -23,7 +23,7 @@ from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.mechanisms import Mechanism
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning
 from opacus_shuffle.core.randomness import secret_generator
-from opacus_shuffle.core.validation import noise_level, one_of
+from opacus_shuffle.core.validation import noise_level, one_of, refuse_taken
 from opacus_shuffle.engine.optimizers import GhostLogicalBatch, LogicalBatch, optimizer_class
 from opacus_shuffle.engine.run import Budget, Request, Run
 from opacus_shuffle.engine.sampling.epoch_start import EpochStart, PoissonSampler, call_at_epoch_start
@@ -55,6 +55,8 @@ class Scheme:
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
+        for mechanism in cls.mechanisms:
+            refuse_taken(f"the training of {mechanism.name}", Scheme._by_mechanism.get(mechanism), cls)
         Scheme._by_mechanism.update(dict.fromkeys(cls.mechanisms, cls))
 
     def __init__(self, engine: Any) -> None:
