@@ -207,7 +207,9 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
             ValueError: If δ is out of range, nothing ran yet, or the accountant is one of Opacus's own.
         """
         if not isinstance(self.accountant, ShuffleAccountant):
-            raise ValueError(f"privacy_report needs a shuffle accountant, got {self.accountant.mechanism()!r}")
+            raise ValueError(
+                f"privacy_report needs a shuffle accountant, got {self.accountant.mechanism()!r}: use get_epsilon(delta)"
+            )
         open_unit_interval("delta", delta)
         if not len(self.accountant):
             raise ValueError("privacy_report has nothing to report: no training step was taken yet")

@@ -160,7 +160,7 @@ def test_the_defect_is_named_and_prepare_model_mends_it_without_changing_an_outp
     model, tokens = hugging_face(name), texts()
     before, place = model(tokens).logits, PLACES[name[:4]]
     assert positions_with_batch_one(model, tokens) == [place]
-    with pytest.raises(ValueError, match=rf"{place}, .*call opacus_shuffle.engine.prepare_model\(model\)"):
+    with pytest.raises(ValueError, match=rf"{place}, .*call opacus_shuffle.prepare_model\(model\)"):
         check_position_ids(model, (tokens,))
     assert prepare_model(model) is model
     assert positions_with_batch_one(model, {"input_ids": tokens}) == []

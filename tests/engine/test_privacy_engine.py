@@ -10,15 +10,14 @@ import warnings
 import opacus
 import pytest
 import torch
-from helpers.toy import make_toy, run_epoch, way_of
+from helpers.toy import ONE_NOISE, make_toy, run_epoch, way_of
 from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine, ShuffleMixin, compute_epsilon
-from opacus_shuffle.accountants import ACCOUNTANTS
 
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
-NAMES = [name for name in ACCOUNTANTS if name != "shuffled_sums"]
+NAMES = ONE_NOISE
 every_accountant = pytest.mark.parametrize("name", NAMES)
 # Who shuffles reports may have noise in each of them; shuffled_fw shuffles weights and has the server's noise alone.
 every_shuffler_of_reports = pytest.mark.parametrize("name", [name for name in NAMES if name != "shuffled_fw"])

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.toy import make_toy, run_epoch, way_of
+from helpers.toy import ONE_NOISE, make_toy, run_epoch, way_of
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from opacus_shuffle import PrivacyEngine
-from opacus_shuffle.accountants import ACCOUNTANTS
 from opacus_shuffle.engine.sampling import FixedSizeSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
-NAMES = [name for name in ACCOUNTANTS if name != "shuffled_sums"]
+NAMES = ONE_NOISE
 every_accountant = pytest.mark.parametrize("name", NAMES)
 
 
