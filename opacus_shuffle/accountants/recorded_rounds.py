@@ -159,7 +159,10 @@ class RecordedRounds(IAccountant):
 
     @history.setter
     def history(self, triples: Iterable[Triple]) -> None:
-        self._rounds, self._unread = [], [_read(triple) for triple in triples]
+        if not isinstance(triples, Iterable):
+            raise ValueError(f"history must be a list of (noise_multiplier, sample_rate, steps) triples, got {triples!r}")
+        read = [_read(triple) for triple in triples]
+        self._rounds, self._unread = [], read
 
     def _unknown(self) -> list[str]:
         """What is needed to turn one of Opacus's steps into a round, and not known."""
@@ -234,7 +237,8 @@ class RecordedRounds(IAccountant):
         saved._rounds = [
             (self._restored(fields), integer("steps", steps)) for fields, steps in _pairs("rounds", state_dict["rounds"])
         ]
-        saved._unread = [_read((*told, steps)) for told, steps in _pairs("unread", state_dict["unread"])]
+        unread = _pairs("unread", state_dict["unread"])
+        saved._unread = [_read((*_pairs("unread", [told])[0], steps)) for told, steps in unread]
         if state_dict["planned"] is not None:
             saved.planned = self._restored(state_dict["planned"])
         if not saved._unknown():

@@ -120,7 +120,8 @@ def compute_noise_std(
 
 def dimensions(dimension: Dimension) -> tuple[int, ...]:
     """Checks one d, or one per layer."""
-    layers = tuple(dimension) if isinstance(dimension, Sequence | np.ndarray) else (dimension,)
+    layers = tuple(np.atleast_1d(dimension)) if isinstance(dimension, np.ndarray) else dimension
+    layers = tuple(layers) if isinstance(layers, Sequence) else (layers,)
     if not layers or isinstance(dimension, str | bytes):
         raise ValueError(f"dimension must be a whole number or a non-empty sequence of them, one per layer, got {dimension!r}")
     return tuple(integer("dimension", each) for each in layers)

@@ -99,6 +99,9 @@ class Request:
     def of(cls, **keywords: Any) -> Request:
         """Reads keywords as they were given to ``make_private``."""
         known = {each.name for each in dataclasses.fields(cls)} - {"others"}
+        missing = [name for name in ("module", "optimizer", "data_loader", "max_grad_norm") if name not in keywords]
+        if missing:
+            raise ValueError(f"{', '.join(missing)} missing: pass {', '.join(f'{name}=...' for name in missing)}")
         others = {name: value for name, value in keywords.items() if name not in known}
         return cls(**{name: value for name, value in keywords.items() if name in known}, others=others)
 

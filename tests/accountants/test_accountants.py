@@ -198,6 +198,7 @@ def test_state_survives_and_shares_nothing(accountant_class):
         lambda state: None,
         lambda state: {**state, "mechanism": "rdp"},
         lambda state: {**state, "unread": [((2.0,), 1)]},
+        lambda state: {**state, "unread": [(1, 2)]},
         lambda state: {**state, "rounds": [({**state["rounds"][0][0], "noise_multiplier": math.nan}, 5)]},
         lambda state: {**state, "rounds": [({**state["rounds"][0][0], "sigma": 1.0}, 5)]},
         lambda state: {**state, "rounds": [({"noise_multiplier": 2.0}, 5)]},
