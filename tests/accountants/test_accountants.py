@@ -117,6 +117,7 @@ def test_more_noise_fewer_rounds_and_a_larger_delta_cost_less(accountant_class, 
     assert spent(accountant_class, [(2.0, 0.1, 50)], bound=bound, delta=1e-4) < base
 
 
+@pytest.mark.zoo
 @every_shuffler_of_reports  # the papers' bounds are above their pair; WS's estimate is not
 @settings(deadline=None, max_examples=3)
 @given(sigma=st.floats(0.01, 20), rate=st.floats(1e-4, 1.0), steps=st.integers(1, 1000), users=st.integers(2, 10**5))
@@ -303,6 +304,7 @@ def test_an_unknown_population_is_refused_with_the_remedy(accountant_class):
     assert accountant.get_epsilon(DELTA, num_users=1000) > 0
 
 
+@pytest.mark.zoo
 @every_bound
 def test_opacus_own_calibration_works(accountant_class, bound):
     sigma = get_noise_multiplier(
@@ -448,6 +450,7 @@ def test_reloading_one_accountant_module_keeps_the_names():
 # --- calibration ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.zoo
 @every_bound
 def test_the_calibrated_noise_meets_the_budget_and_a_little_less_does_not(accountant_class, bound):
     name = accountant_class.mechanism()
@@ -460,6 +463,7 @@ def test_the_calibrated_noise_meets_the_budget_and_a_little_less_does_not(accoun
     assert opacus_shuffle.compute_epsilon(name, noise_multiplier=0.98 * sigma, delta=DELTA, **run) > target
 
 
+@pytest.mark.zoo
 def test_replacement_takes_more_noise_than_zero_out():
     run = {"target_epsilon": 1.0, "target_delta": DELTA, "num_users": 300, "steps": 5}
     zero_out, replace = (

@@ -192,6 +192,7 @@ def test_one_dimension_is_plain_dp_sgd_by_theorems_1_and_2_and_proved(run):
     assert answer("published_optimised", **run).guarantee is Guarantee.PROVED
 
 
+@pytest.mark.zoo
 @every_run
 def test_the_best_split_of_delta_is_no_worse_than_halves(run):
     assert spent("published_optimised", **run) <= spent("published", **run)
@@ -401,6 +402,7 @@ def test_the_state_keeps_the_weights(weights):
 STEP = {"num_users": 10, "steps": 1, "sample_rate": 1.0, "dimension": 5}
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize(("rate", "steps"), [(1e-6, 2), pytest.param(1e-12, 10**9, marks=pytest.mark.slow)])
 def test_tiny_rates_and_deltas_have_an_epsilon_under_replacement_too(rate, steps):
     found = [

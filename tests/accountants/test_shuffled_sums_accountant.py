@@ -85,6 +85,7 @@ def test_one_round_of_the_paper_s_protocol_is_what_it_was_made_for():
     assert again.granularity == protocol.granularity
 
 
+@pytest.mark.zoo
 def test_the_paper_s_rounds_meet_the_budget_they_were_made_for_at_any_number_of_steps():
     for steps in (2, 500):
         protocol = ShuffleVectorSum(50, 200, 1.0, epsilon=2.0, delta=1e-5, rounds=steps, calibration="published")

@@ -69,6 +69,7 @@ def test_replacement_is_certified_for_two_and_three_users(users, sigma):
             assert_certified(moved, still, rounds, adjacency="replace", clones=clones)
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("sampling", ["poisson", "fixed_size"])
 @pytest.mark.parametrize("rate", [0.3, 0.7])
 @pytest.mark.parametrize("users", [2, 3])
@@ -82,6 +83,7 @@ def test_random_participants_are_certified_for_two_and_three_users(users, rate, 
                     assert_certified(moved, still, rounds, adjacency=adjacency, clones=clones)
 
 
+@pytest.mark.zoo
 @both_kinds
 def test_two_adaptive_rounds_are_certified(clones):
     # δ of two rounds is Σ_j P_j·h(e^ε·Q_j/P_j), h(τ) = Σ_k (P_k − τQ_k)₊ of the second round's data, which may depend on j.

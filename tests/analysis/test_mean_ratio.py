@@ -156,6 +156,7 @@ def test_full_rates_are_no_sampling_at_all():
         assert sampled == pytest.approx(plain, rel=RELATIVE_ERROR)
 
 
+@pytest.mark.zoo
 def test_fractional_orders_lie_above_the_truth():
     sigma = 1.0
     for order in (1.5, 2.5, 3.3):
@@ -169,6 +170,7 @@ def test_fractional_orders_lie_above_the_truth():
         assert rdp >= math.log(truth - error) / (order - 1)
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("users", [2, 60, 10**9])
 @pytest.mark.parametrize("sigma", [0.3, 9.48, 100.0])
 def test_ten_thousand_orders_stay_finite_and_ordered(users, sigma):

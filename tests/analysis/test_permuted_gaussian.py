@@ -129,6 +129,7 @@ def test_a_step_that_cannot_be_is_refused(change, named):
         permuted_step(**{"noise_multiplier": 1.0, "num_users": 10, "sample_rate": 0.5, **change})
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("sigma", [0.29, 0.35])
 def test_the_exact_pair_is_resolved_where_its_losses_are_rare_and_large(sigma):
     step = ShuffledRound(noise_multiplier=sigma, num_users=85_800_000, sample_rate=0.02, sampling="poisson")

@@ -231,6 +231,7 @@ def test_bad_deltas_and_repetitions_are_named(function):
     assert max(np.atleast_1d(function([], delta=1e-5))) == 0.0
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize(
     ("sigma", "users", "steps", "delta"),
     [(10.0, 60_000, 2**50, 1e-5), (276.7, 4246, 1, 0.999), (0.06, 1, 10**7, 0.1), (1.7, 2440, 1, 0.47), (1e6, 10**7, 10, 0.07)],

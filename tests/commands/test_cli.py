@@ -250,6 +250,7 @@ def test_the_main_job_trains_and_ends_with_accuracy_and_the_table(capsys, accoun
     assert ("added once to the sum" in printed) is not local_noise
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize(("options", "worth"), [([], 10.0), (["--target-epsilon", "4"], 1.7)])
 def test_the_main_job_with_shuffled_sums(capsys, options, worth):
     assert main(["train", "--accountant", "shuffled_sums", "--epochs", "1", "--batch-size", "400", *options, "--json"]) == 0

@@ -73,6 +73,7 @@ def test_a_budget_is_kept_for_as_long_as_promised_and_is_used_up(bound):
     assert engine.get_epsilon(DELTA, bound=bound) > 3.0
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("bound", ["published", "published_optimised", "pair"])
 @pytest.mark.parametrize("epochs", [100, 500])
 def test_a_budget_for_many_steps_is_kept_by_both_kinds_of_parameters_together(bound, epochs):

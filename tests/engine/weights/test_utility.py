@@ -45,6 +45,7 @@ def final_losses(seeds, *, spec, sigma=1.0, **options):
     return np.array(found)
 
 
+@pytest.mark.zoo
 def test_shuffling_does_not_change_how_well_a_run_ends():
     # Equal seeds put the noise on other units after the first permutation, so runs differ; their distribution does not. The
     # level of each Kolmogorov-Smirnov test is 1e-3.
