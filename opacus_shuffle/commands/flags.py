@@ -1,7 +1,8 @@
 """Flags made from the fields of dataclasses: the mechanisms', and the settings of jobs.
 
-A field's metadata hold ``help``, and where it matters ``metavar``, ``choices``, ``also`` (other names) and ``instead`` (the
-default in words). A flag that is not given is left out of the options, so that defaults are written in one place, the class.
+A field's metadata hold ``help``, and where it matters ``metavar``, ``choices`` (or a function that finds them), ``also`` (other
+names) and ``instead`` (the default in words). A flag that is not given is left out of the options, so that defaults are written
+in one place, the class.
 
 >>> parser = argparse.ArgumentParser()
 >>> add_run_flags(parser)
@@ -22,14 +23,19 @@ from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.mechanisms import MECHANISMS, Mechanism
 from opacus_shuffle.core.guarantees import Adjacency
 
-BOUNDS = tuple(dict.fromkeys(name for mechanism in MECHANISMS.values() for name in bounds_of(mechanism)))
-"""Every bound of every mechanism."""
 
-FIELDS: dict[str, dict[type[Mechanism], dataclasses.Field]] = {}
-"""Every field of every mechanism, by its name: the mechanisms that have it."""
-for _mechanism in MECHANISMS.values():
-    for _field in dataclasses.fields(_mechanism):
-        FIELDS.setdefault(_field.name, {})[_mechanism] = _field
+def all_bounds() -> tuple[str, ...]:
+    """Returns every bound of every mechanism there is now."""
+    return tuple(dict.fromkeys(name for mechanism in MECHANISMS.values() for name in bounds_of(mechanism)))
+
+
+def all_fields() -> dict[str, dict[type[Mechanism], dataclasses.Field]]:
+    """Returns every field of every mechanism there is now, by its name: the mechanisms that have it."""
+    found: dict[str, dict[type[Mechanism], dataclasses.Field]] = {}
+    for mechanism in MECHANISMS.values():
+        for field in dataclasses.fields(mechanism):
+            found.setdefault(field.name, {})[mechanism] = field
+    return found
 
 
 def setting(default: Any, text: str, **metadata: Any) -> Any:
@@ -52,7 +58,7 @@ def add_settings(parser: argparse.ArgumentParser, settings: type) -> None:
 def add_run_flags(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
     """Adds what describes a run: the mechanism, all mechanisms' fields but some, rounds and adjacency."""
     parser.add_argument("--mechanism", "--accountant", required=True, choices=MECHANISMS, help="what a round is")
-    for name, owners in FIELDS.items():
+    for name, owners in all_fields().items():
         if name not in without:
             texts: dict[str, list[str]] = {}
             for owner, field in owners.items():
@@ -72,7 +78,7 @@ def add_run_flags(parser: argparse.ArgumentParser, *, without: Collection[str] =
 def add_bound_flag(parser: argparse.ArgumentParser) -> None:
     """Adds ``--bound``."""
     text = "which formula; only certified is proved for every data set, whatever the mechanism (default: certified)"
-    parser.add_argument("--bound", choices=BOUNDS, default="certified", help=text)
+    parser.add_argument("--bound", choices=all_bounds(), default="certified", help=text)
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +94,7 @@ def fields_of_run(options: dict[str, Any], *, without: Collection[str] = ()) -> 
             mechanism's is given.
     """
     mechanism = MECHANISMS[options["mechanism"]]
-    foreign = [name for name, owners in FIELDS.items() if name in options and mechanism not in owners]
+    foreign = [name for name, owners in all_fields().items() if name in options and mechanism not in owners]
     if foreign:
         raise ValueError(f"{mechanism.name} has no {', '.join(map(flag, foreign))}: leave it out, or take another mechanism")
     known = [field for field in dataclasses.fields(mechanism) if field.name not in without]
@@ -126,6 +132,7 @@ def _add(parser: argparse.ArgumentParser, field: dataclasses.Field, owners: Iter
         options["action"] = argparse.BooleanOptionalAction
     else:
         options["metavar"] = field.metadata.get("metavar")
-        options["choices"] = field.metadata.get("choices")
+        choices = field.metadata.get("choices")
+        options["choices"] = choices() if callable(choices) else choices
         options["type"] = numbers if tuple in kinds else number if kinds & {int, float} else str
     parser.add_argument(flag(field.name), *field.metadata.get("also", ()), **options)

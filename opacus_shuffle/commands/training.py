@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle.accountants.mechanisms import MECHANISMS, ShuffledWeights
 from opacus_shuffle.accountants.report import PrivacyReport
-from opacus_shuffle.commands.flags import BOUNDS, setting
+from opacus_shuffle.commands.flags import all_bounds, setting
 from opacus_shuffle.commands.image_datasets import DATASETS, load_image_dataset
 from opacus_shuffle.core.validation import integer, one_of, open_unit_interval, positive
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
@@ -66,7 +66,7 @@ class TrainingSettings:
         instead=f"{DEFAULT_NOISE_MULTIPLIER}, or sqrt(batch size) times that for the sum",
     )
     target_epsilon: float | None = setting(None, "find the noise for this budget", metavar="EPSILON")
-    bound: str | None = setting(None, "which epsilon --target-epsilon is about", choices=BOUNDS, instead="certified")
+    bound: str | None = setting(None, "which epsilon --target-epsilon is about", choices=all_bounds, instead="certified")
     local_noise: bool | None = setting(
         None,
         "every record's report carries its own noise; else the noise is that of the sum",

@@ -147,6 +147,7 @@ def test_shuffling_helps_in_every_bound(accountant_class):
         assert crowd < spent(accountant_class, [(4.0, 0.5, 20)], bound=bound, num_users=100) / 3
 
 
+@pytest.mark.zoo
 @every_bound
 def test_histories_that_change_compose(accountant_class, bound):
     whole = spent(accountant_class, [(2.0, 0.1, 70)], bound=bound)

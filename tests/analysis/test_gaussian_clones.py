@@ -136,6 +136,7 @@ def test_the_certificate_lies_between_the_pair_and_the_unshuffled_reports(sigma,
     assert epsilon <= replaced <= unshuffled_epsilon(rounds, delta=delta, distance=2.0) < math.inf
 
 
+@pytest.mark.zoo
 @few
 @given(sigmas, populations, deltas, samplings, st.integers(1, 5), kinds, st.sampled_from(["zero_out", "replace"]))
 def test_the_certificate_falls_with_users_noise_and_delta_and_rises_with_rounds(

@@ -89,6 +89,7 @@ def test_the_attack_agrees_with_brute_force_for_random_participants(sampling):
     assert attacked == pytest.approx(hockey_stick(moved, still, epsilon), rel=0.043**2)
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("users", [50, 1000, 10_000])
 @both_kinds
@@ -106,6 +107,7 @@ def test_no_attack_on_identical_others_beats_the_certificate(users, sampling, cl
             assert shown <= delta + ROUNDING, (sigma, delta, others, epsilon)
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("users", [50, 10_000])
 @both_kinds
 def test_no_attack_on_a_replaced_record_beats_the_certificate(users, clones):

@@ -22,6 +22,7 @@ def test_the_published_setting_prints_two_pairs_of_data_sets_and_what_was_claime
     assert "what it does not contradict it does not prove" in printed
 
 
+@pytest.mark.zoo
 def test_a_small_training_run_is_re_aligned_and_contradicts_the_formula_but_not_the_certificate(capsys):
     arguments = ["audit", "--kind", "training", "--training-steps", "600", "--confidence", "0.99", "--seed", "1", "--json"]
     assert main(arguments) == 0

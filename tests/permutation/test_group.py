@@ -80,6 +80,7 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, int]] = {
 }
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("name", SMALL)
 def test_every_element_of_a_small_group_is_drawn_equally_often(name):
     make, shape, level, order = SMALL[name]

@@ -121,6 +121,7 @@ def real(model, config, sample, **options):
         return module.eval(), {key: value.to("meta") for key, value in sample.items()}
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize(
     ("model", "config", "options", "sample", "size", "paper", "still"),
     [
