@@ -124,9 +124,7 @@ def compare(
 
     methods: dict[str, Callable[[], object]] = {"copy_": copy}
     for executor in ("torch", *(["triton"] if device.type == "cuda" else []), *(["reference"] if slow else [])):
-        for storage in ("in_place", "swap"):
-            if executor != "reference" or storage == "in_place":
-                methods[f"{executor}, {storage}"] = lambda e=executor, s=storage: gather_(moves, executor=e, storage=s)
+        methods[executor] = lambda e=executor: gather_(moves, executor=e)
     if slow:
         methods["Appendix E" + ("" if len(tensors) == 1 else ", copied back")] = lambda: appendix_e(
             moves, back=len(tensors) > 1

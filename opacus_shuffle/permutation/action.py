@@ -39,9 +39,6 @@ class GroupAction(PermutationGroup):
         module: nn.Module,
         plan: PermutationPlan,
         optimizer: torch.optim.Optimizer | None = None,
-        *,
-        executor: str = "auto",
-        storage: str = "in_place",
     ) -> None:
         """Moves the network's parameters, buffers and gradients, and the optimizer's state, in place.
 
@@ -49,14 +46,12 @@ class GroupAction(PermutationGroup):
             module: The network, or a wrapper of it (Opacus's, ``DistributedDataParallel``, ``torch.compile``).
             plan: From this specification.
             optimizer: Whose state for these parameters moves too; Opacus's optimizers are fine.
-            executor: What does the work: ``"auto"``, ``"torch"``, ``"triton"`` or ``"reference"``.
-            storage: ``"in_place"``, or ``"swap"`` where tensors may get another storage (``moving.gather.gather_`` tells more).
 
         Raises:
             ValueError: If the network has other parameters than the specification, or the optimizer's state for one of them has
                 another shape, so that it cannot follow; nothing has moved then.
         """
-        self.move(self.followers(self.tensors(module), optimizer), plan, executor=executor, storage=storage)
+        self.move(self.followers(self.tensors(module), optimizer), plan)
 
     def tensors(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Returns the tensors of this network that move, by name.
@@ -109,14 +104,7 @@ class GroupAction(PermutationGroup):
                     )
         return found
 
-    def move(
-        self,
-        tensors: Mapping[str, Iterable[torch.Tensor]],
-        plan: PermutationPlan,
-        *,
-        executor: str = "auto",
-        storage: str = "in_place",
-    ) -> None:
+    def move(self, tensors: Mapping[str, Iterable[torch.Tensor]], plan: PermutationPlan) -> None:
         """Moves tensors of the shapes of the named ones, all in as few launches as possible."""
         self.check_plan(plan)
         indices = IndexVectors(self.factors, plan.tables)
@@ -126,7 +114,7 @@ class GroupAction(PermutationGroup):
             for tensor in group:
                 index = (indices.of(blocks, tensor.device) for blocks in (movement.row_blocks, movement.column_blocks))
                 moves.append(Move(tensor, movement.rows, movement.columns, movement.inner, *index))
-        gather_(moves, executor=executor, storage=storage)
+        gather_(moves)
 
     @cached_property
     def perm_to_axes(self) -> dict[str, tuple[tuple[str, int], ...]]:

@@ -53,5 +53,4 @@ def check(moves, **options):
     gather_(moves, **options)
     for move, bits_wanted, pointer in zip(moves, wanted, pointers, strict=True):
         assert torch.equal(bits(move.tensor), bits_wanted), (move, options)
-        if options.get("storage", "in_place") == "in_place":
-            assert move.tensor.data_ptr() == pointer
+        assert move.tensor.data_ptr() == pointer

@@ -52,8 +52,6 @@ def permute_state(
     place: str,
     state: dict[str, Any],
     prefix: str,
-    *,
-    executor: str = "auto",
 ) -> None:
     """Replaces the run's own tensors in a state dict by permuted copies (plain ones without a plan).
 
@@ -86,7 +84,7 @@ def permute_state(
                 moving[names[id(found)]] = [copied]
         state[key] = copies[id(found)]
     if plan is not None and moving:
-        spec.move(moving, plan, executor=executor)
+        spec.move(moving, plan)
     for keys in places.values():
         present = [key for key in keys if key in state]
         for other in present[1:]:
@@ -99,8 +97,6 @@ def permuted_optimizer_state(
     network: nn.Module,
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
-    *,
-    executor: str = "auto",
 ) -> dict[str, Any]:
     """Returns a copy of what the optimizer's ``state_dict`` is about to return, permuted as the weights are."""
     state = copy.deepcopy(state)
@@ -114,5 +110,5 @@ def permuted_optimizer_state(
             for number, parameter in enumerate(parameters)
             if id(parameter) in names and number in state["state"]
         }
-        spec.move(moving, plan, executor=executor)
+        spec.move(moving, plan)
     return state

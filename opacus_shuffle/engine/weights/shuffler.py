@@ -39,8 +39,6 @@ class WeightShuffler:
         generator: On the CPU; by default a chain of keys from the operating system, which cannot be run backwards. Pass your
             own to repeat a run, and never on real data.
         synchronise: All ranks of the default process group draw the same permutations, by rank 0's secret.
-        executor: What moves tensors: ``"auto"``, ``"torch"``, ``"triton"`` or ``"reference"``.
-        storage: ``"in_place"``, or ``"swap"`` where tensors may get another storage (see ``permutation.moving.gather``).
 
     Attributes:
         steps: Updates seen.
@@ -65,8 +63,6 @@ class WeightShuffler:
         mode: str = "every_step",
         generator: torch.Generator | None = None,
         synchronise: bool = False,
-        executor: str = "auto",
-        storage: str = "in_place",
     ) -> None:
         instance_of("spec", spec, (PermutationSpec,))
         one_of("mode", mode, MODES)
@@ -85,7 +81,6 @@ class WeightShuffler:
         spec.followers(tensors, self._optimizer)
         self._generator = generator
         self._keys = KeyChain()
-        self._executor, self._storage = executor, storage
         self._changed = False  # since the last release
         self._plan: PermutationPlan | None = None  # from the run itself to what was released last
         self._synchronised = synchronise
@@ -105,7 +100,7 @@ class WeightShuffler:
     def shuffle_(self) -> None:
         """Draws a permutation and moves everything by it, now."""
         followers = self._followers()
-        self.spec.move(followers, self._draw(), executor=self._executor, storage=self._storage)
+        self.spec.move(followers, self._draw())
         self._changed, self._plan = False, None
 
     def release(self) -> None:
@@ -126,7 +121,7 @@ class WeightShuffler:
                 torch.distributed.broadcast_object_list(data, 0)
                 plan, self.shuffles = data
                 self._synchronise()
-            self.spec.move(followers, plan, executor=self._executor, storage=self._storage)
+            self.spec.move(followers, plan)
         self._changed, self._plan = False, None
 
     def detach(self) -> None:
@@ -239,12 +234,12 @@ class WeightShuffler:
 
     def _release_part(self, place: str, part: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """Has a part's ``state_dict`` show permuted weights."""
-        permute_state(self.spec, self._released(), part, place, state, prefix, executor=self._executor)
+        permute_state(self.spec, self._released(), part, place, state, prefix)
 
     def _release_optimizer(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Has the optimizer's ``state_dict`` show permuted state."""
         plan = self._released()
-        return permuted_optimizer_state(self.spec, plan, self._network, self._optimizer, state, executor=self._executor)
+        return permuted_optimizer_state(self.spec, plan, self._network, self._optimizer, state)
 
     def _refuse_pickling(self) -> None:
         """Refuses to pickle weights that were not permuted since their last update."""

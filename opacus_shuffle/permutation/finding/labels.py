@@ -70,16 +70,11 @@ def free_factors(size: int) -> Factors:
     return [Axis(size)] if size > 1 else []
 
 
-def fix_all(axes: Iterable[Axis]) -> None:
-    """Lets nothing permute these axes, nor any part of them."""
-    for atom in atoms(axes):
-        atom.fixed = True
-
-
-def fix_dimensions(dimensions: Iterable[Factors]) -> None:
-    """Lets nothing permute these dimensions."""
-    for factors_ in dimensions:
-        fix_all(factors_)
+def fix_all(*dimensions: Iterable[Axis]) -> None:
+    """Lets nothing permute these dimensions, nor any part of them."""
+    for axes in dimensions:
+        for atom in atoms(axes):
+            atom.fixed = True
 
 
 def atoms(axes: Iterable[Axis]) -> list[Axis]:
@@ -260,17 +255,31 @@ def unify_all(ones: Iterable[Axis], others: Iterable[Axis]) -> None:
         fix_all([*left, *right])
 
 
-def terms(axes: Iterable[Axis]) -> list[tuple[Axis, ...]]:
-    """Returns the alternatives of a dimension, each a product of atoms: a sum is one of its parts at a time."""
-    result: list[tuple[Axis, ...]] = [()]
-    for axis in axes:
-        axis = axis.root
-        options: list[tuple[Axis, ...]]
-        if axis.kind == "atom":
-            options = [(axis,)]
-        elif axis.kind == "product":
-            options = terms(axis.parts)
+def unify_dimensions(ones: Iterable[Factors], others: Iterable[Factors]) -> None:
+    """Makes the dimensions of two tensors of equal shape the same."""
+    for one, other in zip(ones, others, strict=True):
+        unify_all(one, other)
+
+
+def grids(axes: Sequence[Axis], kind: str = "product") -> list[tuple[int, tuple[tuple[Axis, int], ...]]]:
+    """Returns the grids of a product or a sum of axes in units of its own entries: (offset, (atom, stride) pairs)."""
+    found: list[tuple[int, tuple[tuple[Axis, int], ...]]] = [] if kind == "sum" else [(0, ())]
+    start, stride = 0, math.prod(axis.root.size for axis in axes)
+    for axis in (each.root for each in axes):
+        inside = [(0, ((axis, 1),))] if axis.kind == "atom" else grids(axis.parts, axis.kind)
+        if kind == "sum":
+            found += [(start + offset, grid) for offset, grid in inside]
+            start += axis.size
         else:
-            options = [option for part in axis.parts for option in terms([part])]
-        result = [head + tail for head in result for tail in options]
-    return result
+            stride //= axis.size
+            found = [
+                (offset + more * stride, (*grid, *[(atom, step * stride) for atom, step in tail]))
+                for offset, grid in found
+                for more, tail in inside
+            ]
+    return found
+
+
+def terms(axes: Sequence[Axis]) -> list[tuple[Axis, ...]]:
+    """Returns the alternatives of a dimension, each a product of atoms: a sum is one of its parts at a time."""
+    return [tuple(atom for atom, _ in grid) for _, grid in grids(axes)]

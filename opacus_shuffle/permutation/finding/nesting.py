@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from opacus_shuffle.permutation.finding.labels import Axis, Dimensions, atoms, fix_all, terms
+from opacus_shuffle.permutation.finding.labels import Axis, Dimensions, atoms, fix_all, grids, terms
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
 from opacus_shuffle.permutation.moving.layout import Block, Factor, Term
 from opacus_shuffle.permutation.spec import PermutationSpec
@@ -150,7 +150,7 @@ def _assemble(run: TracedRun, inside: Mapping[Axis, set[Axis]], level: str, kind
             if moving:
                 terms_ = [
                     Term(offset, tuple((numbers.setdefault(atom, len(numbers)), step) for atom, step in grid))
-                    for offset, grid in _grids(row, "product")
+                    for offset, grid in grids(row)
                 ]
                 found.append(Block(start, stop, math.prod(shape[start:stop]), tuple(terms_)))
                 for atom in moving:
@@ -183,11 +183,7 @@ def _assemble(run: TracedRun, inside: Mapping[Axis, set[Axis]], level: str, kind
         unmoved={
             name: tensor.numel() for name, tensor in run.tensors.items() if name in run.parameter_names and name not in blocks
         },
-        aliases={
-            name: tuple(alias for alias, target in run.aliases.items() if target == name)
-            for name in blocks
-            if name in run.aliases.values()
-        },
+        aliases={name: tuple(run.aliases[name]) for name in blocks if name in run.aliases},
         unknown=dict(run.unknown),
         level=level,
     )
@@ -204,22 +200,3 @@ def _name(names: Sequence[str], tensors: Mapping[str, torch.Tensor], kind: str |
         whole = "" if kind == "residual stream" else " of the network"
         name = kind + (f" of {place}" if place else whole)
     return f"groups in {name}" if has_inside and kind != "heads" else name
-
-
-def _grids(axes: Sequence[Axis], kind: str) -> list[tuple[int, tuple[tuple[Axis, int], ...]]]:
-    """Returns the grids of a product or a sum of axes in units of its own entries: (offset, (atom, stride) pairs)."""
-    found: list[tuple[int, tuple[tuple[Axis, int], ...]]] = [] if kind == "sum" else [(0, ())]
-    start, stride = 0, math.prod(axis.root.size for axis in axes)
-    for axis in (each.root for each in axes):
-        grids = [(0, ((axis, 1),))] if axis.kind == "atom" else _grids(axis.parts, axis.kind)
-        if kind == "sum":
-            found += [(start + offset, grid) for offset, grid in grids]
-            start += axis.size
-        else:
-            stride //= axis.size
-            found = [
-                (offset + more * stride, (*grid, *[(atom, inner * stride) for atom, inner in tail]))
-                for offset, grid in found
-                for more, tail in grids
-            ]
-    return found

@@ -12,7 +12,6 @@ from opacus_shuffle.permutation.finding.labels import (
     Dimensions,
     Factors,
     fix_all,
-    fix_dimensions,
     fixed_dimensions,
     fixed_factors,
     regroup,
@@ -58,7 +57,7 @@ def _untouched(run: TracedRun, call: Call) -> tuple[Dimensions, int]:
         width = index.dim() if index is not None and index.dtype in MASKS else 1
         if index is not None:
             used += list(range(dim, dim + width))
-            fix_dimensions([*dims[dim : dim + width], *run.dimensions(index)])
+            fix_all(*dims[dim : dim + width], *run.dimensions(index))
         dim += width
     left = [each for dim, each in enumerate(dims) if dim not in used]
     return left, used[0] if used == list(range(used[0], used[-1] + 1)) else 0
@@ -141,7 +140,7 @@ def pixels(run: TracedRun, call: Call) -> None:
     dims = list(run.dimensions(source))
     fewer = min(source.shape[-3], out.shape[-3])
     channels, places = regroup(dims[-3], [fewer, source.shape[-3] // fewer])
-    fix_dimensions((places, dims[-2], dims[-1]))
+    fix_all(places, dims[-2], dims[-1])
     run.set(out, [*dims[:-3], [*channels, *fixed_factors(out.shape[-3] // fewer)], *fixed_dimensions(out.shape[-2:])])
 
 

@@ -10,7 +10,6 @@ from opacus_shuffle.permutation.finding.labels import (
     IncompatibleError,
     factors,
     fix_all,
-    fix_dimensions,
     fixed_dimensions,
     fixed_factors,
     product,
@@ -77,7 +76,7 @@ def convolution(run: TracedRun, call: Call) -> None:
     places = kernel.dim() - 2
     dims, weight = run.dimensions(source), run.dimensions(kernel)
     channels = dims[-places - 1]
-    fix_dimensions([*weight[2:], *dims[-places:]])
+    fix_all(*weight[2:], *dims[-places:])
     result, entering = weight[:2]
     if groups == 1:
         if call.arguments.get("transposed"):
@@ -157,7 +156,7 @@ def reduction(run: TracedRun, call: Call) -> None:
     dims = run.dimensions(source)
     name = call.name.removeprefix("aten.")
     if name in ("argmax", "argmin") or (name in WINNERS and call.arguments.get("dim") is not None):
-        fix_dimensions(dims[dim] for dim in gone)
+        fix_all(*(dims[dim] for dim in gone))
     for tensor in call.outputs:
         keep, same = tensor.dim() == rank, tensor.shape == source.shape
         run.set(tensor, [each if same or dim not in gone else [] for dim, each in enumerate(dims) if keep or dim not in gone])
@@ -189,7 +188,7 @@ def pooling(run: TracedRun, call: Call) -> None:
     source = call.inputs[0]
     places = 1 if "1d" in call.name else 3 if "3d" in call.name else 2
     dims = run.dimensions(source)
-    fix_dimensions(dims[-places:])
+    fix_all(*dims[-places:])
     run.fix(call.inputs[1:])
     for tensor in call.outputs:
         run.set(tensor, [*dims[:-places], *fixed_dimensions(tensor.shape[-places:])])
@@ -199,7 +198,7 @@ def pooling(run: TracedRun, call: Call) -> None:
 def unfolded(run: TracedRun, call: Call) -> None:
     """Makes patches: (channel, tap) by place."""
     dims = run.dimensions(call["self"])
-    fix_dimensions(dims[-2:])
+    fix_all(*dims[-2:])
     taps = fixed_factors(math.prod(call["kernel_size"]))
     run.set(call.out, [*dims[:-3], [*dims[-3], *taps], fixed_factors(call.out.shape[-1])])
 

@@ -23,12 +23,12 @@ from opacus_shuffle.permutation.finding.labels import (
     atoms,
     concatenation,
     factors,
-    fix_dimensions,
+    fix_all,
     fixed_dimensions,
     free_factors,
     product,
     summands,
-    unify_all,
+    unify_dimensions,
 )
 from opacus_shuffle.permutation.finding.operation import Call
 
@@ -67,7 +67,7 @@ class TracedRun:
         parameters: Labels of parameters and of persistent buffers that are not integers, by name (tied ones once).
         tensors: Those tensors.
         parameter_names: Which of them are parameters.
-        aliases: Other names of tied tensors.
+        aliases: Other names of tied tensors, by the first one.
         occurrences: Labels of every activation, and of every reduced tensor that an operation has inside.
         streams: Axes along which results of different layers were added (skip connections).
         heads: Batch axes of products of two activations (attention heads).
@@ -86,7 +86,7 @@ class TracedRun:
         self.parameters: dict[str, Dimensions] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.parameter_names = {name for name, _ in module.named_parameters()}
-        self.aliases: dict[str, str] = {}
+        self.aliases: dict[str, list[str]] = {}
         self.occurrences: list[Dimensions] = []
         self.streams: list[Axis] = []
         self.heads: list[Axis] = []
@@ -105,7 +105,7 @@ class TracedRun:
         self._met: set[Axis] = set()
         for name, tensor in _movable_tensors(module):
             if tensor in self._names:
-                self.aliases[name] = self._names[tensor]
+                self.aliases.setdefault(self._names[tensor], []).append(name)
                 continue
             self._names[tensor] = name
             self.tensors[name] = tensor
@@ -156,8 +156,7 @@ class TracedRun:
         if isinstance(labels, Stacked):
             first, *rest = labels.alternatives
             for other in rest:
-                for one, two in zip(first, other, strict=True):
-                    unify_all(one, two)
+                unify_dimensions(first, other)
             self._labels[tensor] = labels = first
         return labels
 
@@ -192,8 +191,7 @@ class TracedRun:
                 self.occurrences.append([each for each in dimensions if not new & set(atoms(each))])
         if tensor in self._labels:
             for dimensions in labels.alternatives if isinstance(labels, Stacked) else [labels]:
-                for one, two in zip(self.dimensions(tensor), dimensions, strict=True):
-                    unify_all(one, two)
+                unify_dimensions(self.dimensions(tensor), dimensions)
         else:
             self._labels[tensor] = labels
 
@@ -222,7 +220,7 @@ class TracedRun:
     def fix(self, tensors: Iterable[torch.Tensor]) -> None:
         """Lets nothing permute these tensors."""
         for tensor in tensors:
-            fix_dimensions(self.dimensions(tensor))
+            fix_all(*self.dimensions(tensor))
 
     def fix_everything(self, call: Call) -> None:
         """Lets nothing permute what an operation touches."""

@@ -21,16 +21,15 @@ import torch
 
 from opacus_shuffle.core.validation import one_of
 from opacus_shuffle.permutation.moving import torch_moves
-from opacus_shuffle.permutation.moving.moves import Job, Move, check_moves, indices_of, job_of, waves
+from opacus_shuffle.permutation.moving.moves import Move, as_words, check_moves, indices_of, waves
 
 EXECUTORS = ("auto", "reference", "torch", "triton")
-STORAGES = ("in_place", "swap")
 
 _spec_of = functools.cache(importlib.util.find_spec)
 
 
 @torch.no_grad()
-def gather_(moves: Sequence[Move], *, executor: str = "auto", storage: str = "in_place") -> None:
+def gather_(moves: Sequence[Move], *, executor: str = "auto") -> None:
     """Permutes rows and columns of every tensor, bit for bit the same with every executor.
 
     Indices are trusted to be permutations: checking would read them back from a GPU at every step. An index that is no
@@ -40,17 +39,12 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto", storage: str = "in
         moves: The tensors, each once; they may differ in dtype and device, and share index tensors.
         executor: ``"torch"``, ``"triton"`` (GPU; a CPU only under Triton's interpreter), ``"reference"`` (slow), or ``"auto"``:
             triton on a GPU where it is installed, else torch.
-        storage: ``"in_place"`` keeps every tensor's memory where it is, so views, CUDA graphs and flat buffers stay right.
-            ``"swap"`` may give tensors that move by rows, are contiguous and own all of an unshared storage another storage:
-            nothing is copied back, and one spare tensor of the largest size is all the scratch. A view of such a tensor that
-            somebody else holds keeps the old memory, whose content is then undefined. Other tensors are moved in place.
 
     Raises:
-        ValueError: For an unknown executor or storage, sizes or indices that do not fit a tensor, a tensor that comes twice, or
-            triton on a CPU without its interpreter.
+        ValueError: For an unknown executor, sizes or indices that do not fit a tensor, a tensor that comes twice, or triton on
+            a CPU without its interpreter.
     """
     one_of("executor", executor, EXECUTORS)
-    one_of("storage", storage, STORAGES)
     check_moves(moves)
     moves = [move for move in moves if move.tensor.numel() and any(index is not None for index in indices_of(move))]
     for device in dict.fromkeys(move.tensor.device for move in moves):
@@ -61,18 +55,16 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto", storage: str = "in
         for move in here:
             as_it_is = move.tensor.is_contiguous() and not move.tensor.is_conj() and not move.tensor.is_neg()
             (plain if as_it_is else copied).append(move)
-        execute([job_of(move, move.tensor, swap=storage == "swap") for move in plain])
+        execute([as_words(move, move.tensor) for move in plain])
         for wave in waves(copied, lambda move: move.tensor.nbytes):
-            copies = [torch.empty(move.tensor.shape, dtype=move.tensor.dtype, device=device) for move in wave]
-            for move, copy in zip(wave, copies, strict=True):
-                copy.copy_(move.tensor)
-            execute([job_of(move, copy, swap=False) for move, copy in zip(wave, copies, strict=True)])
+            copies = [move.tensor.clone(memory_format=torch.contiguous_format) for move in wave]
+            execute([as_words(move, copy) for move, copy in zip(wave, copies, strict=True)])
             for move, copy in zip(wave, copies, strict=True):
                 move.tensor.copy_(copy)
 
 
-def _executor(name: str, device: torch.device) -> Callable[[Sequence[Job]], None]:
-    """Returns the function that moves jobs on a device."""
+def _executor(name: str, device: torch.device) -> Callable[[Sequence[Move]], None]:
+    """Returns the function that moves words on a device."""
     if name == "auto":
         name = "triton" if device.type == "cuda" and _spec_of("triton") is not None else "torch"
     if name == "triton":

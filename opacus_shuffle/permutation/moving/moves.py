@@ -37,22 +37,6 @@ class Move:
     column_index: torch.Tensor | None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Job(Move):
-    """A move whose tensor is a flat vector of words (integers of the entries' size); ``inner`` counts words.
-
-    Attributes:
-        owner: The tensor that may be given another storage instead; None if its memory has to stay.
-    """
-
-    owner: torch.Tensor | None = None
-
-    def install(self, words: torch.Tensor) -> None:
-        """Makes these words the owner's storage."""
-        assert self.owner is not None
-        self.owner.data = words.view(self.owner.dtype).view(self.owner.shape)
-
-
 def check_moves(moves: Sequence[Move]) -> None:
     """Refuses moves that do not fit their tensors.
 
@@ -88,14 +72,10 @@ def indices_of(move: Move) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return (move.row_index if move.rows > 1 else None, move.column_index if move.columns > 1 else None)
 
 
-def job_of(move: Move, tensor: torch.Tensor, *, swap: bool) -> Job:
-    """Returns the move of a contiguous tensor as a job; ``swap`` allows another storage if the tensor owns all of its own."""
+def as_words(move: Move, tensor: torch.Tensor) -> Move:
+    """Returns the move of a contiguous tensor seen as a flat vector of words, integers of its entries' size."""
     words = tensor.detach().view(-1).view(WORDS[tensor.element_size()])
-    inner = move.inner * (words.numel() // tensor.numel())
-    owns = swap and tensor.untyped_storage().nbytes() == tensor.nbytes
-    if owns and tensor.device.type == "cpu":
-        owns = not torch.UntypedStorage.is_shared(tensor.untyped_storage())
-    return Job(words, move.rows, move.columns, inner, *indices_of(move), tensor if owns else None)
+    return Move(words, move.rows, move.columns, move.inner * (words.numel() // tensor.numel()), *indices_of(move))
 
 
 def waves(items: Sequence, nbytes: Callable, limit: int = WAVE_BYTES) -> Iterator[list]:

@@ -1,8 +1,7 @@
 """Moves words with PyTorch's own operations, in blocks that fit the cache.
 
 How it works
-    * Blocks of rows go through a buffer that fits the second-level cache: rows are gathered into it, columns out of it.
-    * Where only columns move, they stay within their block.
+    * Columns move within blocks of rows: each goes through a buffer that fits the second-level cache and is gathered out of it.
     * Rows move in place along the cycles of their permutation: a chunk of rows takes its sources, which the next chunk
       overwrites while they are still cached. Tensors up to ``SCRATCH_BYTES`` go through a scratch of their own size instead,
       which the last-level cache holds.
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from opacus_shuffle.permutation.moving.moves import WAVE_BYTES, Job
+from opacus_shuffle.permutation.moving.moves import WAVE_BYTES, Move
 
 SCRATCH_BYTES = 16 * 2**20
 """Tensors up to this size may use a scratch of their own size on a CPU (per thread, kept); larger ones follow cycles."""
@@ -32,73 +31,47 @@ CACHE_BYTES = 2**20
 _thread = threading.local()
 
 
-def execute_reference(jobs: Sequence[Job]) -> None:
-    """Moves jobs by advanced indexing: slow, and the truth that the others are tested against."""
-    for job in jobs:
-        cube = job.tensor.view(job.rows, job.columns, job.inner)
-        moved = cube if job.row_index is None else cube[job.row_index.long()]
-        moved = moved if job.column_index is None else moved[:, job.column_index.long()]
-        if job.owner is not None:
-            job.install(moved.reshape(-1).clone())
-        else:
-            cube.copy_(moved)
+def execute_reference(moves: Sequence[Move]) -> None:
+    """Moves words by advanced indexing: slow, and the truth that the others are tested against."""
+    for move in moves:
+        cube = move.tensor.view(move.rows, move.columns, move.inner)
+        moved = cube if move.row_index is None else cube[move.row_index.long()]
+        cube.copy_(moved if move.column_index is None else moved[:, move.column_index.long()])
 
 
-def execute(jobs: Sequence[Job]) -> None:
-    """Moves jobs by ``index_select`` and ``gather`` on blocks that fit the cache.
-
-    Jobs come ordered by size, so that one spare storage serves all swaps of a size.
-    """
-    word_index, chunks = functools.cache(_word_index), functools.cache(_cycle_chunks)  # many jobs share an index
-    spare: torch.Tensor | None = None
-    for job in sorted(jobs, key=lambda job: job.tensor.nbytes):
-        rows, width, row_index, column_index = job.rows, job.columns * job.inner, job.row_index, job.column_index
+def execute(moves: Sequence[Move]) -> None:
+    """Moves words by ``index_select`` and ``gather`` on blocks that fit the cache."""
+    word_index, chunks = functools.cache(_word_index), functools.cache(_cycle_chunks)  # many tensors share an index
+    for move in moves:
+        rows, width, row_index, column_index = move.rows, move.columns * move.inner, move.row_index, move.column_index
         if rows == 1:  # a vector, or one row of blocks: its columns are rows
-            rows, width, row_index, column_index = job.columns, job.inner, column_index, None
-        columns = None if column_index is None else word_index(column_index, job.inner)
+            rows, width, row_index, column_index = move.columns, move.inner, column_index, None
+        columns = None if column_index is None else word_index(column_index, move.inner)
         row_index = None if row_index is None else word_index(row_index, 1)
-        matrix = job.tensor.view(rows, width) if width > 1 else job.tensor
+        matrix = move.tensor.view(rows, width) if width > 1 else move.tensor
         block = _block_rows(matrix)
         if row_index is None:
             assert columns is not None
-            _columns_in_place(matrix, columns, *_scratch(matrix, block))
-        elif job.owner is not None:
-            if spare is None or spare.dtype != job.tensor.dtype or spare.shape != job.tensor.shape:
-                spare = torch.empty_like(job.tensor)
-            _rows_into(spare.view_as(matrix), matrix, row_index, columns, *_scratch(matrix, block))
-            job.install(spare)
-            spare = job.tensor
-        elif job.tensor.nbytes <= SCRATCH_BYTES or matrix.device.type != "cpu":
+            _gather_columns(matrix, columns, matrix, *_scratch(matrix, block))
+        elif matrix.nbytes <= SCRATCH_BYTES or matrix.device.type != "cpu":
             moved, buffer = _scratch(matrix, rows, block)
-            if columns is not None and matrix[0].nbytes <= NARROW_BYTES:  # a row read at random stays in the first-level cache
-                torch.index_select(matrix, 0, row_index, out=moved)
+            torch.index_select(matrix, 0, row_index, out=moved)
+            if columns is None:
+                matrix.copy_(moved)
+            elif matrix[0].nbytes <= NARROW_BYTES:  # a row read at random stays in the first-level cache
                 torch.gather(moved, 1, columns.expand(rows, -1), out=matrix)
             else:
-                _rows_into(moved, matrix, row_index, columns, buffer)
-                matrix.copy_(moved)
+                _gather_columns(moved, columns, matrix, buffer)
         else:
             _rows_along_cycles(matrix, chunks(row_index, block), columns, *_scratch(matrix, block, block))
 
 
-def _columns_in_place(matrix: torch.Tensor, columns: torch.Tensor, buffer: torch.Tensor) -> None:
-    """Copies each block into the cache and gathers its columns back, so that random reads never miss the cache."""
-    for part in torch.split(matrix, len(buffer)):
-        rows = buffer[: len(part)]
-        rows.copy_(part)
-        torch.gather(rows, 1, columns.expand(len(part), -1), out=part)
-
-
-def _rows_into(
-    out: torch.Tensor, matrix: torch.Tensor, row_index: torch.Tensor, columns: torch.Tensor | None, buffer: torch.Tensor
-) -> None:
-    """Gathers rows, and columns of them where asked, into other memory."""
-    if columns is None:
-        torch.index_select(matrix, 0, row_index, out=out)
-        return
-    for part, sources in zip(torch.split(out, len(buffer)), torch.split(row_index, len(buffer)), strict=True):
-        rows = buffer[: len(part)]
-        torch.index_select(matrix, 0, sources, out=rows)
-        torch.gather(rows, 1, columns.expand(len(part), -1), out=part)
+def _gather_columns(matrix: torch.Tensor, columns: torch.Tensor, out: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Copies each block into the cache and gathers its columns from there, so that random reads never miss the cache."""
+    for source, target in zip(torch.split(matrix, len(buffer)), torch.split(out, len(buffer)), strict=True):
+        rows = buffer[: len(source)]
+        rows.copy_(source)
+        torch.gather(rows, 1, columns.expand(len(source), -1), out=target)
 
 
 def _rows_along_cycles(

@@ -8,7 +8,7 @@ How it works
       that moves by rows only, is one row of columns.
     * **Direct** (rows only, or rows too long for the chip): every word is read from where it comes from.
     * Whatever changes rows goes to a scratch of at most ``WAVE_BYTES`` (or of one tensor) and is copied back by the same
-      kernel, or, to be swapped, to new storage; the old one is free for the next wave.
+      kernel.
 
 Tables hold addresses of the tensors, offsets into one vector of all indices and offsets into the scratch. So they stay on the
 device, and no copy from the host happens, until a tensor's memory or the structure changes.
@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from opacus_shuffle.permutation.moving import torch_moves
-from opacus_shuffle.permutation.moving.moves import Job, waves
+from opacus_shuffle.permutation.moving.moves import Move, waves
 
 STAGED_BYTES = 2**16
 """Rows up to this size, and up to ``STAGED_WORDS`` words, are permuted on chip."""
@@ -113,13 +114,16 @@ def require(device: torch.device) -> None:
         )
 
 
-def execute(jobs: Sequence[Job]) -> None:
-    """Moves all jobs, which lie on one device."""
-    fitting = [job for job in jobs if max(job.rows, job.columns * job.inner) < 2**30]
-    if len(fitting) < len(jobs):  # the kernel counts within a row in 32 bits
-        torch_moves.execute([job for job in jobs if max(job.rows, job.columns * job.inner) >= 2**30])
-    for word in sorted({job.tensor.dtype.itemsize for job in fitting}):
-        _execute_words([job for job in fitting if job.tensor.dtype.itemsize == word], word)
+def execute(moves: Sequence[Move]) -> None:
+    """Moves words that lie on one device."""
+    by_size: defaultdict[int, list[Move]] = defaultdict(list)
+    for move in moves:
+        if max(move.rows, move.columns * move.inner) < 2**30:
+            by_size[move.tensor.dtype.itemsize].append(move)
+        else:  # the kernel counts within a row in 32 bits
+            torch_moves.execute([move])
+    for word, group in by_size.items():
+        _execute_words(group, word)
 
 
 class _Entry(NamedTuple):
@@ -147,56 +151,38 @@ class _Entry(NamedTuple):
         return self.width % 16 == 0 and all(address % 16 == 0 for address in addresses)
 
 
-class _Launch(NamedTuple):
-    """Tiles that share a variant of the kernel."""
-
-    table: torch.Tensor
-    tiles: torch.Tensor
-    block: int
-    columns: bool
-    staged: bool
-    aligned: bool
-
-
-def _execute_words(jobs: Sequence[Job], word: int) -> None:
-    """Moves the jobs of one word size: what can be moved where it lies, then waves by way of the scratch or of new storage."""
-    device = jobs[0].tensor.device
-    indices, offsets = _gather_indices(jobs)
-    moved_here: list[tuple[Job, _Entry]] = []
-    moved_away: list[tuple[Job, _Entry]] = []
-    for job in jobs:
-        entry = _entry(job, offsets, word)
-        (moved_here if entry.staged and entry.row_offset < 0 else moved_away).append((job, entry))
-    nothing = jobs[0].tensor
-    _launch([entry for _, entry in moved_here], word, indices, nothing)
-    swapped = [pair for pair in moved_away if pair[0].owner is not None]
-    for wave in waves(swapped, lambda pair: pair[0].tensor.nbytes):
-        new = [torch.empty_like(job.tensor) for job, _ in wave]
-        pairs = zip(wave, new, strict=True)
-        _launch([entry._replace(target=out.data_ptr()) for (_, entry), out in pairs], word, indices, nothing)
-        for (job, _), out in zip(wave, new, strict=True):
-            job.install(out)
-    copied = [pair for pair in moved_away if pair[0].owner is None]
+def _execute_words(moves: Sequence[Move], word: int) -> None:
+    """Moves the words of one size: what can be moved where it lies, then waves by way of the scratch."""
+    indices, offsets = _gather_indices(moves)
+    moved_here: list[_Entry] = []
+    moved_away: list[tuple[Move, _Entry]] = []
+    for move in moves:
+        entry = _entry(move, offsets, word)
+        if entry.staged and entry.row_offset < 0:
+            moved_here.append(entry)
+        else:
+            moved_away.append((move, entry))
+    _launch(moved_here, word, indices, scratch=indices)
     scratch: torch.Tensor | None = None
-    for wave in sorted(waves(copied, lambda pair: pair[0].tensor.nbytes), key=_wave_bytes, reverse=True):
-        scratch = torch.empty(_wave_bytes(wave), dtype=torch.uint8, device=device) if scratch is None else scratch
+    for wave in sorted(waves(moved_away, lambda pair: pair[0].tensor.nbytes), key=_wave_bytes, reverse=True):
+        scratch = torch.empty(_wave_bytes(wave), dtype=torch.uint8, device=indices.device) if scratch is None else scratch
         start, there, back = 0, [], []
-        for job, entry in wave:
+        for move, entry in wave:
             there.append(entry._replace(target=-1 - start))
             back.append(_Entry(-1 - start, entry.source, -1, -1, entry.rows, entry.width, 1, staged=False))
-            start += -(-job.tensor.nbytes // 16) * 16
+            start += -(-move.tensor.nbytes // 16) * 16
         _launch(there, word, indices, scratch)
         _launch(back, word, indices, scratch)
 
 
-def _wave_bytes(wave: Sequence[tuple[Job, _Entry]]) -> int:
+def _wave_bytes(wave: Sequence[tuple[Move, _Entry]]) -> int:
     """Returns the scratch that a wave needs, every tensor at a multiple of 16 bytes."""
-    return sum(-(-job.tensor.nbytes // 16) * 16 for job, _ in wave)
+    return sum(-(-move.tensor.nbytes // 16) * 16 for move, _ in wave)
 
 
-def _gather_indices(jobs: Sequence[Job]) -> tuple[torch.Tensor, dict[int, int]]:
+def _gather_indices(moves: Sequence[Move]) -> tuple[torch.Tensor, dict[int, int]]:
     """Lays all indices one after the other, as int32; returns them and where each begins, by ``id``."""
-    distinct = {id(index): index for job in jobs for index in (job.row_index, job.column_index) if index is not None}
+    distinct = {id(index): index for move in moves for index in (move.row_index, move.column_index) if index is not None}
     offsets, start = {}, 0
     for key, index in distinct.items():
         offsets[key] = start
@@ -204,14 +190,14 @@ def _gather_indices(jobs: Sequence[Job]) -> tuple[torch.Tensor, dict[int, int]]:
     return torch.cat(list(distinct.values())).to(torch.int32), offsets
 
 
-def _entry(job: Job, offsets: dict[int, int], word: int) -> _Entry:
-    """Returns the job's line of the table, with its own memory as the target."""
-    rows, columns, inner, row_index, column_index = job.rows, job.columns, job.inner, job.row_index, job.column_index
+def _entry(move: Move, offsets: dict[int, int], word: int) -> _Entry:
+    """Returns the line of the table, with the tensor's own memory as the target."""
+    rows, columns, inner, row_index, column_index = move.rows, move.columns, move.inner, move.row_index, move.column_index
     limit = min(STAGED_WORDS, STAGED_BYTES // word)
-    if column_index is None and (columns * inner == 1 or job.tensor.numel() <= limit):
+    if column_index is None and (columns * inner == 1 or move.tensor.numel() <= limit):
         rows, columns, inner, row_index, column_index = 1, rows, columns * inner, None, row_index
     row_offset, column_offset = (-1 if index is None else offsets[id(index)] for index in (row_index, column_index))
-    address, width = job.tensor.data_ptr(), columns * inner
+    address, width = move.tensor.data_ptr(), columns * inner
     staged = column_index is not None and width <= limit
     return _Entry(address, address, row_offset, column_offset, rows, width, inner, staged)
 
@@ -222,37 +208,25 @@ def _launch(entries: Sequence[_Entry], word: int, indices: torch.Tensor, scratch
         return
     device = indices.device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        for launch in _tabulate(tuple(entries), device):
-            move_kernel[(len(launch.tiles),)](
-                launch.table,
-                launch.tiles,
-                indices,
-                scratch,
-                WORD=_TYPES[word],
-                ROWS=tile_rows(launch.block),
-                BLOCK=launch.block,
-                COLUMNS=launch.columns,
-                STAGED=launch.staged,
-                ALIGNED=launch.aligned,
-                num_warps=8,
-            )
+        for table, tiles, constants in _tabulate(tuple(entries), device):
+            move_kernel[(len(tiles),)](table, tiles, indices, scratch, WORD=_TYPES[word], **constants, num_warps=8)
 
 
 @functools.lru_cache(maxsize=_CACHED_TABLES)
-def _tabulate(entries: tuple[_Entry, ...], device: torch.device) -> list[_Launch]:
-    """Makes the tables and tiles of every variant, on the device."""
-    variants: dict[tuple[int, bool, bool, bool], list[_Entry]] = {}
+def _tabulate(entries: tuple[_Entry, ...], device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
+    """Returns for every variant of the kernel its table, its tiles, both on the device, and its constants."""
+    variants: defaultdict[tuple[int, bool, bool, bool], list[_Entry]] = defaultdict(list)
     for entry in entries:
-        variants.setdefault((entry.block, entry.column_offset >= 0, entry.staged, entry.aligned), []).append(entry)
+        variants[entry.block, entry.column_offset >= 0, entry.staged, entry.aligned].append(entry)
     launches = []
-    for variant, group in variants.items():
+    for (block, columns, staged, aligned), group in variants.items():
         table = np.array(group, dtype=np.int64)
-        block = variant[0]
         height = tile_rows(block)
         across = -(-table[:, 5] // block)
         count = -(-table[:, 4] // height) * across
-        job = np.repeat(np.arange(len(group)), count)
-        number = np.arange(len(job)) - np.repeat(np.cumsum(count) - count, count)
-        tiles = np.stack([job, number // across[job] * height, number % across[job] * block], axis=1).astype(np.int32)
-        launches.append(_Launch(torch.from_numpy(table).to(device), torch.from_numpy(tiles).to(device), *variant))
+        owner = np.repeat(np.arange(len(group)), count)
+        number = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
+        tiles = np.stack([owner, number // across[owner] * height, number % across[owner] * block], axis=1).astype(np.int32)
+        constants = {"ROWS": height, "BLOCK": block, "COLUMNS": columns, "STAGED": staged, "ALIGNED": aligned}
+        launches.append((torch.from_numpy(table).to(device), torch.from_numpy(tiles).to(device), constants))
     return launches

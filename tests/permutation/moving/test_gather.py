@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opacus_shuffle.permutation.moving import torch_moves
-from opacus_shuffle.permutation.moving.gather import STORAGES, gather_
+from opacus_shuffle.permutation.moving.gather import gather_
 from opacus_shuffle.permutation.moving.moves import Move
 
 sizes = st.sampled_from([0, 1, 2, 3, 7, 16, 33])
@@ -39,15 +39,14 @@ moves_drawn = st.lists(
 )
 
 
-@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("executor", ["reference", "torch"])
 @pytest.mark.parametrize(("cache", "scratch"), [(96, 0), (96, 2**24), (2**20, 2**24)])
-def test_every_executor_agrees_bit_for_bit_with_advanced_indexing(executor, storage, cache, scratch):
+def test_every_executor_agrees_bit_for_bit_with_advanced_indexing(executor, cache, scratch):
     @settings(deadline=None, max_examples=40)
     @given(drawn=moves_drawn, seed=st.integers(0, 2**32))
     def agrees(drawn, seed):
         torch.manual_seed(seed)
-        check([draw_move(*one) for one in drawn], executor=executor, storage=storage)
+        check([draw_move(*one) for one in drawn], executor=executor)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_moves, "CACHE_BYTES", cache)
@@ -73,9 +72,8 @@ def test_nan_payloads_survive():
         assert tensor.view(torch.int32).tolist() == payloads.flip(0).tolist()
 
 
-@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("executor", ["reference", "torch"])
-def test_tensors_that_are_not_contiguous_are_moved_where_they_lie(executor, storage):
+def test_tensors_that_are_not_contiguous_are_moved_where_they_lie(executor):
     images = torch.randn(6, 4, 3, 5).contiguous(memory_format=torch.channels_last)
     transposed = torch.randn(5, 7).t()
     every_other = torch.randn(8, 10)[::2, 1::3]
@@ -84,13 +82,12 @@ def test_tensors_that_are_not_contiguous_are_moved_where_they_lie(executor, stor
         rows, columns, strides = tensor.shape[0], tensor.shape[1], tensor.stride()
         r, c = torch.randperm(rows), torch.randperm(columns)
         wanted, pointer = tensor[r][:, c].clone(), tensor.data_ptr()
-        gather_([Move(tensor, rows, columns, tensor[0, 0].numel(), r, c)], executor=executor, storage=storage)
+        gather_([Move(tensor, rows, columns, tensor[0, 0].numel(), r, c)], executor=executor)
         assert torch.equal(tensor, wanted)
         assert (tensor.stride(), tensor.data_ptr()) == (strides, pointer)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_parameters_and_their_states_move_together_and_training_goes_on(storage):
+def test_parameters_and_their_states_move_together_and_training_goes_on():
     layer = torch.nn.Linear(5, 7)
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.randn(3, 5)).square().sum().backward()
@@ -99,7 +96,7 @@ def test_parameters_and_their_states_move_together_and_training_goes_on(storage)
     states = [layer.weight, layer.weight.grad, optimizer.state[layer.weight]["exp_avg"]]
     moves = [Move(tensor, 7, 5, 1, r, c) for tensor in states] + [Move(layer.bias, 7, 1, 1, r, None)]
     wanted = [tensor.detach()[r][:, c] for tensor in states] + [layer.bias.detach()[r]]
-    gather_(moves, storage=storage)
+    gather_(moves)
     assert all(torch.equal(move.tensor, value) for move, value in zip(moves, wanted, strict=True))
     assert layer.weight.requires_grad
     assert layer.weight.is_leaf
@@ -108,27 +105,17 @@ def test_parameters_and_their_states_move_together_and_training_goes_on(storage)
 
 
 @pytest.mark.parametrize("executor", ["reference", "torch"])
-def test_swapping_leaves_views_of_a_shared_storage_right(executor):
+def test_views_of_a_shared_storage_move_where_they_lie(executor):
     flat = torch.randn(30)
     parts = [flat[:12].view(4, 3), flat[12:].view(6, 3)]
     r = [torch.randperm(4), torch.randperm(6)]
     wanted = torch.cat([part[i].reshape(-1) for part, i in zip(parts, r, strict=True)])
-    gather_([Move(part, len(part), 3, 1, i, None) for part, i in zip(parts, r, strict=True)], executor=executor, storage="swap")
+    gather_([Move(part, len(part), 3, 1, i, None) for part, i in zip(parts, r, strict=True)], executor=executor)
     assert torch.equal(flat, wanted)
     shared = torch.randn(4, 3).share_memory_()
     pointer = shared.data_ptr()
-    gather_([Move(shared, 4, 3, 1, r[0], None)], executor=executor, storage="swap")
+    gather_([Move(shared, 4, 3, 1, r[0], None)], executor=executor)
     assert shared.data_ptr() == pointer
-
-
-def test_swapping_needs_one_spare_tensor_for_each_size():
-    tensors = [torch.randn(64, 64) for _ in range(5)]
-    before = {tensor.data_ptr() for tensor in tensors}
-    wanted = [tensor.flip(0) for tensor in tensors]
-    index = torch.arange(63, -1, -1)
-    gather_([Move(tensor, 64, 64, 1, index, None) for tensor in tensors], executor="torch", storage="swap")
-    assert all(torch.equal(tensor, value) for tensor, value in zip(tensors, wanted, strict=True))
-    assert len({tensor.data_ptr() for tensor in tensors} - before) == 1
 
 
 def test_large_tensors_move_in_place_with_bounded_scratch():
@@ -156,8 +143,6 @@ def test_arguments_that_do_not_fit_are_refused():
     good = Move(tensor, 3, 4, 1, three, four)
     with pytest.raises(ValueError, match="executor must be one of 'auto', 'reference', 'torch', 'triton', got 'cuda'"):
         gather_([good], executor="cuda")
-    with pytest.raises(ValueError, match="storage must be one of 'in_place', 'swap', got 'copy'"):
-        gather_([good], storage="copy")
     with pytest.raises(ValueError, match="comes twice"):
         gather_([good, copy.copy(good)])
     with pytest.raises(ValueError, match="comes twice"):
