@@ -5,11 +5,9 @@ That is Yang, Ji and Xiang's weight shuffling (WS), Algorithm 1, lines 12 to 16,
 Projecting the sum on a ball brings no two sums further apart, so batch clipping costs no ε; more noise on some parameters costs
 none either. Both happen just before the noise, once per logical batch.
 
->>> import torch
->>> from opacus.optimizers import DPOptimizer
->>> class Optimizer(BatchClipping, DPOptimizer): ...
 >>> weight = torch.nn.Parameter(torch.zeros(2))
->>> optimizer = Optimizer(torch.optim.SGD([weight], lr=1.0), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=1)
+>>> sgd = torch.optim.SGD([weight], lr=1.0)
+>>> optimizer = BatchClipping(sgd, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=1)
 >>> optimizer.clip_batch([weight], batch_clip=1.0)
 >>> weight.summed_grad = torch.tensor([3.0, 4.0])
 >>> optimizer.add_noise()
@@ -21,19 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
+from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.core.opacus_compat import gaussian_noise
 
-if TYPE_CHECKING:
-    from opacus.optimizers import DPOptimizer as _Base
-else:
-    _Base = object
 
-
-class BatchClipping(_Base):
+class BatchClipping(DPOptimizer):
     """Mixin for any Opacus optimizer; does nothing until :meth:`clip_batch` is called.
 
     Attributes:

@@ -60,8 +60,7 @@ def optimizer_class(base: type[DPOptimizer], *, local_noise: bool) -> type[DPOpt
     """
     batch = _BATCHES.get(base)
     if not local_noise:
-        return type(f"Shuffle{base.__name__}", (StepHooks, BatchClipping, *([batch] if batch else []), base), {})
+        return type(f"Shuffle{base.__name__}", (StepHooks, BatchClipping, batch or base), {})
     if batch is None:
         raise ValueError(f"local_noise=True has no form of {base.__name__}: use clipping='flat' or 'per_layer' on one process")
-    noise = type(f"Local{batch.__name__}", (NoisePerRecord, batch), {})
-    return type(f"LocalGaussian{base.__name__}", (noise, StepHooks, base), {})
+    return type(f"LocalGaussian{base.__name__}", (NoisePerRecord, StepHooks, batch), {})

@@ -3,27 +3,20 @@
 Opacus sums physical batches until one step ends the logical batch. Three of its habits would make an ε too small, and end
 here: leaving the loop inside a logical batch leaves a sum that the next epoch's first batch would join; a norm that changes
 between two physical batches leaves reports larger than the noise was made for; ghost clipping steps on any gradient at all.
-
->>> LogicalBatch.num_records
-0
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping, DPPerLayerOptimizer
 
 from opacus_shuffle.core.opacus_compat import drop_partial_batch, last_step_was_skipped, records_waiting
 
-if TYPE_CHECKING:
-    from opacus.optimizers import DPOptimizer as _Base
-else:
-    _Base = object
 
-
-class LogicalBatch(_Base):
+class LogicalBatch(DPOptimizer):
     """Mixin for Opacus's flat clipping; the subclasses below are for per-layer and ghost clipping.
 
     Attributes:
@@ -84,14 +77,14 @@ class LogicalBatch(_Base):
         return self.max_grad_norm
 
 
-class PerLayerLogicalBatch(LogicalBatch):
+class PerLayerLogicalBatch(LogicalBatch, DPPerLayerOptimizer):
     """Per-layer clipping: the reports' norm is that of the layers' norms, which schedulers do not reach."""
 
     def _clipping_norm(self) -> float:
-        return float(torch.norm(torch.Tensor(self.max_grad_norms), p=2).item())  # type: ignore[attr-defined]
+        return float(torch.norm(torch.Tensor(self.max_grad_norms), p=2).item())
 
 
-class GhostLogicalBatch(LogicalBatch):
+class GhostLogicalBatch(LogicalBatch, DPOptimizerFastGradientClipping):
     """Ghost clipping: the criterion's backward pass clips, and its clipping factors say how many records there were.
 
     Pitfall (HIGH): a second, plain loss that is backpropagated beside the criterion's adds gradients that nobody clips, unseen.
@@ -127,7 +120,7 @@ class GhostLogicalBatch(LogicalBatch):
             raise ValueError("a parameter was made trainable after make_private and is not clipped: call make_private after")
         self._note(*self._pending)
         self._pending = None
-        super().accumulate()  # type: ignore[misc]
+        super().accumulate()
 
     def clip_and_accumulate(self) -> None:
         """Nothing: the backward pass has clipped."""

@@ -22,7 +22,7 @@ True
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from opacus.optimizers import DPOptimizer
@@ -30,32 +30,32 @@ from opacus.optimizers import DPOptimizer
 from opacus_shuffle.core.opacus_compat import mark_as_used, refuse_used
 from opacus_shuffle.engine.optimizers.logical_batch import LogicalBatch
 from opacus_shuffle.engine.optimizers.step_hooks import StepHooks
-
-if TYPE_CHECKING:
-    from opacus.optimizers import DPOptimizer as _Base
-
-    from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
-else:
-    _Base = object
+from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 _ENTRIES = 2**24
 """Numbers in double precision that are held at a time."""
 
 
-class EncodedSum(_Base):
-    """Mixin that takes the place of Opacus's clipping-and-summing and of its noise.
+class EncodedSum(DPOptimizer):
+    """What takes the place of Opacus's clipping-and-summing and of its noise."""
 
-    Attributes:
-        aggregator: The protocol.
-        num_records: Of the logical batch, see :class:`LogicalBatch`.
-    """
-
-    aggregator: ShuffleVectorSum
-    num_records: int
-    noise_multiplier: float
-    _agreed: tuple[Any, float] | None = None
+    num_records: int  # of the logical batch, see LogicalBatch
     _counts: torch.Tensor | None = None
     _released: bool = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, aggregator: ShuffleVectorSum, **keywords: Any) -> None:
+        super().__init__(optimizer, **keywords)
+        self.aggregator = aggregator
+        self._agreed = (aggregator, float(self.noise_multiplier))
+
+    def pre_step(self, closure: Any = None) -> bool | None:
+        """As Opacus's, which passes raw gradients on where nothing requires a gradient any more.
+
+        Raises:
+            ValueError: If parameters were frozen or thawed after ``make_private``.
+        """
+        self.check_agreement()
+        return super().pre_step(closure)
 
     def clip_and_accumulate(self) -> None:
         """Clip every record's whole gradient by Opacus's factor, put it on the grid and count.
@@ -94,8 +94,6 @@ class EncodedSum(_Base):
         Raises:
             ValueError: If the protocol, its multiplier, or what is trained has changed.
         """
-        if self._agreed is None:
-            return
         aggregator, multiplier = self._agreed
         if self.aggregator is not aggregator:
             raise ValueError(
@@ -148,15 +146,7 @@ class EncodedSum(_Base):
             parameter.grad = piece.view_as(parameter).to(parameter.device, parameter.dtype)
 
 
-class VectorSumBatch(LogicalBatch, EncodedSum):
-    """Counts that are forgotten with the notes on their batch."""
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._counts, self._released = None, False
-
-
-class VectorSumOptimizer(StepHooks, VectorSumBatch, DPOptimizer):
+class VectorSumOptimizer(StepHooks, LogicalBatch, EncodedSum):
     """Opacus's optimizer with flat clipping, whose sums go through a shuffle protocol.
 
     Args:
@@ -166,16 +156,6 @@ class VectorSumOptimizer(StepHooks, VectorSumBatch, DPOptimizer):
         **keywords: ``generator`` lives on the CPU. ``noise_multiplier`` draws nothing; it is what the accountant reads, 2/μ.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, aggregator: ShuffleVectorSum, **keywords: Any) -> None:
-        super().__init__(optimizer, **keywords)
-        self.aggregator = aggregator
-        self._agreed = (aggregator, float(self.noise_multiplier))
-
-    def pre_step(self, closure: Any = None) -> bool | None:
-        """As Opacus's, which passes raw gradients on where nothing requires a gradient any more.
-
-        Raises:
-            ValueError: If parameters were frozen or thawed after ``make_private``.
-        """
-        self.check_agreement()
-        return super().pre_step(closure)
+    def _forget(self) -> None:
+        super()._forget()
+        self._counts, self._released = None, False
