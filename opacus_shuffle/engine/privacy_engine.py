@@ -109,26 +109,8 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
         Raises:
             ValueError: If anything does not fit; nothing is changed then.
         """
-        request = Request(
-            module=module,
-            optimizer=optimizer,
-            data_loader=data_loader,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            criterion=criterion,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
-            poisson_sampling=poisson_sampling,
-            clipping=clipping,
-            noise_generator=noise_generator,
-            grad_sample_mode=grad_sample_mode,
-            wrap_model=wrap_model,
-            rand_on_empty=rand_on_empty,
-            local_noise=local_noise,
-            shuffle_weights=shuffle_weights,
-            aggregator=aggregator,
-            others=others,
-        )
+        # Every keyword above; Python keeps __class__ beside them where super is used.
+        request = Request(**{name: value for name, value in locals().items() if name not in ("self", "__class__")})
         scheme = scheme_of(self)
         run = scheme.check(request)
         if noise_generator is None and not self.secure_mode:

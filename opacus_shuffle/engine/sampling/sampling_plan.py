@@ -19,7 +19,7 @@ from typing import Literal
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from opacus_shuffle.core.opacus_compat import POISSON_SAMPLERS
-from opacus_shuffle.engine.sampling.fixed_size_sampler import FixedSizeSampler
+from opacus_shuffle.engine.sampling.samplers import FixedSizeSampler
 
 Kind = Literal["poisson", "fixed_size", "own"]
 

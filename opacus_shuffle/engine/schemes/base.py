@@ -26,8 +26,7 @@ from opacus_shuffle.core.randomness import secret_generator
 from opacus_shuffle.core.validation import noise_level, one_of, refuse_taken
 from opacus_shuffle.engine.optimizers import GhostLogicalBatch, LogicalBatch, optimizer_class
 from opacus_shuffle.engine.run import Budget, Request, Run
-from opacus_shuffle.engine.sampling.epoch_start import EpochStart, PoissonSampler, call_at_epoch_start
-from opacus_shuffle.engine.sampling.fixed_size_sampler import FixedSizeSampler, with_batch_sampler
+from opacus_shuffle.engine.sampling.samplers import EpochStart, FixedSizeSampler, PoissonSampler, with_batch_sampler
 from opacus_shuffle.engine.sampling.sampling_plan import Kind, SamplingPlan, plan_sampling
 from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan
 from opacus_shuffle.engine.weights.module import make_shuffled
@@ -120,12 +119,8 @@ class Scheme:
         return noise_level("noise_multiplier", request.noise_multiplier)
 
     def plan_sampling(self, request: Request) -> SamplingPlan:
-        """How batches will be drawn from this loader's data."""
-        return plan_sampling(self.name, request.data_loader, self.sampling_kind(request.poisson_sampling))
-
-    def sampling_kind(self, poisson_sampling: bool | None) -> Kind:
-        """How the mechanism draws; refuses what it does not account for."""
-        sampling = self.accountant.mechanism_class.sampling
+        """How batches will be drawn from this loader's data; refuses what the mechanism does not account for."""
+        sampling, poisson_sampling = self.accountant.mechanism_class.sampling, request.poisson_sampling
         if sampling == "poisson" and poisson_sampling is False:
             raise ValueError(
                 f"{self.name} accounts for Poisson batches, got poisson_sampling=False: leave it out, or use an accountant for "
@@ -136,7 +131,8 @@ class Scheme:
                 f"{self.name} accounts for batches of one size, got poisson_sampling=True: leave it out (the engine installs a "
                 "fixed-size sampler), or use an accountant for Poisson batches, such as 'shuffled_checkin'"
             )
-        return sampling or ("own" if poisson_sampling is False else "fixed_size")
+        kind: Kind = sampling or ("own" if poisson_sampling is False else "fixed_size")
+        return plan_sampling(self.name, request.data_loader, kind)
 
     def check_generator(self, request: Request) -> None:
         """Refuses a noise generator that lives elsewhere than the noise."""
@@ -300,7 +296,7 @@ class Scheme:
         if isinstance(optimizer, LogicalBatch):
             optimizer.records_per_round = self.records_per_round(run)
             if isinstance(made[-1].batch_sampler, EpochStart):
-                call_at_epoch_start(made[-1].batch_sampler, optimizer.discard_partial_batch)
+                made[-1].batch_sampler.call_at_epoch_start(optimizer.discard_partial_batch)
         optimizer.step_hook = None  # Opacus's has the rate 1/L; a fixed-size batch has B/n
         optimizer.attach_step_hook(self.step_hook(run))
 

@@ -12,8 +12,6 @@ from opacus_shuffle.core.validation import one_of
 from opacus_shuffle.engine.run import Request
 from opacus_shuffle.engine.schemes.base import Scheme
 
-GRAD_SAMPLE_MODES = ("hooks", "functorch", "ew", "ghost")
-
 
 class GaussianReports(Scheme):
     """One round of shuffled reports per step, of all records of the batch."""
@@ -24,4 +22,4 @@ class GaussianReports(Scheme):
         """Refuses what does not go with reports."""
         super().refuse(request)
         if request.local_noise:
-            one_of("grad_sample_mode", request.grad_sample_mode, GRAD_SAMPLE_MODES)
+            one_of("grad_sample_mode", request.grad_sample_mode, ("hooks", "functorch", "ew", "ghost"))

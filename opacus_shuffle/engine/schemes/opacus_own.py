@@ -35,13 +35,9 @@ class OpacusOwn(Scheme):
         sigma = finite_number("noise_multiplier", request.noise_multiplier)
         return sigma if sigma == 0 else positive("noise_multiplier", sigma)
 
-    def sampling_kind(self, poisson_sampling: bool | None) -> Kind:
-        """Poisson, unless the loader's own batches were asked for."""
-        return "own" if poisson_sampling is False else "poisson"
-
     def plan_sampling(self, request: Request) -> SamplingPlan:
-        """The loader's number of batches, drawn by whatever sampler Opacus knows."""
-        kind = self.sampling_kind(request.poisson_sampling)
+        """The loader's number of batches: Poisson, unless its own were asked for."""
+        kind: Kind = "own" if request.poisson_sampling is False else "poisson"
         return plan_sampling(self.name, request.data_loader, kind, expected=True)
 
     def plan_batch_clip(self, request: Request, spec: PermutationSpec | None) -> BatchClipPlan | None:

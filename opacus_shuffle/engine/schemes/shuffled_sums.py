@@ -27,8 +27,6 @@ from opacus_shuffle.engine.schemes.base import Scheme
 from opacus_shuffle.protocols.calibration import Promise
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
-GRAD_SAMPLE_MODES = ("hooks", "functorch", "ew")
-
 
 class VectorSums(Scheme):
     """Every record's clipped gradient in shuffled bits, whose noise bits hide it."""
@@ -41,12 +39,9 @@ class VectorSums(Scheme):
         run = super().check(request)
         protocol = request.aggregator
         if protocol is None:
+            size, norm = run.sampling.batch_size, positive("max_grad_norm", request.max_grad_norm)
             protocol = ShuffleVectorSum.with_noise_multiplier(
-                run.sampling.batch_size,
-                _entries(request),
-                positive("max_grad_norm", request.max_grad_norm),
-                run.noise_multiplier,
-                delta=ROUND_DELTA,
+                size, _entries(request), norm, run.noise_multiplier, delta=ROUND_DELTA
             )
         self.check_aggregator(protocol, request, run.sampling)
         return dataclasses.replace(run, noise_multiplier=protocol.noise_multiplier, aggregator=protocol)
@@ -56,7 +51,7 @@ class VectorSums(Scheme):
         super().refuse(request)
         one_of("clipping (with shuffled_sums)", request.clipping, ("flat",))
         what = "grad_sample_mode (with shuffled_sums, which needs each record's gradient)"
-        one_of(what, request.grad_sample_mode, GRAD_SAMPLE_MODES)
+        one_of(what, request.grad_sample_mode, ("hooks", "functorch", "ew"))
         if self.engine.secure_mode:
             raise ValueError(
                 "secure_mode=True draws from a generator that has no binomials: leave it out with shuffled_sums, whose noise "
@@ -120,12 +115,9 @@ class VectorSums(Scheme):
         steps = budget.epochs * sampling.steps_per_epoch
         protocol = request.aggregator
         if protocol is None:
-            protocol = _protocol_for(
-                budget, steps, sampling, _entries(request), positive("max_grad_norm", request.max_grad_norm)
-            )
+            protocol = _protocol_for(budget, steps, sampling, request)
         self.check_aggregator(protocol, request, sampling)
-        run = Run(request, sampling, protocol.noise_multiplier, aggregator=protocol)
-        found = budget.spent([(self.mechanism(run, protocol.noise_multiplier), steps)]).epsilon
+        found = budget.spent([(ShuffledSums.of_protocol(protocol, num_users=sampling.num_users), steps)]).epsilon
         if found > budget.target_epsilon * (1 + 1e-9):
             raise ValueError(
                 f"target_epsilon={budget.target_epsilon} is not met by the aggregator: {steps} steps spend {found:.6g} by "
@@ -158,17 +150,18 @@ def _entries(request: Request) -> int:
     return sum(parameter.numel() for parameter in request.trainable)
 
 
-def _protocol_for(budget: Budget, steps: int, sampling: SamplingPlan, dimension: int, norm: float) -> ShuffleVectorSum:
+def _protocol_for(budget: Budget, steps: int, sampling: SamplingPlan, request: Request) -> ShuffleVectorSum:
     """The protocol of each of ``steps`` rounds that together stay within a budget.
 
     ``bound="published"`` is about SCO Algorithm 5, every round's share by Theorem A.6, and gains nothing from sampling. By
     ``"certified"`` it is the least noise by the cheaper of the rows that hold for the adjacency.
     """
-    users, epsilon, delta = sampling.batch_size, budget.target_epsilon, budget.target_delta
+    sizes = (sampling.batch_size, _entries(request), positive("max_grad_norm", request.max_grad_norm))
+    epsilon, delta = budget.target_epsilon, budget.target_delta
     if budget.bound == "published":
-        return ShuffleVectorSum(users, dimension, norm, epsilon, delta, "published", rounds=steps)
+        return ShuffleVectorSum(*sizes, epsilon, delta, "published", rounds=steps)
     if budget.adjacency == "replace":
-        return ShuffleVectorSum(users, dimension, norm, epsilon, delta, rounds=steps, sample_rate=sampling.sample_rate)
+        return ShuffleVectorSum(*sizes, epsilon, delta, rounds=steps, sample_rate=sampling.sample_rate)
     lost = LOST_SHARE * Promise(epsilon, delta).delta / steps
 
     def spent(noise_multiplier: float) -> float:
@@ -176,4 +169,4 @@ def _protocol_for(budget: Budget, steps: int, sampling: SamplingPlan, dimension:
         return min(gaussian_epsilons(rounds, delta=delta, adjacency=Adjacency(budget.adjacency)).values())
 
     sigma = smallest_noise_for(spent, target_epsilon=epsilon)
-    return ShuffleVectorSum.with_noise_multiplier(users, dimension, norm, sigma, delta=delta, rounds=steps)
+    return ShuffleVectorSum.with_noise_multiplier(*sizes, sigma, delta=delta, rounds=steps)

@@ -20,19 +20,6 @@ from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 from opacus_shuffle.permutation import PermutationSpec
 
 
-@dataclasses.dataclass(frozen=True)
-class CalibratedNoise:
-    """The multipliers of WS Algorithm 1, lines 2 and 3: σ with shuffling, σ₀ without."""
-
-    shuffled: float
-    plain: float
-
-    @property
-    def falls_back(self) -> bool:
-        """Whether shuffling asks for no less noise (to a millionth), so that the algorithm is plain DP-SGD (line 11)."""
-        return self.shuffled >= self.plain * (1 - 1e-6)
-
-
 class ShuffledDPSGD(Scheme):
     """One noised, clipped sum per step at a trusted server, and the weights permuted."""
 
@@ -79,39 +66,47 @@ class ShuffledDPSGD(Scheme):
         self.refuse(request)
         spec = self.find_spec(request)
         clipping = self.plan_batch_clip(request, spec)
-        sampling = self.plan_sampling(request)
-        each = _round(Run(request, sampling, 1.0, spec, clipping), 1.0, ratio=None)
-        steps = budget.epochs * sampling.steps_per_epoch
-        noise = calibrated_noise(each, steps, budget)
-        if spec is not None and budget.bound.startswith("published") and noise.falls_back:
+        run = Run(request, self.plan_sampling(request), 1.0, spec, clipping)
+        each, steps = self.mechanism(run, 1.0), budget.epochs * run.sampling.steps_per_epoch
+        sigma, plain = calibrated_noise(each, steps, budget)
+        if spec is not None and budget.bound.startswith("published") and sigma >= plain * (1 - 1e-6):
             warnings.warn(
-                f"shuffling asks for noise_multiplier {noise.shuffled:.4g}, plain DP-SGD for {noise.plain:.4g}: WS Algorithm 1 "
-                "falls back to plain DP-SGD, with no shuffling and no clipping of sums (a smaller batch_clip asks for less)",
+                f"shuffling asks for noise_multiplier {sigma:.4g}, plain DP-SGD for {plain:.4g}: WS Algorithm 1 falls back to "
+                "plain DP-SGD, with no shuffling and no clipping of sums (a smaller batch_clip asks for less)",
                 stacklevel=3,
             )
-            return {"noise_multiplier": noise.plain, "shuffle_weights": WeightShuffling(groups=False)}
-        sigma, unshuffled, ratio = noise.shuffled, None, None
+            return {"noise_multiplier": plain, "shuffle_weights": WeightShuffling(groups=False)}
+        ratio = None
         if budget.bound != "certified" and clipping.unshuffled_noise_ratio is not None:
-            ratio = max(1.0, noise.plain / sigma)
+            ratio = max(1.0, plain / sigma)
 
         def rounds(sigma: float) -> list[tuple[Mechanism, int]]:
             return [(_with_noise(each, sigma, None if ratio is None else noise_ratio(sigma, sigma * ratio)), steps)]
 
-        if ratio is not None:
-            # "published_optimised" splits δ once, not in the best way for each kind of parameter; or it is rounding.
-            if budget.spent(rounds(sigma)).epsilon > budget.target_epsilon:
-                sigma = budget.smallest_noise(rounds)
-            unshuffled = sigma * ratio
+        # "published_optimised" splits δ once, not in the best way for each kind of parameter; or it is rounding.
+        if ratio is not None and budget.spent(rounds(sigma)).epsilon > budget.target_epsilon:
+            sigma = budget.smallest_noise(rounds)
         self.warn_of_assumption(rounds(sigma), budget)
         if spec is None:
             return {"noise_multiplier": sigma}
+        unshuffled = None if ratio is None else sigma * ratio
         shuffling = dataclasses.replace(request.shuffling, groups=spec, unshuffled_noise_multiplier=unshuffled)
         return {"noise_multiplier": sigma, "shuffle_weights": shuffling}
 
-    def mechanism(self, run: Run, noise_multiplier: float, batches: int = 1) -> Mechanism:
+    def mechanism(self, run: Run, noise_multiplier: float, batches: int = 1) -> ShuffledWeights:
         """One step, with what is shuffled and clipped in it."""
-        assert run.batch_clip is not None
-        return _round(run, noise_multiplier, ratio=run.batch_clip.unshuffled_noise_ratio, batches=batches)
+        plan = run.batch_clip
+        assert plan is not None
+        each = ShuffledWeights(
+            noise_multiplier=noise_multiplier,
+            num_users=run.sampling.num_users,
+            sample_rate=min(1.0, run.sampling.sample_rate * batches),
+            dimension=plan.dimension,
+            clip=plan.clip,
+            batch_clip=plan.batch_clip,
+            orbit=plan.orbit,
+        )
+        return _with_noise(each, noise_multiplier, plan.unshuffled_noise_ratio)
 
     def round(self, run: Run, optimizer: DPOptimizer) -> Mechanism:
         """The step, if parameters, norms and noises are still those that were planned."""
@@ -130,16 +125,10 @@ class ShuffledDPSGD(Scheme):
         return found
 
 
-def calibrated_noise(each: ShuffledWeights, steps: int, budget: Budget) -> CalibratedNoise:
-    """σ and σ₀ for a budget, by the same bound (WS Algorithm 1, lines 2 and 3): σ₀ is that of one dimension.
+def calibrated_noise(each: ShuffledWeights, steps: int, budget: Budget) -> tuple[float, float]:
+    """σ and σ₀, with shuffling and without, by the same bound (WS Algorithm 1, lines 2 and 3): σ₀ is that of one dimension.
 
-    Args:
-        each: One step, at any noise.
-        steps: T.
-        budget: Its bound decides; proved ones ask for the same noise with and without shuffling.
-
-    Raises:
-        ValueError: If no noise meets the budget.
+    Proved bounds ask for the same noise with and without shuffling.
     """
 
     def smallest(step: ShuffledWeights) -> float:
@@ -148,23 +137,7 @@ def calibrated_noise(each: ShuffledWeights, steps: int, budget: Budget) -> Calib
     shuffled = smallest(each)
     # What is not shuffled is not clipped as a batch either: one record may move it by c, even if c′ is less.
     plain = dataclasses.replace(each, dimension=1, batch_clip=math.inf, orbit=None)
-    return CalibratedNoise(shuffled, smallest(plain) if budget.bound != "certified" else shuffled)
-
-
-def _round(run: Run, noise_multiplier: float, *, ratio: float | None, batches: int = 1) -> ShuffledWeights:
-    """One step of a run."""
-    plan = run.batch_clip
-    assert plan is not None
-    each = ShuffledWeights(
-        noise_multiplier=noise_multiplier,
-        num_users=run.sampling.num_users,
-        sample_rate=min(1.0, run.sampling.sample_rate * batches),
-        dimension=plan.dimension,
-        clip=plan.clip,
-        batch_clip=plan.batch_clip,
-        orbit=plan.orbit,
-    )
-    return _with_noise(each, noise_multiplier, ratio)
+    return shuffled, smallest(plain) if budget.bound != "certified" else shuffled
 
 
 def _with_noise(each: ShuffledWeights, sigma: float, ratio: float | None = None) -> ShuffledWeights:

@@ -9,7 +9,7 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from opacus_shuffle import PrivacyEngine
-from opacus_shuffle.engine.sampling import FixedSizeSampler
+from opacus_shuffle.engine.sampling.samplers import FixedSizeSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
 NAMES = ONE_NOISE

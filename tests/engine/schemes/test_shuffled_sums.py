@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle import PrivacyEngine
-from opacus_shuffle.engine.sampling import FixedSizeSampler
+from opacus_shuffle.engine.sampling.samplers import FixedSizeSampler
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 TOY = 5 * 40 + 40 + 40 * 3 + 3

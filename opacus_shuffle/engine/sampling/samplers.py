@@ -1,4 +1,4 @@
-"""A sampler of exactly B records per batch, a fresh uniform draw without replacement each time.
+"""The samplers of an engine: they say when an epoch starts, for whoever abandoned the last one left half a batch behind.
 
 >>> sampler = FixedSizeSampler(num_samples=10, batch_size=4, steps=3, generator=torch.Generator().manual_seed(0))
 >>> [len(set(batch)) for batch in sampler]
@@ -7,18 +7,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 
 import torch
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from opacus_shuffle.core.randomness import secret_generator
 from opacus_shuffle.core.validation import integer
-from opacus_shuffle.engine.sampling.epoch_start import EpochStart
+
+
+class EpochStart:
+    """Mixin for samplers; holds its listener weakly, so that copies of a loader do not copy an optimizer."""
+
+    _listener: Callable[[], Callable[[], None] | None] | None = None
+
+    def call_at_epoch_start(self, method: Callable[[], None]) -> None:
+        """Let ``method``, a bound one, be called whenever the sampler starts anew."""
+        self._listener = weakref.WeakMethod(method)
+
+    def epoch_starts(self) -> None:
+        """Tell the listener, if it still lives."""
+        listener = self._listener() if self._listener is not None else None
+        if listener is not None:
+            listener()
+
+
+class PoissonSampler(EpochStart, UniformWithReplacementSampler):
+    """Opacus's Poisson sampler."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.epoch_starts()
+        yield from super().__iter__()
 
 
 class FixedSizeSampler(EpochStart, BatchSampler):
-    """The sampling of ``subsampled_shuffle``: batches are independent of each other, records within one are distinct.
+    """Batches of exactly B distinct records, each a fresh uniform draw: the sampling of ``subsampled_shuffle``.
 
     A ``BatchSampler``, so that Opacus's ``BatchMemoryManager`` knows its length.
 
