@@ -54,7 +54,7 @@ def shuffle_strongly_convex(
 
     Returns:
         The estimate. ``choices["phases"]`` holds each phase's own. Excess loss: the last phase's bound, whose distance is
-        D_1 = min(D, 2L/λ), D_{j+1} = min(D_j, √(2·bound_j/λ)) (in mean square, which is all that the bounds need).
+        D_1 = min(D, 2L/λ), D_{j+1} = min(diameter, 2L/λ, √(2·bound_j/λ)) (in mean square, which is all that the bounds need).
 
     Raises:
         ValueError: If an argument is out of range, or a gradient is too long (without ``clip``).
@@ -79,7 +79,7 @@ def shuffle_strongly_convex(
     start = _first_start(problem, convexity)
     for group in split(users[: share * count], share):
         ran.append(solver.run(group, start))
-        start = _next_start(start, ran[-1].theta, ran[-1].bound, convexity)
+        start = _next_start(problem, ran[-1].theta, ran[-1].bound, convexity)
     choices = {
         "algorithm": f"phases of {method}",
         "strong_convexity": convexity,
@@ -114,7 +114,7 @@ def bound_of_phases(solver: PhaseSolver, strong_convexity: float, phases: int, *
     start, bound = _first_start(problem, strong_convexity), math.inf
     for _ in range(phases):
         bound = solver.bound(problem.num_users // phases, start, exact=exact)
-        start = _next_start(start, start.theta, bound, strong_convexity)
+        start = _next_start(problem, start.theta, bound, strong_convexity)
     return bound
 
 
@@ -128,7 +128,7 @@ def _first_start(problem: Problem, convexity: float) -> Start:
     return Start(problem.initial, min(problem.distance, 2 * problem.lipschitz / convexity))
 
 
-def _next_start(start: Start, theta: Tensor, bound: float | None, convexity: float) -> Start:
-    """Returns where the next phase starts, after one that ended at this point with this bound."""
-    distance = start.distance if bound is None else min(start.distance, math.sqrt(2 * bound / convexity))
-    return Start(theta, distance, bound)
+def _next_start(problem: Problem, theta: Tensor, bound: float | None, convexity: float) -> Start:
+    """Returns where the next phase starts, after one that ended at this point with this bound: at times farther off."""
+    farthest = min(problem.diameter, 2 * problem.lipschitz / convexity)
+    return Start(theta, farthest if bound is None else min(farthest, math.sqrt(2 * bound / convexity)), bound)

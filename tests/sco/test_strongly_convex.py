@@ -17,7 +17,7 @@ from opacus_shuffle.sco.accelerated_sgd import AcceleratedSGD
 from opacus_shuffle.sco.budget import PrivacyBudget
 from opacus_shuffle.sco.constraints import L2Ball
 from opacus_shuffle.sco.problem import Problem
-from opacus_shuffle.sco.solver import Choices
+from opacus_shuffle.sco.solver import Choices, Start
 from opacus_shuffle.sco.strongly_convex import (
     METHODS,
     best_number_of_phases,
@@ -83,6 +83,15 @@ def test_the_bound_of_phases_is_that_of_the_run_and_the_chosen_number_is_the_run
         count = len(found.choices["phases"])
         assert count == (phases or best_number_of_phases(solver, 1.0))
         assert found.excess_loss_bound == bound_of_phases(solver, 1.0, count)
+
+
+def test_a_phase_is_not_taken_to_end_nearer_than_is_proved():
+    data = torch.zeros(2000, 3, dtype=torch.float64)
+    problem = Problem(Quadratic(3), data, constraint=L2Ball(1.0), lipschitz=1.0, smoothness=1.0, diameter=1e-3)
+    solver = AcceleratedSGD(problem, PrivacyBudget(**BUDGET), Choices(batch_size=50))
+    first = solver.bound(1000, Start(problem.initial, 1e-3), exact=True)
+    found = shuffle_strongly_convex(problem, PrivacyBudget(**BUDGET), strong_convexity=1.0, phases=2, batch_size=50)
+    assert [each["distance"] for each in found.choices["phases"]] == [1e-3, math.sqrt(2 * first)]
 
 
 def test_phases_too_small_for_a_batch_are_not_chosen():
