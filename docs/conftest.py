@@ -5,7 +5,7 @@ from __future__ import annotations
 import opacus.accountants.registry as opacus_registry
 import pytest
 
-from opacus_shuffle.accountants import ACCOUNTANTS, accountant
+from opacus_shuffle.accountants import ACCOUNTANTS
 from opacus_shuffle.accountants.bounds import registry
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 from opacus_shuffle.engine.schemes.base import Scheme
@@ -14,7 +14,7 @@ from opacus_shuffle.engine.schemes.base import Scheme
 @pytest.fixture(autouse=True)
 def registries_are_left_as_they_were():
     """Restores the tables of mechanisms, accountants, bounds and schemes."""
-    ours = (MECHANISMS, ACCOUNTANTS, accountant._CLASSES, registry._TABLE, Scheme._by_mechanism)
+    ours = (MECHANISMS, ACCOUNTANTS, registry._TABLE, Scheme._by_mechanism)
     tables = (*ours, opacus_registry._ACCOUNTANTS)
     saved = [dict(table) for table in tables]
     yield

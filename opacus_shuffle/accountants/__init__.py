@@ -33,7 +33,7 @@ ACCOUNTANTS: dict[str, type[ShuffleAccountant]] = {}
 def register_accountants() -> None:
     """Makes and registers an accountant for every mechanism; again under a reload, never over a stranger's of the same name."""
     for name, mechanism in MECHANISMS.items():
-        accountant = accountant_class(mechanism)
+        accountant = accountant_class(mechanism)  # type: ignore[arg-type]
         register_accountant(name, accountant, force=_registered_by_us(accountant))
         ACCOUNTANTS[name] = accountant
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable
@@ -25,18 +26,13 @@ from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.accountants.bounds.registry import bounds_of, compute_bound
 from opacus_shuffle.accountants.mechanism import Mechanism
-from opacus_shuffle.accountants.recorded_rounds import RecordedRounds, agreed, optional_count
+from opacus_shuffle.accountants.recorded_rounds import RecordedRounds, optional_count
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyAssumptionWarning, PrivacyBound
 from opacus_shuffle.core.opacus_compat import POISSON_SAMPLERS, stock_engine_loader
 from opacus_shuffle.core.rounding import round_up
-from opacus_shuffle.core.validation import (
-    finite_number,
-    one_of,
-    open_unit_interval,
-    renyi_orders,
-)
+from opacus_shuffle.core.validation import finite_number, one_of, open_unit_interval, renyi_orders
 
 
 class ShuffleAccountant(RecordedRounds):
@@ -84,17 +80,21 @@ class ShuffleAccountant(RecordedRounds):
         if not len(self):
             return 0.0
         answer = told.bound(delta, bound=bound, adjacency=adjacency, orders=orders)
-        if not self._warned:
-            self._warned = answer.guarantee is not Guarantee.PROVED
-            told.warn_of_assumption(delta, bound=bound, adjacency=adjacency, orders=orders)
+        if not self._warned and answer.guarantee is not Guarantee.PROVED:
+            self._warned = True
+            sentence = assumption(answer, told.bound(delta, adjacency=adjacency), emulated=self.emulated)
+            warnings.warn(sentence, PrivacyAssumptionWarning, stacklevel=3)
         return answer.epsilon
 
     def _told(self, facts: dict[str, Any]) -> ShuffleAccountant:
         """An accountant of the same rounds that knows these facts besides."""
         given = {name: value for name, value in facts.items() if value is not None}
         told = copy.copy(self)
-        told.num_users = agreed("num_users", self.num_users, optional_count("num_users", given.pop("num_users", None)))
-        told.batch_size = agreed("batch_size", self.batch_size, optional_count("batch_size", given.pop("batch_size", None)))
+        for name in ("num_users", "batch_size"):
+            known, asked = getattr(self, name), optional_count(name, given.pop(name, None))
+            if known is not None and asked not in (None, known):
+                raise ValueError(f"{name} is known to be {known}, got {asked}: leave it out")
+            setattr(told, name, asked if known is None else known)
         if self._rounds and (told.num_users, told.batch_size) != (self.num_users, self.batch_size):
             raise ValueError(f"every round is known, up to {self._rounds[-1]}: leave out num_users and batch_size")
         told._fields = {**self._fields, **self._known_fields(given)}
@@ -104,23 +104,14 @@ class ShuffleAccountant(RecordedRounds):
                 raise ValueError(f"a round is known to be {known}, got {given}: leave it out")
         return told
 
-    def bound(
-        self,
-        delta: float,
-        *,
-        bound: str = "certified",
-        adjacency: str = "zero_out",
-        orders: Iterable[float] | None = None,
-    ) -> PrivacyBound:
-        """Returns what :meth:`get_epsilon` does, with the meaning attached and no warning; needs at least one round."""
-        return compute_bound(self.rounds, delta=delta, bound=bound, adjacency=adjacency, orders=orders)
+    def bound(self, delta: float, **options: Any) -> PrivacyBound:
+        """Returns ε with its meaning, and does not warn; needs at least one round.
 
-    def warn_of_assumption(self, delta: float, *, bound: str = "certified", **options: Any) -> None:
-        """Warns if this bound is not proved for every data set, naming the value that is (options as :meth:`bound`)."""
-        answer = self.bound(delta, bound=bound, **options)
-        if answer.guarantee is not Guarantee.PROVED:
-            certified = self.bound(delta, adjacency=options.get("adjacency", "zero_out"))
-            warnings.warn(assumption(answer, certified, emulated=self.emulated), PrivacyAssumptionWarning, stacklevel=4)
+        Args:
+            delta: δ in (0, 1).
+            **options: ``bound``, ``adjacency`` and ``orders``, as :meth:`get_epsilon` takes them.
+        """
+        return compute_bound(self.rounds, delta=delta, **options)
 
     def report(self, delta: float, *, adjacency: str = "zero_out") -> PrivacyReport:
         """Returns every bound, and what the same noise would give under other trust models; needs at least one round."""
@@ -173,16 +164,12 @@ class ShuffleAccountant(RecordedRounds):
             self.num_users, self.batch_size = users, math.ceil(users * sample_rate - 1e-6)
 
 
-_CLASSES: dict[type[Mechanism], type[ShuffleAccountant]] = {}
-
-
+@functools.cache
 def accountant_class(mechanism: type[Mechanism]) -> type[ShuffleAccountant]:
     """Returns the accountant of a mechanism; it pickles as ``opacus_shuffle.accountants.<Mechanism>Accountant``."""
-    if mechanism not in _CLASSES:
-        text = f"Accounts for rounds of {mechanism.__name__}: {mechanism.__doc__}"
-        members = {"mechanism_class": mechanism, "__doc__": text, "__module__": "opacus_shuffle.accountants"}
-        _CLASSES[mechanism] = type(f"{mechanism.__name__}Accountant", (ShuffleAccountant,), members)
-    return _CLASSES[mechanism]
+    text = f"Accounts for rounds of {mechanism.__name__}: {mechanism.__doc__}"
+    members = {"mechanism_class": mechanism, "__doc__": text, "__module__": "opacus_shuffle.accountants"}
+    return type(f"{mechanism.__name__}Accountant", (ShuffleAccountant,), members)
 
 
 def assumption(answer: PrivacyBound, certified: PrivacyBound, *, emulated: bool = False) -> str:

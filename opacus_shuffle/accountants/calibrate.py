@@ -50,14 +50,14 @@ def smallest_noise(
         ValueError: If an argument is out of range, or no multiplier up to 1e9 meets the budget (a bound by RDP has a floor,
             about log(1/δ)/16384).
     """
-    target, delta = positive("target_epsilon", target_epsilon), open_unit_interval("target_delta", target_delta)
+    delta = open_unit_interval("target_delta", target_delta)
 
     def epsilon(noise_multiplier: float) -> float:
         return compute_bound(make(noise_multiplier), delta=delta, bound=bound, adjacency=adjacency).epsilon
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OrderCapWarning)
-        return smallest_noise_for(epsilon, target_epsilon=target, lowest=lowest)
+        return smallest_noise_for(epsilon, target_epsilon=target_epsilon, lowest=lowest)
 
 
 def smallest_noise_for(epsilon: Callable[[float], float], *, target_epsilon: float, lowest: float = LOWEST) -> float:

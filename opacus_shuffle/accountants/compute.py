@@ -20,7 +20,7 @@ from opacus_shuffle.accountants.calibrate import smallest_noise
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning, PrivacyBound
-from opacus_shuffle.core.validation import integer, one_of, open_unit_interval, positive
+from opacus_shuffle.core.validation import integer, one_of
 
 
 def privacy_bound(
@@ -125,8 +125,6 @@ def compute_noise_multiplier(
     Warns:
         PrivacyAssumptionWarning: If the bound does not cover every data set.
     """
-    positive("target_epsilon", target_epsilon)
-    open_unit_interval("target_delta", target_delta)
     kind, count = MECHANISMS[one_of("mechanism", mechanism, MECHANISMS)], integer("steps", steps)
     if "noise_multiplier" in fields:
         raise ValueError("noise_multiplier is what compute_noise_multiplier finds: leave it out, or call compute_epsilon")

@@ -98,6 +98,11 @@ class Mechanism:
         return tuple(field.name for field in dataclasses.fields(cls))
 
     @classmethod
+    def required_fields(cls) -> tuple[str, ...]:
+        """The names of those without a default."""
+        return tuple(field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING)
+
+    @classmethod
     def build(cls, **fields: Any) -> Mechanism:
         """Returns the mechanism with these fields.
 
@@ -109,12 +114,10 @@ class Mechanism:
     @classmethod
     def _complete(cls, fields: Mapping[str, Any], *, without: Collection[str] = ()) -> dict[str, Any]:
         """The same fields, none of them unknown and none that is needed missing."""
-        known = [field for field in dataclasses.fields(cls) if field.name not in without]
-        names = [field.name for field in known]
+        names = [name for name in cls.field_names() if name not in without]
         unknown = {name: value for name, value in fields.items() if name not in names}
         reject_unknown(cls.name, unknown, names, parameters=names)
-        required = [field.name for field in known if field.default is dataclasses.MISSING]
-        missing = [name for name in required if name not in fields]
+        missing = [name for name in cls.required_fields() if name not in fields]
         if missing:
             raise ValueError(f"{cls.name} needs {', '.join(missing)}: pass {', '.join(f'{name}=...' for name in missing)}")
         return dict(fields)

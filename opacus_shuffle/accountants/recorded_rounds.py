@@ -11,15 +11,7 @@ from typing import Any, ClassVar, TypeVar
 from opacus.accountants import IAccountant
 
 from opacus_shuffle.accountants.mechanism import Mechanism
-from opacus_shuffle.core.validation import (
-    boolean,
-    instance_of,
-    integer,
-    noise_level,
-    one_of,
-    reject_unknown,
-    sampling_rate,
-)
+from opacus_shuffle.core.validation import boolean, instance_of, integer, noise_level, one_of, reject_unknown, sampling_rate
 
 Triple = tuple[float, float, int]
 """Opacus's record of equal steps: noise multiplier, sample rate, number of steps."""
@@ -62,7 +54,7 @@ class RecordedRounds(IAccountant):
         self._unread: list[tuple[tuple[float, float], int]] = []
         self._warned = False
         super().__init__()
-        if fields and kind.trains_on_stock_engines and not required_fields(kind) - {"num_users", *fields}:
+        if fields and kind.trains_on_stock_engines and self._unknown() in ([], ["num_users"]):
             kind.of_batch(noise_multiplier=kind.least_noise, num_users=1, sample_rate=1.0, **self._fields)  # refuses bad ones
 
     @classmethod
@@ -168,10 +160,10 @@ class RecordedRounds(IAccountant):
         """What is needed to turn one of Opacus's steps into a round, and not known."""
         if self.planned is not None:
             return []
-        required = required_fields(self.mechanism_class) - self._fields.keys()
+        known = {"noise_multiplier", "sample_rate", *self._fields}
         if self.num_users is not None or self.batch_size is not None:
-            required.discard("num_users")
-        return sorted(required, reverse=True)
+            known.add("num_users")
+        return sorted({*self.mechanism_class.required_fields()} - known, reverse=True)
 
     def _round(self, noise_multiplier: float, sample_rate: float) -> Mechanism:
         """The round that one of Opacus's steps was."""
@@ -301,22 +293,9 @@ def _read(triple: Any) -> tuple[tuple[float, float], int]:
     return (noise_level("noise_multiplier", sigma), sampling_rate("sample_rate", rate)), integer("steps", steps)
 
 
-def required_fields(kind: type[Mechanism]) -> set[str]:
-    """The fields without a default that a step does not tell."""
-    needed = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
-    return needed - {"noise_multiplier", "sample_rate"}
-
-
 def optional_count(name: str, value: Any) -> int | None:
     """A whole number of at least 1, or None."""
     return None if value is None else integer(name, value)
-
-
-def agreed(name: str, known: Any, given: Any) -> Any:
-    """What is known, or else what is given; refused if they differ."""
-    if known is not None and given is not None and known != given:
-        raise ValueError(f"{name} is known to be {known}, got {given}: leave it out")
-    return given if known is None else known
 
 
 def _pairs(name: str, value: Any) -> list[tuple[Any, Any]]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from opacus_shuffle.accountants.bounds.registry import Rounds, baselines_of, bounds_of, kind_of, ladder
 from opacus_shuffle.accountants.mechanism import Mechanism
-from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound
+from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound, finite
 from opacus_shuffle.core.rounding import round_down, round_up
 from opacus_shuffle.core.tables import html_table, paragraph, text_table
 from opacus_shuffle.core.validation import boolean, integer
@@ -87,7 +87,7 @@ class PrivacyReport:
             "delta": first.delta,
             "adjacency": str(first.adjacency),
             "rounds": first.rounds,
-            "settings": [{**_finite(dataclasses.asdict(mechanism)), "rounds": count} for mechanism, count in self.rounds],
+            "settings": [{**finite(dataclasses.asdict(mechanism)), "rounds": count} for mechanism, count in self.rounds],
             "simulated": self.simulated,
             "emulated": self.emulated,
             "quote": self.best.bound,
@@ -207,8 +207,3 @@ def contradiction(estimate: PrivacyBound, pair: PrivacyBound) -> str:
         f"{estimate.bound} ({round_up(estimate.epsilon)}) is no upper bound here: the pair of data sets of {pair.bound!r} has "
         f"epsilon of at least {round_down(pair.lower)} at this delta."
     )
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """None for infinity, which is no JSON (a clipping norm that clips nothing)."""
-    return {name: None if value == math.inf else value for name, value in values.items()}

@@ -59,16 +59,15 @@ def draw(rounds: Rounds, *, delta: float, adjacency: str, ax: Axes | None) -> Ax
     }
     for name, points in curves.items():
         entry = find_bound(kind, name)
-        style = entry.style
         ax.plot(
             [count for count, _ in points],
             [epsilon for _, epsilon in points],
-            color=style.color,
-            linestyle=style.line,
-            marker=style.marker,
+            color=entry.style.color,
+            linestyle=entry.style.line,
+            marker=entry.style.marker,
             markersize=4,
             linewidth=1.6,
-            label=f"{name}: {entry.legend}",
+            label=f"{name}: {entry.legend or entry.covers}",
         )
     low, high = (dict(curves.get(name, ())) for name in ("pair", "certified"))
     both = [count for count in low if count in high]
@@ -82,10 +81,7 @@ def draw(rounds: Rounds, *, delta: float, adjacency: str, ax: Axes | None) -> Ax
             linewidth=0,
             label="the truth for the worst data set lies here",
         )
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.set_xlabel("rounds")
-    ax.set_ylabel(f"ε at δ = {delta:.3g}")
+    ax.set(xscale="log", yscale="log", xlabel="rounds", ylabel=f"ε at δ = {delta:.3g}")
     ax.set_title(f"{kind.name}, {adjacency} adjacency", fontsize=11)
     ax.grid(which="major", alpha=0.3)
     ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False)

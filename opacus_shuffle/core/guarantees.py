@@ -107,6 +107,10 @@ class PrivacyBound:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; infinity, which JSON does not know, becomes None."""
-        values = {**dataclasses.asdict(self), "guarantee": self.guarantee.name, "adjacency": str(self.adjacency)}
-        return {name: None if value == math.inf else value for name, value in values.items()}
+        """Plain values, for JSON; infinity becomes None."""
+        return finite({**dataclasses.asdict(self), "guarantee": self.guarantee.name, "adjacency": str(self.adjacency)})
+
+
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """The same with None for infinity, which JSON does not know."""
+    return {name: None if value == math.inf else value for name, value in values.items()}

@@ -13,7 +13,7 @@ from opacus.accountants.registry import _ACCOUNTANTS
 from opacus.accountants.utils import get_noise_multiplier
 
 import opacus_shuffle
-from opacus_shuffle.accountants import ACCOUNTANTS, accountant, bounds_of, register_accountants
+from opacus_shuffle.accountants import ACCOUNTANTS, bounds_of, register_accountants
 from opacus_shuffle.accountants.bounds import registry
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 from opacus_shuffle.engine.schemes.base import Scheme
@@ -24,7 +24,7 @@ RUN = {"num_users": 100, "noise_multiplier": 20.0}
 @pytest.fixture(scope="module")
 def laplace():
     """The three pieces, found; and taken away again, for the sake of other tests."""
-    tables = (MECHANISMS, ACCOUNTANTS, _ACCOUNTANTS, registry._TABLE, accountant._CLASSES, Scheme._by_mechanism)
+    tables = (MECHANISMS, ACCOUNTANTS, _ACCOUNTANTS, registry._TABLE, Scheme._by_mechanism)
     before = [dict(table) for table in tables]
     from helpers import laplace_reports
 

@@ -15,19 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from opacus_shuffle.accountants.mechanism import Mechanism
-from opacus_shuffle.core.guarantees import (
-    ADVERSARY,
-    EVERY_DATA_SET,
-    SHUFFLER,
-    Adjacency,
-    Guarantee,
-    NotCovered,
-    PrivacyBound,
-)
+from opacus_shuffle.core.guarantees import ADVERSARY, EVERY_DATA_SET, SHUFFLER, Adjacency, Guarantee, NotCovered, PrivacyBound
 from opacus_shuffle.core.validation import integer, one_of, open_unit_interval, refuse_taken
 
 Rounds = Sequence[tuple[Mechanism, int]]
@@ -84,50 +76,16 @@ STYLES = {
     "secure_aggregation": Style(5, "#666666", (0, (5, 2, 1, 2))),
     "central": Style(6, "#999999", ":"),
 }
-"""Of the names that several mechanisms share, in Okabe and Ito's palette; other bounds bring their own or come last."""
+"""Of the names that several mechanisms share, in Okabe and Ito's palette; other bounds come last, until they are added here."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bound:
-    """One entry of the tables; :func:`register_bound` says what the fields are."""
+    """One entry of the tables.
 
-    name: str
-    function: BoundFunction
-    meaning: str
-    legend: str
-    baseline: bool
-    guarantee: Guarantee
-    covers: str
-    trusted: str
-    adversary: str
-    zero_out_only: bool
-    uses_orders: bool
-    style: Style
-
-
-_TABLE: dict[type[Mechanism], dict[str, Bound]] = {}
-
-
-def register_bound(
-    mechanisms: type[Mechanism] | Iterable[type[Mechanism]],
-    name: str,
-    *,
-    meaning: str,
-    guarantee: Guarantee,
-    legend: str = "",
-    baseline: bool = False,
-    covers: str = EVERY_DATA_SET,
-    trusted: str = SHUFFLER,
-    adversary: str = ADVERSARY,
-    zero_out_only: bool = False,
-    uses_orders: bool = False,
-    style: Style | None = None,
-) -> Callable[[BoundFunction], BoundFunction]:
-    """Returns a decorator that lets a function answer for a bound.
-
-    Args:
-        mechanisms: One or several.
-        name: Of the bound; ``"certified"`` is what every mechanism should have, proved for every data set.
+    Attributes:
+        name: ``"certified"`` is what every mechanism should have, proved for every data set.
+        function: What answers.
         meaning: What the bound computes, one sentence of the report's glossary.
         guarantee: What ε is worth: there is no default for that.
         legend: A few words for the picture; by default the data sets covered.
@@ -137,27 +95,45 @@ def register_bound(
         adversary: What the adversary sees.
         zero_out_only: It has no value for replacement.
         uses_orders: It takes Rényi orders.
-        style: Place and line; by default those of ``STYLES``, or the last place.
     """
-    entry: dict[str, Any] = {
-        "name": name,
-        "meaning": meaning,
-        "legend": legend or covers,
-        "baseline": baseline,
-        "guarantee": guarantee,
-        "covers": covers,
-        "trusted": trusted,
-        "adversary": adversary,
-        "zero_out_only": zero_out_only,
-        "uses_orders": uses_orders,
-        "style": style or STYLES.get(name, Style(len(STYLES))),
-    }
+
+    name: str
+    function: BoundFunction
+    meaning: str
+    guarantee: Guarantee
+    legend: str = ""
+    baseline: bool = False
+    covers: str = EVERY_DATA_SET
+    trusted: str = SHUFFLER
+    adversary: str = ADVERSARY
+    zero_out_only: bool = False
+    uses_orders: bool = False
+
+    @property
+    def style(self) -> Style:
+        """Its place in a report and its line in the picture."""
+        return STYLES.get(self.name, Style(len(STYLES)))
+
+
+_TABLE: dict[type[Mechanism], dict[str, Bound]] = {}
+
+
+def register_bound(
+    mechanisms: type[Mechanism] | Iterable[type[Mechanism]], name: str, **entry: Any
+) -> Callable[[BoundFunction], BoundFunction]:
+    """Returns a decorator that lets a function answer for a bound of one or several mechanisms.
+
+    Args:
+        mechanisms: One or several.
+        name: Of the bound.
+        **entry: The other fields of :class:`Bound`; ``meaning`` and ``guarantee`` always.
+    """
 
     def register(function: BoundFunction) -> BoundFunction:
         for mechanism in [mechanisms] if isinstance(mechanisms, type) else mechanisms:
             held = _TABLE.setdefault(mechanism, {}).get(name)
             refuse_taken(f"bound {name!r} of {mechanism.name}", held and held.function, function)
-            _TABLE[mechanism][name] = Bound(function=function, **entry)
+            _TABLE[mechanism][name] = Bound(name=name, function=function, **entry)
         return function
 
     return register
@@ -200,23 +176,23 @@ def compute_bound(
             value for the adjacency.
     """
     kind = kind_of(rounds)
-    entry = _TABLE[kind][one_of("bound", bound, bounds_of(kind))]
-    return _answer(kind, entry, rounds, delta=delta, adjacency=adjacency, orders=orders)
+    entry = find_bound(kind, one_of("bound", bound, bounds_of(kind)))
+    return _answer(entry, rounds, delta=delta, adjacency=adjacency, orders=orders)
 
 
 def compute_baseline(rounds: Rounds, *, delta: float, baseline: str, adjacency: str = "zero_out") -> PrivacyBound:
     """Returns what the same noise would give under another trust model (arguments as :func:`compute_bound`)."""
     kind = kind_of(rounds)
-    entry = _TABLE[kind][one_of("baseline", baseline, baselines_of(kind))]
-    return _answer(kind, entry, rounds, delta=delta, adjacency=adjacency, orders=None)
+    entry = find_bound(kind, one_of("baseline", baseline, baselines_of(kind)))
+    return _answer(entry, rounds, delta=delta, adjacency=adjacency)
 
 
 def ladder(rounds: Rounds, *, delta: float, adjacency: str = "zero_out") -> list[PrivacyBound]:
     """Returns every bound and baseline that has a value for this adjacency, from the least trust to the most."""
-    kind, found = kind_of(rounds), []
-    for entry in _entries(kind):
+    found = []
+    for entry in _entries(kind_of(rounds)):
         with contextlib.suppress(NotCovered):
-            found.append(_answer(kind, entry, rounds, delta=delta, adjacency=adjacency, orders=None))
+            found.append(_answer(entry, rounds, delta=delta, adjacency=adjacency))
     return found
 
 
@@ -233,19 +209,13 @@ def kind_of(rounds: Rounds) -> type[Mechanism]:
     return kind
 
 
-def _entries(mechanism: type[Mechanism]) -> Iterator[Bound]:
+def _entries(mechanism: type[Mechanism]) -> list[Bound]:
     """In the order of a report."""
-    yield from sorted(_TABLE.get(mechanism, {}).values(), key=lambda entry: entry.style.place)
+    return sorted(_TABLE.get(mechanism, {}).values(), key=lambda entry: entry.style.place)
 
 
 def _answer(
-    kind: type[Mechanism],
-    entry: Bound,
-    rounds: Rounds,
-    *,
-    delta: float,
-    adjacency: str,
-    orders: Iterable[float] | None,
+    entry: Bound, rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[float] | None = None
 ) -> PrivacyBound:
     """Asks the function, and attaches the meaning."""
     delta, adjacency = open_unit_interval("delta", delta), Adjacency(adjacency)
@@ -258,7 +228,7 @@ def _answer(
         raise ValueError(f"bound={entry.name!r} uses no Rényi orders, got orders={orders!r}: leave them out")
     found = entry.function(rounds, delta=delta, adjacency=adjacency, orders=orders)
     return PrivacyBound(
-        mechanism=kind.name,
+        mechanism=rounds[0][0].name,
         bound=entry.name,
         epsilon=found.epsilon,
         delta=delta,

@@ -28,6 +28,8 @@ central 0.053
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 
@@ -45,49 +47,25 @@ FAMILY: tuple[type[Mechanism], ...] = (ShuffleGauss, SubsampledShuffle, Shuffled
 PAIR = "one pair of data sets: all other records report zero, one record at the clipping norm becomes zero"
 
 
-def exact_rdp(mechanism: Mechanism, orders: Vector) -> Vector:
-    """Returns the exact RDP of the pair, one round."""
-    return mean_ratio.compute_rdp(
-        noise_multiplier=mechanism.noise_multiplier,
-        num_users=mechanism.num_users,
-        orders=orders,
-        sample_rate=mechanism.sample_rate,
-        sampling=mechanism.sampling,
-    )
-
-
 def printed_rdp(mechanism: Mechanism, orders: Vector) -> Vector:
     """Returns the RDP by the paper's formulas, one round; Theorem 1, for a round of everyone, is exact already.
 
-    Never below the exact value: Theorem 3 as printed would be, for fewer than one expected report.
+    Never below the pair's exact value: Theorem 3 as printed would be, for fewer than one expected report.
     """
-    exact = exact_rdp(mechanism, orders)
+    fields = dataclasses.asdict(_shuffled(mechanism))
+    exact = mean_ratio.compute_rdp(orders=orders, **fields)
     if mechanism.sampling is None:
         return exact
-    printed = subsampling.compute_rdp(
-        noise_multiplier=mechanism.noise_multiplier,
-        num_users=mechanism.num_users,
-        orders=orders,
-        sample_rate=mechanism.sample_rate,
-        sampling=mechanism.sampling,
-    )
-    return np.maximum(printed, exact)
+    return np.maximum(subsampling.compute_rdp(orders=orders, **fields), exact)
 
 
 def shuffled(rounds: Rounds) -> shuffled_rounds.Rounds:
     """Returns the rounds as :mod:`opacus_shuffle.analysis` knows them."""
-    return [
-        (
-            ShuffledRound(
-                noise_multiplier=mechanism.noise_multiplier,
-                num_users=mechanism.num_users,
-                sample_rate=mechanism.sample_rate,
-                sampling=mechanism.sampling,
-            ),
-            count,
-        )
-        for mechanism, count in rounds
-    ]
+    return [(_shuffled(mechanism), count) for mechanism, count in rounds]
+
+
+def _shuffled(mechanism: Mechanism) -> ShuffledRound:
+    return ShuffledRound(**{each.name: getattr(mechanism, each.name) for each in dataclasses.fields(ShuffledRound)})
 
 
 @register_bound(
@@ -141,30 +119,27 @@ def _pair(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterabl
     return Answer(upper, lower)
 
 
-@register_bound(
-    FAMILY,
+_baseline = functools.partial(register_bound, FAMILY, baseline=True, guarantee=Guarantee.PROVED)
+
+
+@_baseline(
     "local",
     meaning="no shuffler: who sends which noised report is seen",
     legend="no shuffler",
-    baseline=True,
     trusted="nobody",
     adversary="sees who sends which report",
-    guarantee=Guarantee.PROVED,
 )
 def _local(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """The reports as they are sent."""
     return Answer(unshuffled_epsilon(shuffled(rounds), delta=delta, distance=adjacency.distance))
 
 
-@register_bound(
-    FAMILY,
+@_baseline(
     "secure_aggregation",
     meaning="only the sum of a round's reports is seen, and who took part",
     legend="sums alone are seen",
-    baseline=True,
     trusted="the aggregation",
     adversary="sees the sum of every round's reports, and who takes part",
-    guarantee=Guarantee.PROVED,
 )
 def _secure_aggregation(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """The sum of a round's reports carries the noise of all of them."""
@@ -174,15 +149,12 @@ def _secure_aggregation(rounds: Rounds, *, delta: float, adjacency: Adjacency, o
     return Answer(epsilon, guarantee=Guarantee.ESTIMATE, covers=f"{EVERY_DATA_SET}, at the expected number of reports")
 
 
-@register_bound(
-    FAMILY,
+@_baseline(
     "central",
     meaning="a trusted server picks the participants in secret and adds the noise of all reports to their sum",
     legend="trusted server",
-    baseline=True,
     trusted="the server",
     adversary="sees the noised sum of every round",
-    guarantee=Guarantee.PROVED,
 )
 def _central(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """DP-SGD: the sampled Gaussian mechanism with the noise of the sum."""

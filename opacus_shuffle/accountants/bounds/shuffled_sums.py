@@ -117,24 +117,19 @@ def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     elif proof == _SEEN:
         meaning += "; holds even if it is seen who takes part in each round"
     meaning += f"; a record sends {max(each.bits_per_report for each, _ in rounds):,} bits a round"
-    return Answer(epsilon, _lower(rounds, delta) if adjacency is Adjacency.REPLACE else None, proof, meaning=meaning)
+    return Answer(epsilon, _lower(tuple(rounds), delta) if adjacency is Adjacency.REPLACE else None, proof, meaning=meaning)
 
 
-def _lower(rounds: Rounds, delta: float) -> float | None:
+@functools.lru_cache(maxsize=256)
+def _lower(rounds: tuple[tuple[ShuffledSums, int], ...], delta: float) -> float | None:
     """One record at −C along a coordinate becomes +C, all others stay at −C; None for drop-outs or samples of several sizes."""
     rates = {each.sample_rate for each, _ in rounds}
     if len(rates) > 1 or any(each.honest_fraction < 1 for each, _ in rounds):
         return None
-    return _pair_lower(tuple(rounds), delta)
-
-
-@functools.lru_cache(maxsize=256)
-def _pair_lower(rounds: tuple[tuple[ShuffledSums, int], ...], delta: float) -> float:
-    """The lower value of rounds that have one."""
     summed = [
         (BinomialSum(noise=each.noise, shift=each.granularity, dimension=each.dimension), count) for each, count in rounds
     ]
-    return binomial_sums.lower_epsilon(summed, delta=delta, sample_rate=rounds[0][0].sample_rate)
+    return binomial_sums.lower_epsilon(summed, delta=delta, sample_rate=rates.pop())
 
 
 @register_bound(

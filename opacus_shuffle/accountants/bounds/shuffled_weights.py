@@ -23,6 +23,7 @@ certified 107.9
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -164,13 +165,7 @@ def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
 )
 def _composition(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """What WS compares with: plain DP-SGD at the same noise by the same composition."""
-    steps = [(functools.partial(_gaussian_epsilon, each.noise_multiplier), each.sample_rate, count) for each, count in rounds]
-    return Answer(advanced_composition.compute_epsilon(steps, delta=delta))
-
-
-def _gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
-    """One step before sampling."""
-    return gaussian.compute_epsilon(mu=1 / noise_multiplier, delta=delta)
+    return Answer(_estimate(0.5, [(dataclasses.replace(each, dimension=1), count) for each, count in rounds], delta).epsilon)
 
 
 def _chained(sampled: Sequence[tuple[ShuffledRound, int]], delta: float) -> float:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from opacus_shuffle.accountants.mechanism import Mechanism, described
 from opacus_shuffle.analysis.binomial_sums import BinomialNoise, gaussian_bound
 from opacus_shuffle.analysis.mean_ratio import Sampling
-from opacus_shuffle.core.validation import finite_number, integer, open_unit_interval, positive, sampling_rate
+from opacus_shuffle.core.validation import integer, open_unit_interval, positive, sampling_rate
 from opacus_shuffle.protocols.calibration import SMALLEST_MULTIPLIER, honest_users, published_vector_plan
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
@@ -75,9 +75,7 @@ class ShuffledSums(Mechanism):
                 "ShuffledSums.build choose them, or read them off a ShuffleVectorSum with ShuffledSums.of_protocol"
             )
         self._set(**{name: integer(name, getattr(self, name)) for name in ("dimension", "granularity", "noise_trials")})
-        self._set(bit_probability=open_unit_interval("bit_probability", self.bit_probability))
-        if not 0 < finite_number("lost", self.lost) < 1:
-            raise ValueError(f"lost must lie strictly between 0 and 1, got {self.lost!r}")
+        self._set(**{name: open_unit_interval(name, getattr(self, name)) for name in ("bit_probability", "lost")})
         if sampling_rate("honest_fraction", self.honest_fraction) < 1 and self.sample_rate < 1:
             raise ValueError(
                 f"honest_fraction={self.honest_fraction} goes with sample_rate=1, got sample_rate={self.sample_rate}: who "
