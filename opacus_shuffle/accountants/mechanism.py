@@ -22,16 +22,16 @@ MECHANISMS: dict[str, type[Mechanism]] = {}
 """Every mechanism by its name."""
 
 
-def described(text: str, metavar: str, *, noise: bool = False, **options: Any) -> Any:
+def described(text: str, metavar: str, *, varies: bool = False, **options: Any) -> Any:
     """A dataclass field with what the command line says of it.
 
     Args:
         text: One line of help.
         metavar: The letter that stands for a value.
-        noise: Whether it may differ from round to round of one run.
+        varies: Whether it may differ from round to round of one run, as noise may.
         **options: As :func:`dataclasses.field`'s.
     """
-    return dataclasses.field(metadata={"help": text, "metavar": metavar, "noise": noise}, **options)
+    return dataclasses.field(metadata={"help": text, "metavar": metavar, "varies": varies}, **options)
 
 
 def whole_reports(expected: float) -> int:
@@ -65,7 +65,7 @@ class Mechanism:
     shuffled: ClassVar[bool] = True
     trains_on_stock_engines: ClassVar[bool] = True
     least_noise: ClassVar[float] = 1e-3
-    noise_multiplier: float = described("noise of one report over the clipping norm", "SIGMA", noise=True)
+    noise_multiplier: float = described("noise of one report over the clipping norm", "SIGMA", varies=True)
     num_users: int = described("n, the whole population", "N")
     sample_rate: float = described("expected share of the users in a round", "GAMMA", default=1.0)
 
@@ -156,8 +156,8 @@ class Mechanism:
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)
 
     def same_run_as(self, other: Mechanism) -> bool:
-        """Whether both may be rounds of one run: all fields but the noise are equal."""
-        fixed = [field.name for field in dataclasses.fields(self) if not field.metadata.get("noise")]
+        """Whether both may be rounds of one run: all fields but those that may vary are equal."""
+        fixed = [field.name for field in dataclasses.fields(self) if not field.metadata.get("varies")]
         return type(self) is type(other) and all(getattr(self, name) == getattr(other, name) for name in fixed)
 
     def check_optimizer(self, optimizer: Any) -> None:

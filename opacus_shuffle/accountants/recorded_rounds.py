@@ -225,7 +225,7 @@ class RecordedRounds(IAccountant):
         one_of("mechanism in state_dict", state_dict["mechanism"], [self.mechanism()])
         saved = type(self)(num_users=state_dict["num_users"], batch_size=state_dict["batch_size"])
         saved.emulated = boolean("emulated", state_dict["emulated"])
-        saved._fields = saved._known_fields(_dictionary("fields", state_dict["fields"]))
+        saved._fields = saved._known_fields(instance_of("fields in state_dict", state_dict["fields"], (dict,)))
         saved._rounds = [
             (self._restored(fields), integer("steps", steps)) for fields, steps in _pairs("rounds", state_dict["rounds"])
         ]
@@ -265,7 +265,7 @@ class RecordedRounds(IAccountant):
     def _restored(self, fields: Any) -> Mechanism:
         """A mechanism from its saved fields, through its validators."""
         names = self.mechanism_class.field_names()
-        if set(_dictionary("a round", fields)) != set(names):
+        if set(instance_of("a round in state_dict", fields, (dict,))) != set(names):
             raise ValueError(f"a round of {self.mechanism()} in state_dict must hold {', '.join(names)}, got {fields!r}")
         return self.mechanism_class(**fields)
 
@@ -303,11 +303,6 @@ def _pairs(name: str, value: Any) -> list[tuple[Any, Any]]:
     if not isinstance(value, list | tuple) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
         raise ValueError(f"{name} in state_dict must be a list of pairs, got {value!r}")
     return [tuple(pair) for pair in value]
-
-
-def _dictionary(name: str, value: Any) -> dict[str, Any]:
-    """A dictionary, as ``state_dict`` writes it."""
-    return instance_of(f"{name} in state_dict", value, (dict,))
 
 
 def _run(accountant: RecordedRounds) -> str:

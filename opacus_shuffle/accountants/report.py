@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 WEAK = 10.0
 """From here on an ε is not worth calling protection: the probability of any event may change by a factor of 22,000."""
 
+HOW_IT_RAN = {
+    "simulated": "in one process, which sees every record and plays the records' owners and the shuffler",
+    "emulated": "the noise was added once to the sum, not to each report, in batches of the expected size",
+}
+
 HEAD = ("trusted", "bound", "epsilon", "holds for", "status")
 
 
@@ -188,15 +193,7 @@ class PrivacyReport:
         terms.append((self.adjacency, f"compared with a run in which {changed}"))
         used = {bound.guarantee for bound in self.bounds}
         terms += [(guarantee.name, guarantee.value) for guarantee in Guarantee if guarantee in used]
-        if self.simulated:
-            terms.append(
-                ("simulated", "in one process, which sees every record and plays the records' owners and the shuffler")
-            )
-        if self.emulated:
-            terms.append(
-                ("emulated", "the noise was added once to the sum, not to each report, in batches of the expected size")
-            )
-        return terms
+        return terms + [(name, text) for name, text in HOW_IT_RAN.items() if getattr(self, name)]
 
 
 def contradiction(estimate: PrivacyBound, pair: PrivacyBound) -> str:

@@ -40,9 +40,6 @@ class Adjacency(str, enum.Enum):
     def __str__(self) -> str:
         return self.value
 
-    def __format__(self, format_spec: str) -> str:
-        return format(self.value, format_spec)
-
     @property
     def distance(self) -> float:
         """How far one record's report may move, in clipping norms."""

@@ -29,17 +29,7 @@ def crossing(
     tolerance: float,
     relative_tolerance: float = _SMALLEST_RELATIVE,
 ) -> float:
-    """Returns where a function changes its sign between two points, on either side of the root within the tolerance.
-
-    Args:
-        function: Continuous, with opposite signs at the ends.
-        low: One end.
-        high: The other.
-        tolerance: Absolute error of the root.
-        relative_tolerance: Relative error that is allowed besides.
-
-    Returns:
-        The root; ``low`` or ``high`` if the function is zero there.
+    """Returns where a continuous function changes its sign, on either side of the root within the tolerances; an end if zero.
 
     Raises:
         ValueError: If the function has the same sign at both ends.

@@ -33,8 +33,10 @@ def reject_unknown(
         parameters: Of these the one with the likest name is suggested; a mapping says how to write it.
     """
     if unknown:
+        plain = bool | int | float | str | tuple | list | dict | None  # short to print
         names = ", ".join(
-            f"{name}={reprlib.repr(value) if _is_plain(value) else type(value).__name__}" for name, value in unknown.items()
+            f"{name}={reprlib.repr(value) if isinstance(value, plain) else type(value).__name__}"
+            for name, value in unknown.items()
         )
         hint = ", ".join(sorted(known))
         written = parameters if isinstance(parameters, Mapping) else {name: name for name in parameters}
@@ -44,11 +46,6 @@ def reject_unknown(
             + (f" (known: {hint})" if hint else "")
             + (f" (did you mean {', '.join(close)}?)" if close else "")
         )
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is short to print."""
-    return isinstance(value, bool | int | float | str | tuple | list | dict) or value is None
 
 
 def finite_number(name: str, value: Any) -> float:

@@ -28,17 +28,7 @@ Rounds = Sequence[tuple[Mechanism, int]]
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a bound function found; None stands for what was registered with it.
-
-    Attributes:
-        epsilon: ε, rounded up.
-        lower: A value, rounded down, that the exact ε of what is covered is not below.
-        proof: Which of several proofs gave ε.
-        guarantee: What ε is worth in this case.
-        covers: The data sets it covers in this case.
-        meaning: What the bound computes in this case.
-        adversary: What the adversary sees in this case.
-    """
+    """What a bound function found: fields of :class:`PrivacyBound`, None for what was registered with the bound."""
 
     epsilon: float
     lower: float | None = None
@@ -81,18 +71,14 @@ STYLES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bound:
-    """One entry of the tables.
+    """One entry of the tables; ``guarantee``, ``covers``, ``trusted`` and ``adversary`` are :class:`PrivacyBound`'s.
 
     Attributes:
         name: ``"certified"`` is what every mechanism should have, proved for every data set.
         function: What answers.
         meaning: What the bound computes, one sentence of the report's glossary.
-        guarantee: What ε is worth: there is no default for that.
         legend: A few words for the picture; by default the data sets covered.
         baseline: It is about another trust model with the same noise.
-        covers: The data sets that it covers, in words.
-        trusted: Who must not be the adversary.
-        adversary: What the adversary sees.
         zero_out_only: It has no value for replacement.
         uses_orders: It takes Rényi orders.
     """
@@ -126,7 +112,7 @@ def register_bound(
     Args:
         mechanisms: One or several.
         name: Of the bound.
-        **entry: The other fields of :class:`Bound`; ``meaning`` and ``guarantee`` always.
+        **entry: The other fields of :class:`Bound`; for ``meaning`` and ``guarantee`` there is no default.
     """
 
     def register(function: BoundFunction) -> BoundFunction:

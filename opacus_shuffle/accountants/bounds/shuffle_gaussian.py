@@ -1,17 +1,7 @@
 """The bounds of Liew and Takahashi's shuffle Gaussian mechanisms (SG), for rounds that may differ in σ, γ or size.
 
-``certified``  Gaussian clones: every data set, both adjacencies; the smaller of two proofs
-               (:mod:`opacus_shuffle.analysis.gaussian_clones`).
-``published``  SG Theorems 1, 2, 3 as printed, RDP over all useful orders: one pair of data sets, one direction.
-``pair``       the same pair, exactly: numerical composition of its privacy loss, both directions; with a lower value.
-
-The pair: every other record reports zero and one record at the clipping norm becomes zero. SG takes it without loss of
-generality; it is not the worst case (with the others at −1, n = 2, σ = 0.86, order 2 gives 1.3228, not 0.8890), so its ε is no
-guarantee for every data set. SG's text says "replacement", but its pair is the zero-out adjacency.
-
-Baselines, the same noise under other trust models: ``local``, nobody is trusted; ``secure_aggregation``, a protocol reveals the
-sum of the round's reports, and who takes part, but no single report; ``central``, a trusted server chooses the participants in
-secret and adds the whole noise, √B·σ, to the sum.
+``docs/guarantees.rst`` says what they mean, ``docs/errata.rst`` why the pair of SG Theorems 1, 2 and 3 is neither the worst one
+nor about replacement.
 
 >>> from opacus_shuffle.accountants.bounds.registry import ladder
 >>> from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn
@@ -75,7 +65,6 @@ def _shuffled(mechanism: Mechanism) -> ShuffledRound:
     guarantee=Guarantee.PROVED,
 )
 def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
-    """ε for every data set: the smaller of the proofs by mended and by truncated clones."""
     ran = shuffled(rounds)
     mended = gaussian_clones.compute_epsilon(ran, delta=delta, adjacency=adjacency.value, clones="mended")
     truncated = gaussian_clones.compute_epsilon(ran, delta=delta, adjacency=adjacency.value, clones="truncated")
@@ -96,8 +85,6 @@ def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     uses_orders=True,
 )
 def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
-    """ε of the pair from the rounds' RDP, which adds up."""
-
     def composed(vector: Vector) -> Vector:
         return np.sum([count * printed_rdp(mechanism, vector) for mechanism, count in rounds], axis=0)
 
@@ -114,7 +101,6 @@ def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     zero_out_only=True,
 )
 def _pair(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
-    """ε of the pair from the distribution of its privacy loss."""
     lower, upper = shuffled_rounds.pair_epsilon(shuffled(rounds), delta=delta)
     return Answer(upper, lower)
 
@@ -130,7 +116,6 @@ _baseline = functools.partial(register_bound, FAMILY, baseline=True, guarantee=G
     adversary="sees who sends which report",
 )
 def _local(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
-    """The reports as they are sent."""
     return Answer(unshuffled_epsilon(shuffled(rounds), delta=delta, distance=adjacency.distance))
 
 

@@ -76,7 +76,6 @@ def round_epsilon(each: ShuffledSums, delta: float) -> float:
     guarantee=Guarantee.PROVED,
 )
 def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
-    """Advanced composition."""
     total = sum(count for _, count in rounds)
     if total == 1:
         epsilon = round_epsilon(rounds[0][0], delta)
@@ -101,7 +100,6 @@ def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     guarantee=Guarantee.PROVED,
 )
 def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
-    """Exact composition of what covers the rounds, the cheapest row that holds for the adjacency."""
     covering = [(SampledSum(mu=each.mu, sample_rate=each.sample_rate, lost=each.lost), count) for each, count in rounds]
     found = gaussian_epsilons(covering, delta=delta, adjacency=adjacency)
     proof, epsilon = min(found.items(), key=lambda row: row[1])
@@ -143,7 +141,6 @@ def _lower(rounds: tuple[tuple[ShuffledSums, int], ...], delta: float) -> float 
     guarantee=Guarantee.PROVED,
 )
 def _central(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
-    """DP-SGD with Gaussian noise of the same standard deviation on the same samples."""
     server = [(SampledSum(mu=2 / each.noise_std, sample_rate=each.sample_rate), count) for each, count in rounds]
     return Answer(min(gaussian_epsilons(server, delta=delta, adjacency=adjacency).values()))
 

@@ -1,11 +1,5 @@
 """The bounds of Yang, Ji and Xiang's weight shuffling (WS): DP-SGD with permuted weights, steps that may differ in σ or γ.
 
-``certified``            DP-SGD's own ε at the same noise, for every data set and for whoever sees all weights and gradients.
-``published``            WS Theorem 6 at each step, composed by WS Theorems 1 and 2, half of δ for the steps: an **estimate**.
-``published_optimised``  the same with δ split so that ε is smallest.
-``pair``                 exact for one pair of gradients that meets Theorem 6's conditions: a value that the truth is not below.
-``composition``          the baseline that WS compares with: plain DP-SGD by WS Theorems 1 and 2.
-
 No ε smaller than DP-SGD's holds for every data set: a gradient with equal entries looks the same after any permutation. And
 whoever sees the weights before and after a step can undo its permutation; ``published`` and ``pair`` are about an adversary who
 sees each permuted noised gradient by itself. Clipping the sum to c′ is a projection on a ball, which brings no two points
@@ -47,6 +41,10 @@ _ESTIMATE = (
     "WS Theorem 6 with WS Theorems 1 and 2: an approximation of a lower bound on delta, taken for the truth; for an adversary "
     "who sees each step's permuted gradient by itself"
 )
+_PAIR = (
+    "one pair of data sets: the other gradients sum to zero, one record's gradient is a single coordinate as large as both "
+    "clippings let it"
+)
 _HALF, _BEST = "half of delta for the steps", "delta split between steps and composition in the best way"
 
 
@@ -76,40 +74,30 @@ def _estimate(delta_split: float | None, rounds: Rounds, delta: float) -> Answer
     return Answer(epsilon, guarantee=Guarantee.PROVED, covers=EVERY_DATA_SET, adversary=ALL, meaning=plain)
 
 
+_of_single_steps = functools.partial(register_bound, ShuffledWeights, trusted=SERVER, adversary=ALONE, zero_out_only=True)
 _as_estimate = functools.partial(
-    register_bound,
-    ShuffledWeights,
+    _of_single_steps,
     guarantee=Guarantee.ESTIMATE,
     covers="no data set for certain: it approximates a lower bound on delta (WS Theorem 6)",
-    trusted=SERVER,
-    adversary=ALONE,
-    zero_out_only=True,
 )
 
 
 @_as_estimate("published", meaning=f"{_ESTIMATE}; {_HALF}", legend="an estimate, as printed")
 def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
-    """As printed."""
     return _estimate(0.5, rounds, delta)
 
 
 @_as_estimate("published_optimised", meaning=f"as published; {_BEST}", legend="an estimate, delta split in the best way")
 def _optimised(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
-    """With the split that is best."""
     return _estimate(None, rounds, delta)
 
 
-@register_bound(
-    ShuffledWeights,
+@_of_single_steps(
     "pair",
     meaning="the exact value for one pair of data sets",
     legend="one pair, exact",
     guarantee=Guarantee.PAIR,
-    covers="one pair of data sets: the other gradients sum to zero, one record's gradient is a single coordinate as large as "
-    "both clippings let it",
-    trusted=SERVER,
-    adversary=ALONE,
-    zero_out_only=True,
+    covers=_PAIR,
 )
 def _pair(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """Nothing of others, one record's gradient in one of the smallest layer's coordinates."""
@@ -129,10 +117,7 @@ def _pair(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterabl
     lower, upper = pair_epsilon(steps, delta=delta)
     places = min(step.num_users for step, _ in steps)
     mixed = f"it may be in any of {places:,} places" if places > 1 else "it stays where it is"
-    meaning = (
-        "the exact value, from above, for one pair of data sets: the other gradients sum to zero, one record's gradient is a "
-        f"single coordinate as large as both clippings let it, which becomes zero; {mixed}; for the same adversary as published"
-    )
+    meaning = f"the exact value, from above, for {_PAIR}, which becomes zero; {mixed}; for the same adversary as published"
     return Answer(upper, lower, meaning=meaning)
 
 
@@ -164,7 +149,6 @@ def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     guarantee=Guarantee.PROVED,
 )
 def _composition(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
-    """What WS compares with: plain DP-SGD at the same noise by the same composition."""
     return Answer(_estimate(0.5, [(dataclasses.replace(each, dimension=1), count) for each, count in rounds], delta).epsilon)
 
 

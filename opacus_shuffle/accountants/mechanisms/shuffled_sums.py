@@ -56,14 +56,17 @@ class ShuffledSums(Mechanism):
     noise_is_local: ClassVar[bool] = False
     trains_on_stock_engines: ClassVar[bool] = False
     least_noise: ClassVar[float] = SMALLEST_MULTIPLIER
-    noise_multiplier: float = described("noise of the sum over the clipping norm", "SIGMA")
+    # What varies follows from the bits: it may be another SciPy's.
+    noise_multiplier: float = described("noise of the sum over the clipping norm", "SIGMA", varies=True)
     dimension: int = described("entries of a vector, the trainable parameters", "D")
     granularity: int = described("steps of the grid (default: chosen for the noise)", "G", default=0)
     noise_trials: int = described("noise bits of one coordinate, all honest reports'", "M", default=0)
     bit_probability: float = described("that a noise bit is 1", "P", default=0.5)
-    lost: float = described("probability that the noise multiplier does not cover", "P", default=0.0)
+    lost: float = described("probability that the noise multiplier does not cover", "P", default=0.0, varies=True)
     honest_fraction: float = described("share of the reports that carry their noise for certain", "SHARE", default=1.0)
-    round_epsilon: float | None = described("epsilon of one round by the published theorem", "EPSILON", default=None)
+    round_epsilon: float | None = described(
+        "epsilon of one round by the published theorem", "EPSILON", default=None, varies=True
+    )
     round_delta: float | None = described("delta of one round by the published theorem", "DELTA", default=None)
 
     def __post_init__(self) -> None:
@@ -160,17 +163,6 @@ class ShuffledSums(Mechanism):
             round_epsilon=protocol.round_epsilon if published else None,
             round_delta=protocol.round_delta if published else None,
         )
-
-    def same_run_as(self, other: Mechanism) -> bool:
-        """Whether both are the same protocol on the same samples; computed numbers may be another SciPy's."""
-        return isinstance(other, ShuffledSums) and super(ShuffledSums, self._plain()).same_run_as(other._plain())
-
-    def _plain(self) -> ShuffledSums:
-        """The mechanism without the numbers that are computed from the others."""
-        plain = object.__new__(ShuffledSums)
-        computed = {"noise_multiplier": 0.0, "lost": 0.0, "round_epsilon": None}
-        plain._set(**{**dataclasses.asdict(self), **computed})
-        return plain
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Refuses an optimizer that adds no shuffled sums' noise, as a stock engine's."""

@@ -34,7 +34,7 @@ class ShuffledWeights(Mechanism):
     zeroed: ClassVar[str] = "one record's gradients are zero"
     noise_is_local: ClassVar[bool] = False
     shuffled: ClassVar[bool] = False
-    noise_multiplier: float = described("noise of the sum over the clipping norm", "SIGMA", noise=True)
+    noise_multiplier: float = described("noise of the sum over the clipping norm", "SIGMA", varies=True)
     num_users: int = described("n; no bound depends on it", "N", default=1)
     dimension: int | tuple[int, ...] = described(
         "how many parameters are permuted (1: none); several, one per layer, for the theorem layer by layer", "D[,D...]"
@@ -42,7 +42,7 @@ class ShuffledWeights(Mechanism):
     clip: float = described("clipping norm of one record's gradient", "C", default=1.0)
     batch_clip: float | None = described("clipping norm of a batch's sum (default: that of a record)", "C", default=None)
     unshuffled_noise_multiplier: float | None = described(
-        "noise of parameters that stay where they are", "SIGMA", default=None, noise=True
+        "noise of parameters that stay where they are", "SIGMA", default=None, varies=True
     )
     orbit: int | None = described("fewest places that a permuted entry can get to (default: D)", "K", default=None)
 
