@@ -15,13 +15,7 @@ from opacus.accountants.registry import create_accountant
 
 from opacus_shuffle.accountants import bounds as _registers_all_bounds  # noqa: F401
 from opacus_shuffle.accountants.accountant import ShuffleAccountant, accountant_class
-from opacus_shuffle.accountants.bounds.registry import (
-    baselines_of,
-    bounds_of,
-    compute_baseline,
-    compute_bound,
-    register_bound,
-)
+from opacus_shuffle.accountants.bounds.registry import baselines_of, bounds_of, compute_baseline, compute_bound, register_bound
 from opacus_shuffle.accountants.calibrate import smallest_noise
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning, PrivacyBound

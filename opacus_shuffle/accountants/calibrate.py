@@ -1,10 +1,9 @@
 """The one calibrator: the smallest noise that keeps a run within its budget.
 
->>> from opacus_shuffle.accountants.mechanisms import ShuffleGauss
->>> def run(noise_multiplier):
-...     return [(ShuffleGauss(noise_multiplier=noise_multiplier, num_users=10_000), 100)]
->>> round(smallest_noise(run, target_epsilon=1.0, target_delta=1e-6), 3)
-2.123
+>>> from opacus_shuffle.analysis import gaussian
+>>> sigma = smallest_noise_for(lambda noise: gaussian.compute_epsilon(mu=1 / noise, delta=1e-6), target_epsilon=1.0)
+>>> round(sigma, 3)
+4.225
 """
 
 from __future__ import annotations

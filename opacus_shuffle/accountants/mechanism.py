@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from opacus_shuffle.analysis.mean_ratio import Sampling
@@ -109,18 +108,12 @@ class Mechanism:
         Raises:
             ValueError: If a field is unknown, missing or out of range.
         """
-        return cls(**cls._complete(fields))
-
-    @classmethod
-    def _complete(cls, fields: Mapping[str, Any], *, without: Collection[str] = ()) -> dict[str, Any]:
-        """The same fields, none of them unknown and none that is needed missing."""
-        names = [name for name in cls.field_names() if name not in without]
-        unknown = {name: value for name, value in fields.items() if name not in names}
-        reject_unknown(cls.name, unknown, names, parameters=names)
+        names = cls.field_names()
+        reject_unknown(cls.name, {name: value for name, value in fields.items() if name not in names}, names, parameters=names)
         missing = [name for name in cls.required_fields() if name not in fields]
         if missing:
             raise ValueError(f"{cls.name} needs {', '.join(missing)}: pass {', '.join(f'{name}=...' for name in missing)}")
-        return dict(fields)
+        return cls(**fields)
 
     @classmethod
     def of_batch(

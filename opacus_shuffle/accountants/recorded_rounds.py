@@ -88,12 +88,7 @@ class RecordedRounds(IAccountant):
         self.planned, self.emulated = mechanism, emulated
 
     def record(self, mechanism: Mechanism, steps: int = 1) -> None:
-        """Records rounds; equal neighbours are merged.
-
-        Args:
-            mechanism: One round.
-            steps: How many of them.
-        """
+        """Records rounds; equal neighbours are merged."""
         self._check_kind(mechanism)
         if self._unread:
             self._rounds, self._unread = self.rounds, []

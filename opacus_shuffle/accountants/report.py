@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 WEAK = 10.0
 """From here on an ε is not worth calling protection: the probability of any event may change by a factor of 22,000."""
 
+NO_GAIN = (
+    "No gain from shuffling could be proved here: that takes more noise in each report (a noise multiplier above about 1) or "
+    "more of them in a round."
+)
+
 HOW_IT_RAN = {
     "simulated": "in one process, which sees every record and plays the records' owners and the shuffler",
     "emulated": "the noise was added once to the sum, not to each report, in batches of the expected size",
@@ -55,13 +60,7 @@ class PrivacyReport:
     """
 
     def __init__(
-        self,
-        rounds: Rounds,
-        *,
-        delta: float,
-        adjacency: str = "zero_out",
-        simulated: bool = False,
-        emulated: bool = False,
+        self, rounds: Rounds, *, delta: float, adjacency: str = "zero_out", simulated: bool = False, emulated: bool = False
     ) -> None:
         if not isinstance(rounds, Sequence) or not all(
             isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], Mechanism) for entry in rounds
@@ -151,7 +150,9 @@ class PrivacyReport:
         best = self.best
         quote = f"To quote: epsilon = {round_up(best.epsilon)} at delta = {best.delta:.3g} ({best.bound})"
         if best.epsilon > WEAK:
-            return f"{quote}, which protects next to nothing (above {WEAK:g}). {self._advice()}".rstrip()
+            weak = f"{quote}, which protects next to nothing (above {WEAK:g})."
+            gained = all(bound.bound != "local" or best.epsilon < bound.epsilon for bound in self.bounds)
+            return weak if gained else f"{weak} {NO_GAIN}"
         factor = math.exp(best.epsilon)
         change = f"{round_up(100 * (factor - 1), 2)} %" if factor < 2 else f"a factor of {round_up(factor, 2)}"
         fate = "vanishes" if self.adjacency is Adjacency.ZERO_OUT else "is replaced by any other"
@@ -164,16 +165,6 @@ class PrivacyReport:
         """Estimates that are below what one pair of data sets has for certain."""
         found = [contradiction(estimate, pair) for estimate in self.bounds for pair in self.bounds]
         return [sentence for sentence in found if sentence]
-
-    def _advice(self) -> str:
-        """What would help where nothing beyond the local value could be proved."""
-        local = [bound.epsilon for bound in self.bounds if bound.bound == "local"]
-        if not local or self.best.epsilon < local[0]:
-            return ""
-        return (
-            "No gain from shuffling could be proved here: that takes more noise in each report (a noise multiplier above about "
-            "1) or more of them in a round."
-        )
 
     def _glossary(self) -> list[tuple[str, str]]:
         """What the words in the table mean."""

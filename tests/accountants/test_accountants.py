@@ -397,23 +397,35 @@ def test_a_rise_in_the_number_of_users_is_worth_reporting_in_full():
 # --- registration --------------------------------------------------------------------------------------------------
 
 
-def assert_fine(source):
-    """A fresh interpreter runs this and prints that all is fine."""
-    run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
-    assert run.stdout.strip() == "fine", run.stderr
+# In another process: here a second table of accountants would stand beside the one that tests have imported.
+IMPORTED_AND_RELOADED = """
+import importlib, sys
+for name in ('matplotlib', 'mlxtend', 'tqdm', 'flwr', 'transformers', 'triton'):
+    sys.modules[name] = None
+import opacus_shuffle, opacus_shuffle.accountants, opacus_shuffle.commands.main
+print('without extras', flush=True)
+from opacus.accountants import create_accountant
+importlib.reload(opacus_shuffle.accountants)
+create_accountant('shuffled_checkin')
+print('accountants reloaded', flush=True)
+importlib.reload(opacus_shuffle)
+for name in [each for each in sys.modules if each.startswith('opacus_shuffle')]:
+    del sys.modules[name]
+import opacus_shuffle
+create_accountant('shuffle_gauss')
+print('all imported anew', flush=True)
+"""
 
 
-def test_registration_survives_a_reload():
-    source = (
-        "import importlib, opacus_shuffle, opacus_shuffle.accountants as a\n"
-        "importlib.reload(a); importlib.reload(opacus_shuffle)\n"
-        "for name in [m for m in __import__('sys').modules if m.startswith('opacus_shuffle')]:\n"
-        "    del __import__('sys').modules[name]\n"
-        "import opacus_shuffle\n"
-        "from opacus.accountants import create_accountant\n"
-        "create_accountant('shuffle_gauss'); print('fine')"
-    )
-    assert_fine(source)
+@pytest.fixture(scope="module")
+def fresh_interpreter():
+    """What a fresh interpreter printed that imported everything, reloaded the accountants, and then all."""
+    return subprocess.run([sys.executable, "-c", IMPORTED_AND_RELOADED], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("done", ["without extras", "accountants reloaded", "all imported anew"])
+def test_importing_needs_none_of_the_extras_and_registration_survives_reloads(fresh_interpreter, done):
+    assert done in fresh_interpreter.stdout.splitlines(), fresh_interpreter.stderr
 
 
 def test_a_stranger_of_the_same_name_is_not_overwritten():
@@ -427,25 +439,6 @@ def test_a_stranger_of_the_same_name_is_not_overwritten():
             opacus_shuffle.accountants.register_accountants()
     finally:
         register_accountant("shuffle_gauss", ours, force=True)
-
-
-def test_importing_needs_none_of_the_extras():
-    source = (
-        "import sys\n"
-        "for name in ('matplotlib', 'mlxtend', 'tqdm', 'flwr', 'transformers', 'triton'): sys.modules[name] = None\n"
-        "import opacus_shuffle, opacus_shuffle.commands.main; print('fine')"
-    )
-    assert_fine(source)
-
-
-def test_reloading_one_accountant_module_keeps_the_names():
-    # In another process: here a second table of accountants would stand beside the one that tests have imported.
-    source = (
-        "import importlib, opacus_shuffle.accountants as a\n"
-        "from opacus.accountants import create_accountant\n"
-        "importlib.reload(a); create_accountant('shuffled_checkin'); print('fine')"
-    )
-    assert_fine(source)
 
 
 # --- calibration ---------------------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ def test_drop_outs_and_secret_samples_do_not_go_together():
 # --- the mechanism --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("protocol", [TIGHT, PUBLISHED], ids=["tight", "published"])
+@pytest.mark.parametrize("protocol", [TIGHT, pytest.param(PUBLISHED, marks=pytest.mark.slow)], ids=["tight", "published"])
 def test_the_noise_follows_from_the_bits(protocol):
     mechanism = mechanism_of(protocol)
     assert protocol.mu <= mechanism.mu <= protocol.mu * (1 + 1e-12)

@@ -39,7 +39,7 @@ def test_the_stock_engine_learns_n_and_b_in_its_step_hook(name):
 
 
 @every_accountant
-@pytest.mark.parametrize(("records", "batch"), [(98, 2), (930, 10), (99, 50)])
+@pytest.mark.parametrize(("records", "batch"), [(98, 2), pytest.param(930, 10, marks=pytest.mark.slow), (99, 50)])
 def test_the_stock_engine_s_rounding_never_makes_epsilon_smaller(name, records, batch):
     toy = make_toy(records=records, batch_size=batch)
     engine = engine_of(name)

@@ -17,12 +17,4 @@ from opacus_shuffle.accountants.mechanisms.shuffled_weights import ShuffledWeigh
 for _found in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_found.name}")
 
-__all__ = [
-    "MECHANISMS",
-    "Mechanism",
-    "ShuffleGauss",
-    "ShuffledCheckIn",
-    "ShuffledSums",
-    "ShuffledWeights",
-    "SubsampledShuffle",
-]
+__all__ = ["MECHANISMS", "Mechanism", "ShuffleGauss", "ShuffledCheckIn", "ShuffledSums", "ShuffledWeights", "SubsampledShuffle"]
