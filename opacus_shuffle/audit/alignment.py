@@ -22,13 +22,13 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from opacus_shuffle.audit.slices import Cell, cut, pair, twins
 from opacus_shuffle.core.validation import instance_of, integer
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
+from opacus_shuffle.permutation.moving.layout import on_grid
 from opacus_shuffle.permutation.network import plain_name
 
 StateDict = Mapping[str, torch.Tensor]
@@ -91,8 +91,7 @@ class Alignment:
         """
         found = dict(tensors)
         moving: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
-        for key, name in _names(self._spec, tensors).items():
-            _check_shape(self._spec, "tensors", name, tensors[key])
+        for key, name in _names(self._spec, "tensors", tensors).items():
             found[key] = tensors[key].detach().clone()
             moving[name].append(found[key])
         self._spec.move(moving, self._spec.invert(self.plan))
@@ -120,11 +119,8 @@ class Aligner:
         self._limit = integer("assignment_limit", assignment_limit, minimum=0)
         self._sweeps = integer("sweeps", sweeps)
         self._cells = cut(spec)
-        self._inner: dict[int, frozenset[int]] = {
-            number: frozenset(i for i, other in enumerate(spec.factors) if number in other.inside)
-            for number, factor in enumerate(spec.factors)
-            if factor.free
-        }
+        self._identity = dict(spec.free_tables(spec.identity()))
+        self._inner = {n: frozenset(i for i, other in enumerate(spec.factors) if n in other.inside) for n in self._identity}
 
     def __call__(self, before: StateDict, after: StateDict) -> Alignment:
         """Returns the permutation P with ``after`` ≈ P[``before``], how well it fits, and how to undo it.
@@ -142,10 +138,12 @@ class Aligner:
         old, new = self._grids("before", before), self._grids("after", after)
         if old.keys() != new.keys():
             raise ValueError(f"before and after must hold the same tensors, only one has {sorted(old.keys() ^ new.keys())[0]}")
-        places = self._places(old)
+        cells = [cell for cell in self._cells if cell.name in old]
+        places = {
+            n: [(cell, axis) for cell in cells for axis, each in enumerate(cell.factors) if each == n] for n in self._inner
+        }
         tables = self._first_guess(places, old, new)
         order = sorted(self._inner, key=lambda number: len(self.spec.factors[number].inside))
-        cells = [cell for cell in self._cells if cell.name in old]
         unexplained, residual = self._fit(cells, old, new, tables)
         for _ in range(self._sweeps):
             changed = False
@@ -158,15 +156,13 @@ class Aligner:
             unexplained, residual = self._fit(cells, old, new, tables)
         equal = {number: self._twins(number, places[number], old) for number in order}
         for number in order:  # what is inside of something untellable is, too
-            factor = self.spec.factors[number]
-            for place, outer in enumerate(factor.inside):
-                carried = [factor.inside.index(each) for each in self.spec.factors[outer].inside] + [place]
+            inside = self.spec.factors[number].inside
+            for place, outer in enumerate(inside):
                 if outer in equal:
-                    shape = [factor_size if i in carried else 1 for i, factor_size in enumerate(equal[number].shape)]
-                    dims = sorted(range(len(carried)), key=carried.__getitem__)
-                    equal[number] = equal[number] | equal[outer].permute(dims).reshape(shape)
+                    carried = [*(inside.index(each) for each in self.spec.factors[outer].inside), place]
+                    equal[number] = equal[number] | on_grid(equal[outer], carried, equal[number].shape)
         return Alignment(
-            plan=self._plan(tables),
+            plan=PermutationPlan(tuple(tables.get(number) for number in range(len(self.spec.factors)))),
             residual=residual,
             slots=sum(table.numel() for table in equal.values()),
             untellable=sum(int(table.sum()) for table in equal.values()),
@@ -179,9 +175,8 @@ class Aligner:
     def _grids(self, argument: str, tensors: StateDict) -> dict[str, torch.Tensor]:
         """Returns the tensors that move, by their names in the specification, in at least single precision."""
         found: dict[str, torch.Tensor] = {}
-        for key, name in _names(self.spec, tensors).items():
+        for key, name in _names(self.spec, argument, tensors).items():
             tensor = tensors[key]
-            _check_shape(self.spec, argument, name, tensor)
             wide = tensor.detach() if tensor.dtype in (torch.float32, torch.float64) else tensor.detach().float()
             if not bool(torch.isfinite(wide).all()):
                 raise ValueError(f"{argument}[{key!r}] must be finite everywhere: a run that diverged cannot be aligned")
@@ -190,15 +185,6 @@ class Aligner:
         if missing:
             raise ValueError(f"{argument} must hold every parameter that moves, {missing[0]} is missing: pass a state_dict")
         return found
-
-    def _places(self, old: Mapping[str, torch.Tensor]) -> dict[int, list[tuple[Cell, int]]]:
-        """Returns, for every free factor, the (cell, dimension) pairs where it appears in what was released."""
-        places: dict[int, list[tuple[Cell, int]]] = {number: [] for number in self._inner}
-        for cell in self._cells:
-            for axis, number in enumerate(cell.factors):
-                if number >= 0 and cell.name in old:
-                    places[number].append((cell, axis))
-        return places
 
     def _first_guess(
         self, places: Mapping[int, list[tuple[Cell, int]]], old: StateDict, new: StateDict
@@ -223,10 +209,8 @@ class Aligner:
         unexplained: Mapping[Cell, float] | None,
     ) -> torch.Tensor:
         """Returns a factor's table, given those of others; whatever is unknown is sorted."""
-        factor = self.spec.factors[number]
-        shape = (*(self.spec.factors[outer].size for outer in factor.inside), factor.size)
-        if factor.size == 1 or not places:
-            return torch.arange(factor.size).expand(shape).contiguous()
+        if self.spec.factors[number].size == 1 or not places:
+            return self._identity[number].clone()
         ones, others = [], []
         for cell, axis in places:
             one = cell.slices(cell.of(new[cell.name]), axis, unknown)
@@ -240,7 +224,7 @@ class Aligner:
             others.append(other * scale)
         after, before = torch.cat(ones, 2), torch.cat([each.to(ones[0].device) for each in others], 2)
         found = [pair(a, b, limit=self._limit) for a, b in zip(after, before, strict=True)]
-        return torch.stack(found).reshape(shape)
+        return torch.stack(found).reshape_as(self._identity[number])
 
     def _fit(
         self, cells: list[Cell], old: StateDict, new: StateDict, tables: Mapping[int, torch.Tensor]
@@ -258,47 +242,33 @@ class Aligner:
 
     def _twins(self, number: int, places: list[tuple[Cell, int]], old: StateDict) -> torch.Tensor:
         """Returns which old coordinates of a factor have an equal slice beside them."""
-        factor = self.spec.factors[number]
-        shape = (*(self.spec.factors[outer].size for outer in factor.inside), factor.size)
         unknown = self._inner[number] | {number}
         slices = [cell.slices(cell.of(old[cell.name]), axis, unknown) for cell, axis in places]
         if not slices:
-            return torch.full(shape, factor.size > 1)
-        return twins(torch.cat([each.to(slices[0].device) for each in slices], 2)).reshape(shape)
-
-    def _plan(self, tables: Mapping[int, torch.Tensor]) -> PermutationPlan:
-        """The tables, as the specification orders them."""
-        return PermutationPlan(tuple(tables.get(number) for number in range(len(self.spec.factors))))
+            return torch.full_like(self._identity[number], self.spec.factors[number].size > 1, dtype=torch.bool)
+        return twins(torch.cat([each.to(slices[0].device) for each in slices], 2)).reshape_as(self._identity[number])
 
 
 def align(
-    spec: PermutationSpec,
-    before: StateDict,
-    after: StateDict,
-    *,
-    assignment_limit: int = 2048,
-    sweeps: int = 20,
+    spec: PermutationSpec, before: StateDict, after: StateDict, *, assignment_limit: int = 2048, sweeps: int = 20
 ) -> Alignment:
     """Finds the permutation between two releases; :class:`Aligner` explains it, and does many pairs of one network faster."""
     return Aligner(spec, assignment_limit=assignment_limit, sweeps=sweeps)(before, after)
 
 
-def _names(spec: PermutationSpec, tensors: StateDict) -> dict[str, str]:
-    """Returns, for every key of a state dict whose tensor moves, the tensor's name in the specification."""
+def _names(spec: PermutationSpec, argument: str, tensors: StateDict) -> dict[str, str]:
+    """Returns, for every key of a state dict whose tensor moves, its name in the specification; refuses other shapes."""
     canonical = {alias: name for name, aliases in spec.aliases.items() for alias in aliases}
     found = {}
-    for key in tensors:
+    for key, tensor in tensors.items():
         name = key if key in spec.shapes or key in canonical else plain_name(key)
         name = canonical.get(name, name)
-        if name in spec.shapes:
-            found[key] = name
+        if name not in spec.shapes:
+            continue
+        shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        if shape != spec.shapes[name]:
+            raise ValueError(
+                f"{argument} does not fit the PermutationSpec: {name} should have shape {spec.shapes[name]}, got {shape}"
+            )
+        found[key] = name
     return found
-
-
-def _check_shape(spec: PermutationSpec, argument: str, name: str, tensor: Any) -> None:
-    """Refuses a tensor of another network."""
-    shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-    if shape != spec.shapes[name]:
-        raise ValueError(
-            f"{argument} does not fit the PermutationSpec: {name} should have shape {spec.shapes[name]}, got {shape}"
-        )

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from opacus_shuffle.permutation.moving.layout import Block
-from opacus_shuffle.permutation.moving.layout import nearest as nearest_outer
+from opacus_shuffle.permutation.moving.layout import Block, nearest, on_grid
 from opacus_shuffle.permutation.spec import PermutationSpec
 
 Tables = Mapping[int, torch.Tensor]
@@ -69,13 +68,8 @@ class Cell:
             number = self.factors[axis]
             if axis == stay or number in unknown or number not in tables:
                 continue
-            if not self.outer[axis]:
-                grid = grid.index_select(axis, tables[number].to(grid.device))
-                continue
-            carried = [*self.outer[axis], axis]
-            order = sorted(range(len(carried)), key=carried.__getitem__)
-            shape = [self.sizes[i] if i in carried else 1 for i in range(len(self.sizes))]
-            grid = torch.take_along_dim(grid, tables[number].permute(order).reshape(shape).to(grid.device), axis)
+            index = on_grid(tables[number], [*self.outer[axis], axis], self.sizes)
+            grid = torch.take_along_dim(grid, index.to(grid.device), axis)
         return grid
 
     def slices(self, grid: torch.Tensor, axis: int, unknown: Set[int]) -> torch.Tensor:
@@ -111,31 +105,22 @@ def cut(spec: PermutationSpec) -> list[Cell]:
         pieces += range(place, len(shape))
         for terms in itertools.product(*(block.terms for block in blocks)):
             waiting = iter(terms)
-            sizes: list[int] = []
-            strides: list[int] = []
-            factors: list[int] = []
-            outer: list[tuple[int, ...]] = []
+            dimensions: list[tuple[int, int, int, tuple[int, ...]]] = []  # as Cell has them: size, stride, factor, outer
             offset = 0
             for piece in pieces:
                 if isinstance(piece, int):
-                    sizes.append(shape[piece])
-                    strides.append(math.prod(shape[piece + 1 :]))
-                    factors.append(-1)
-                    outer.append(())
+                    dimensions.append((shape[piece], math.prod(shape[piece + 1 :]), -1, ()))
                     continue
-                term, first, unit = next(waiting), len(sizes), math.prod(shape[piece.stop :])
+                term, first, unit = next(waiting), len(dimensions), math.prod(shape[piece.stop :])
                 numbers = [number for number, _ in term.grid]
                 offset += term.offset * unit
                 for axis, (number, stride) in enumerate(term.grid):
                     factor = spec.factors[number]
-                    sizes.append(factor.size)
-                    strides.append(stride * unit)
-                    factors.append(number if factor.free else -1)
-                    outer.append(
-                        tuple(first + nearest_outer(numbers, each, axis) for each in factor.inside) if factor.free else ()
-                    )
-            if any(number >= 0 for number in factors):
-                cells.append(Cell(name, tuple(sizes), tuple(strides), offset, tuple(factors), tuple(outer)))
+                    outer = tuple(first + nearest(numbers, each, axis) for each in factor.inside) if factor.free else ()
+                    dimensions.append((factor.size, stride * unit, number if factor.free else -1, outer))
+            sizes, strides, factors, outers = zip(*dimensions, strict=True)
+            if max(factors) >= 0:
+                cells.append(Cell(name, sizes, strides, offset, factors, outers))
     return cells
 
 
@@ -160,12 +145,9 @@ def pair(after: torch.Tensor, before: torch.Tensor, *, limit: int) -> torch.Tens
         if len(taken) < _SLOW * len(rows):
             table[rows] = columns
             return torch.from_numpy(table)
-    if len(rows):
-        whole = len(rows) == len(after)
-        left = after if whole else after[torch.from_numpy(rows)]
-        right = before if whole else before[torch.from_numpy(columns)]
-        # Squared norms are the same for every assignment, so products decide.
-        table[rows] = columns[linear_sum_assignment((left @ right.T).numpy(force=True), maximize=True)[1]]
+    # Squared norms are the same for every assignment, so products decide.
+    products = after[torch.from_numpy(rows)] @ before[torch.from_numpy(columns)].T
+    table[rows] = columns[linear_sum_assignment(products.numpy(force=True), maximize=True)[1]]
     return torch.from_numpy(table)
 
 
@@ -181,14 +163,9 @@ def _nearest(after: torch.Tensor, before: torch.Tensor) -> tuple[np.ndarray, np.
 
 
 def twins(rows: torch.Tensor) -> torch.Tensor:
-    """Returns which rows of ``(groups, count, entries)`` equal another of their group in every bit (0 and -0 are equal)."""
-    bits = (rows.double() + 0.0).view(torch.int64)
-    # A sum of integers is exact in whatever order it is taken, so equal rows have equal keys; others do not, but for a chance
-    # of 2^-64.
-    factors = torch.empty(bits.shape[2], dtype=torch.int64).random_(generator=torch.Generator().manual_seed(0)).to(bits.device)
-    keys = ((bits ^ (bits >> 29)) * (2 * factors + 1)).sum(2)
-    ordered, places = keys.sort(dim=1)
-    same = ordered[:, 1:] == ordered[:, :-1]
-    none = torch.zeros_like(ordered[:, :1], dtype=torch.bool)
-    equal = torch.cat([same, none], 1) | torch.cat([none, same], 1)
-    return torch.zeros_like(equal).scatter(1, places, equal).cpu()
+    """Returns which rows of ``(groups, count, entries)`` equal another of their group in every entry."""
+    equal = torch.empty(rows.shape[:2], dtype=torch.bool)
+    for found, group in zip(equal, rows, strict=True):
+        _, which, counts = torch.unique(group, dim=0, return_inverse=True, return_counts=True)
+        found.copy_(counts[which] > 1)
+    return equal
