@@ -1,8 +1,7 @@
 r"""Audits of the mechanisms themselves, as they stand in the papers: each is run millions of times with and without a record.
 
-The shuffle Gaussian is Liew and Takahashi's (SG).
-One pair of data sets, one adversary, one test; what the test shows holds whatever can be proved or not. Nothing is trained, so
-these audits say what a formula is worth, not whether a training run is programmed correctly.
+The shuffle Gaussian is Liew and Takahashi's (SG). One pair of data sets, one adversary, one test: so these audits say what a
+formula is worth, not whether a training run is programmed correctly.
 
 >>> result = audit_gaussian(noise_multiplier=1.0, delta=1e-5, trials=100_000, generator=torch.Generator().manual_seed(0))
 >>> [round(claim.epsilon, 2) for claim in result.claims], [finding.lower <= 4.38 for finding in result.findings]
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,8 @@ from opacus_shuffle.accountants.mechanisms import ShuffleGauss
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.audit.lower_bounds import audit_scores, epsilon_lower_bound
 from opacus_shuffle.audit.result import AuditResult, Claim, Finding
-from opacus_shuffle.audit.sampling import chunks, numpy_generator
 from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Adjacency, Guarantee, NotCovered, PrivacyBound
+from opacus_shuffle.core.randomness import check_generator, secret_generator
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.validation import finite_number, integer, noise_level, open_unit_interval
 
@@ -39,6 +38,9 @@ _REPORTS = 400_000_000
 """Reports that :func:`audit_shuffle_gauss` draws by default, both hypotheses together: some 15 seconds of one core."""
 
 _MOST_USERS = 10_000_000
+
+CHUNK = 2**20
+"""Random numbers held at once, 8 MB."""
 
 
 def audit_gaussian(
@@ -74,15 +76,14 @@ def audit_gaussian(
     null = rng.standard_normal(trials)
     alternative = rng.standard_normal(trials) + 1 / sigma
     sees = "sees the noised sum"
+    counts = audit_scores(null, alternative, delta=delta, confidence=confidence)
+    gdp = audit_scores(null, alternative, delta=delta, confidence=confidence, method="gdp")
     claims = (gaussian_step(sigma, delta),)
     return AuditResult(
         f"Gaussian mechanism, noise multiplier {sigma:.6g}, one step",
         delta,
         claims,
-        (
-            Finding("counts", audit_scores(null, alternative, delta=delta, confidence=confidence), sees),
-            Finding("gdp", audit_scores(null, alternative, delta=delta, confidence=confidence, method="gdp"), sees),
-        ),
+        (Finding("counts", counts, sees), Finding("gdp", gdp, sees)),
         reach(claims, trials, delta, confidence),
     )
 
@@ -135,7 +136,10 @@ def audit_shuffle_gauss(
         raise ValueError(
             f"num_users must not exceed {_MOST_USERS:,}, got {users}: every run draws all reports; audit fewer users"
         )
-    others, present = _value("others", others), _value("record", record)
+    others, present = finite_number("others", others), finite_number("record", record)
+    for name, value in (("others", others), ("record", present)):
+        if not -1 <= value <= 1:
+            raise ValueError(f"{name} must lie in [-1, 1], in units of the clipping norm, got {value!r}")
     if present == 0:
         raise ValueError(f"record must not be 0, got {record!r}: there would be nothing to find; 1 or -1 shows most")
     neighbours = Adjacency(adjacency)
@@ -161,6 +165,20 @@ def audit_shuffle_gauss(
     )
 
 
+def numpy_generator(name: str, generator: torch.Generator | None) -> np.random.Generator:
+    """Returns NumPy's faster generator, keyed by 256 bits drawn from the torch one (from a secret one if it is None)."""
+    check_generator(name, generator)
+    source = secret_generator("cpu") if generator is None else generator
+    return np.random.default_rng(torch.randint(0, 2**32, (8,), dtype=torch.int64, generator=source).tolist())
+
+
+def chunks(total: int, width: int = 1) -> Iterator[slice]:
+    """Yields slices that cut ``total`` runs of ``width`` numbers each into pieces of about ``CHUNK`` numbers."""
+    step = max(1, CHUNK // width)
+    for start in range(0, total, step):
+        yield slice(start, min(start + step, total))
+
+
 def claimed(rounds: Rounds, bounds: Iterable[str], *, delta: float, adjacency: str = "zero_out") -> tuple[Claim, ...]:
     """Returns what these bounds say of the rounds, but for those that have no value for the adjacency."""
     found = []
@@ -172,21 +190,19 @@ def claimed(rounds: Rounds, bounds: Iterable[str], *, delta: float, adjacency: s
 
 def gaussian_step(sigma: float, delta: float) -> Claim:
     """Returns the exact ε of one step of DP-SGD in which the record is for certain (Balle & Wang 2018)."""
-    epsilon = gaussian.compute_epsilon(mu=1 / sigma, delta=delta)
-    return Claim(
-        PrivacyBound(
-            "gaussian",
-            "certified",
-            epsilon,
-            delta,
-            Adjacency.ZERO_OUT,
-            Guarantee.PROVED,
-            EVERY_DATA_SET,
-            rounds=1,
-            trusted="the server",
-            adversary="sees the noised sum of gradients",
-        )
+    bound = PrivacyBound(
+        mechanism="gaussian",
+        bound="certified",
+        epsilon=gaussian.compute_epsilon(mu=1 / sigma, delta=delta),
+        delta=delta,
+        adjacency=Adjacency.ZERO_OUT,
+        guarantee=Guarantee.PROVED,
+        covers=EVERY_DATA_SET,
+        rounds=1,
+        trusted="the server",
+        adversary="sees the noised sum of gradients",
     )
+    return Claim(bound)
 
 
 def likelihood_ratios(
@@ -220,19 +236,8 @@ def log_sum_ratio(reports: Vector, shift: float) -> Vector:
 
 def common(delta: Any, trials: Any, confidence: Any) -> tuple[float, int, float]:
     """Returns the arguments that every audit has, checked before anything is drawn."""
-    return (
-        open_unit_interval("delta", delta),
-        integer("trials", trials, minimum=FEWEST),
-        open_unit_interval("confidence", confidence),
-    )
-
-
-def _value(name: str, value: Any) -> float:
-    """Returns a number in [−1, 1], or refuses it."""
-    number = finite_number(name, value)
-    if not -1 <= number <= 1:
-        raise ValueError(f"{name} must lie in [-1, 1], in units of the clipping norm, got {value!r}")
-    return number
+    trials = integer("trials", trials, minimum=FEWEST)
+    return open_unit_interval("delta", delta), trials, open_unit_interval("confidence", confidence)
 
 
 def reach(claims: tuple[Claim, ...], trials: int, delta: float, confidence: float) -> tuple[str, ...]:

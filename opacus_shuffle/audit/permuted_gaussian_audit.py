@@ -1,8 +1,6 @@
-r"""Audits of the permuted Gaussian for pairs of gradients that meet every condition of WS Theorem 6.
+r"""Audits of the permuted Gaussian of weight shuffling (WS, Yang, Ji and Xiang; Definition 6 there calls it shuffled).
 
-WS is Yang, Ji and Xiang's weight shuffling, which calls it the shuffled Gaussian mechanism (Definition 6).
-
-All pairs have f = 0, all other gradients adding up to nothing; the record's gradient has norm c, and is
+All pairs meet every condition of WS Theorem 6. They have f = 0, all other gradients adding up to nothing; the record's gradient has norm c, and is
 
 * ``"one_coordinate"``: f′ = c·e₁, of which the largest of the permuted coordinates tells;
 * ``"all_but_one"``: f′ = c·(0, 1, …, 1)/√(d − 1), of which the *sum* of the coordinates tells, as it does not change by
@@ -27,13 +25,13 @@ import math
 import numpy as np
 import numpy.typing as npt
 import torch
+from scipy.special import ndtri_exp
 
 from opacus_shuffle.accountants.mechanisms import ShuffledWeights
 from opacus_shuffle.audit.lower_bounds import audit_scores
-from opacus_shuffle.audit.mechanism_audits import claimed, common, plural, reach
+from opacus_shuffle.audit.mechanism_audits import chunks, claimed, common, numpy_generator, plural, reach
 from opacus_shuffle.audit.result import AuditResult, Finding
-from opacus_shuffle.audit.sampling import chunks, largest_normal, numpy_generator
-from opacus_shuffle.core.validation import integer, one_of, sampling_rate
+from opacus_shuffle.core.validation import integer, one_of
 
 Vector = npt.NDArray[np.float64]
 
@@ -42,7 +40,6 @@ PAIRS = {
     "all_but_one": "the record's is 0 in one coordinate and the same in all others, at the clipping norm",
     "oblique": "the record's is at 46 degrees to one with equal coordinates, at the clipping norm",
 }
-_TESTS = {"one_coordinate": "largest coordinate", "all_but_one": "sum of coordinates", "oblique": "sum of coordinates"}
 _RUNS = 10_000_000
 _DRAWS = 200_000_000
 """Random numbers that the sums take by default, both hypotheses together: some ten seconds of one core."""
@@ -93,14 +90,11 @@ def audit_permuted_gaussian(
         With probability ``confidence`` the pair's ε at δ, and so that of any bound for all data sets that satisfy these
         conditions, is at least the finding, for an adversary who sees the permuted gradients and nothing else.
     """
-    rate, dimension, steps = sampling_rate("sample_rate", sample_rate), integer("dimension", dimension), integer("steps", steps)
+    dimension, steps = integer("dimension", dimension), integer("steps", steps)
     mechanism = ShuffledWeights(
-        noise_multiplier=noise_multiplier,
-        num_users=math.ceil(1 / rate),  # nothing depends on it but the rate
-        sample_rate=rate,
-        dimension=dimension,
-        batch_clip=batch_clip,
+        noise_multiplier=noise_multiplier, sample_rate=sample_rate, dimension=dimension, batch_clip=batch_clip
     )
+    rate = mechanism.sample_rate
     one_of("pair", pair, PAIRS)
     single = pair == "one_coordinate"
     if not single and dimension < 2:
@@ -110,26 +104,23 @@ def audit_permuted_gaussian(
     delta, trials, confidence = common(delta, trials, confidence)
     rng = numpy_generator("generator", generator)
     shift = mechanism.record_norm / mechanism.noise_multiplier
+    test = "largest coordinate" if single else "sum of coordinates"
     if single:
         scores = largest_coordinates(shift=shift, dimension=dimension, steps=steps, sample_rate=rate, trials=trials, rng=rng)
     else:
         mean = shift * (math.sqrt((dimension - 1) / dimension) if pair == "all_but_one" else math.cos(math.radians(46)))
         scores = summed_coordinates(mean=mean, steps=steps, sample_rate=rate, trials=trials, rng=rng)
-    bounds = ("published", *(("pair",) if single else ()), "certified")
+    bounds = ("published", "pair", "certified") if single else ("published", "certified")
     claims = claimed([(mechanism, steps)], bounds, delta=delta)
     sees = "sees the noised gradient of every step, its coordinates in random order, and knows all other records"
-    lower = audit_scores(*scores, delta=delta, confidence=confidence)
     return AuditResult(
         f"permuted Gaussian, noise multiplier {mechanism.noise_multiplier:.6g}, dimension {dimension:,}, "
         + plural(steps, "step")
         + (f", sample rate {rate:.4g}" if rate < 1 else ""),
         delta,
         claims,
-        (Finding(_TESTS[pair], lower, sees),),
-        (
-            f"Audited: the gradients of all others add up to zero, {PAIRS[pair]}.",
-            *reach(claims, trials, delta, confidence),
-        ),
+        (Finding(test, audit_scores(*scores, delta=delta, confidence=confidence), sees),),
+        (f"Audited: the gradients of all others add up to zero, {PAIRS[pair]}.", *reach(claims, trials, delta, confidence)),
     )
 
 
@@ -148,10 +139,22 @@ def largest_coordinates(
     return null, alternative
 
 
+def largest_normal(count: npt.ArrayLike, size: int, rng: np.random.Generator) -> Vector:
+    """Draws ``size`` times the largest of ``count`` (one number, or one per draw) standard normals; −∞ of none at all.
+
+    It is Φ⁻¹(U^{1/count}): one random number, however large the count is. With the exponential E = −log U that is the quantile
+    whose logarithm is −E/count, and inverting log Φ loses nothing where Φ itself rounds to 1.
+    """
+    exponential = rng.standard_exponential(size)
+    with np.errstate(divide="ignore"):
+        return ndtri_exp(-exponential / np.asarray(count, dtype=np.float64))
+
+
 def summed_coordinates(
     *, mean: float, steps: int, sample_rate: float, trials: int, rng: np.random.Generator
 ) -> tuple[Vector, Vector]:
     """Draws the log likelihood ratio of all steps' sums, N(0, 1) against N(``mean``, 1) with rate q, per run, both ways."""
+    log_absent = math.log(1 - sample_rate) if sample_rate < 1 else -math.inf
     totals = np.zeros(trials), np.zeros(trials)
     for present, total in zip((False, True), totals, strict=True):
         for part in chunks(trials, steps):
@@ -159,10 +162,5 @@ def summed_coordinates(
             if present:
                 sums += mean * (rng.random(sums.shape) < sample_rate)
             ratios = mean * sums - mean**2 / 2
-            total[part] = np.sum(np.logaddexp(_log(1 - sample_rate), math.log(sample_rate) + ratios), axis=1)
+            total[part] = np.sum(np.logaddexp(log_absent, math.log(sample_rate) + ratios), axis=1)
     return totals
-
-
-def _log(share: float) -> float:
-    """Its logarithm, −∞ of 0."""
-    return math.log(share) if share > 0 else -math.inf

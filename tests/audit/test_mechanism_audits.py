@@ -23,9 +23,8 @@ from opacus_shuffle.audit import (
     audit_shuffle_gauss,
     mechanism_audits,
 )
-from opacus_shuffle.audit.mechanism_audits import likelihood_ratios, log_sum_ratio
-from opacus_shuffle.audit.permuted_gaussian_audit import largest_coordinates
-from opacus_shuffle.audit.sampling import chunks, largest_normal, numpy_generator
+from opacus_shuffle.audit.mechanism_audits import chunks, likelihood_ratios, log_sum_ratio, numpy_generator
+from opacus_shuffle.audit.permuted_gaussian_audit import largest_coordinates, largest_normal
 
 VIT = {"noise_multiplier": 0.27372, "dimension": 85_800_000, "steps": 500, "sample_rate": 0.02, "delta": 5e-6}
 
