@@ -28,7 +28,10 @@ from opacus_shuffle.core.validation import integer, one_of, open_unit_interval
 Method = Literal["clopper_pearson", "gdp"]
 Vector = npt.NDArray[np.float64]
 
-METHODS = ("clopper_pearson", "gdp")
+METHODS = {
+    "clopper_pearson": "counts of mistakes",
+    "gdp": "counts of mistakes, if the trade-off curve is Gaussian",
+}
 
 RELATIVE_ERROR = 1e-9
 """Clopper-Pearson limits and ε are moved to the safe side by this fraction: more than inverting the beta distribution loses."""

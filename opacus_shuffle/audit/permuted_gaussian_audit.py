@@ -1,6 +1,7 @@
 r"""Audits of the permuted Gaussian of weight shuffling (WS, Yang, Ji and Xiang; Definition 6 there calls it shuffled).
 
-All pairs meet every condition of WS Theorem 6. They have f = 0, all other gradients adding up to nothing; the record's gradient has norm c, and is
+All pairs meet every condition of WS Theorem 6: f = 0, all other gradients adding up to nothing, and the record's has norm c. It
+is
 
 * ``"one_coordinate"``: f′ = c·e₁, of which the largest of the permuted coordinates tells;
 * ``"all_but_one"``: f′ = c·(0, 1, …, 1)/√(d − 1), of which the *sum* of the coordinates tells, as it does not change by

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import textwrap
 from typing import TYPE_CHECKING, Any
 
-from opacus_shuffle.audit.lower_bounds import LowerBound
-from opacus_shuffle.audit.result_figure import Row, draw
+from opacus_shuffle.audit.lower_bounds import METHODS, LowerBound
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_down, round_up
 from opacus_shuffle.core.tables import html_table, paragraph, text_table
@@ -25,16 +25,21 @@ from opacus_shuffle.core.validation import finite_number, instance_of, open_unit
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-METHODS = {
-    "clopper_pearson": "counts of mistakes",
-    "gdp": "counts of mistakes, if the trade-off curve is Gaussian",
-}
-
 ABOUT = {
     Guarantee.PROVED: "every data set",
     Guarantee.PAIR: "one pair of data sets",
     Guarantee.ESTIMATE: "(estimate)",
 }
+
+STYLES = {
+    Guarantee.PROVED: ("#0072B2", "s", "claimed, proved: ε at most"),
+    Guarantee.PAIR: ("#D55E00", "D", "claimed, one pair of data sets: ε at most"),
+    Guarantee.ESTIMATE: ("#CC79A7", "^", "claimed, estimate: ε at most"),
+    None: ("#000000", ">", "found by the audit: ε at least"),
+}
+"""Colour (Okabe and Ito's palette, which differ in brightness too), marker, legend."""
+
+TITLE_WIDTH = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +131,11 @@ class AuditResult:
             object.__setattr__(self, name, tuple(values))
         if not self.findings:
             raise ValueError("findings must hold at least one Finding, got none: there is nothing to report")
-        deltas = [(claim.name, claim.bound.delta) for claim in self.claims]
-        deltas += [(finding.name, finding.lower.delta) for finding in self.findings]
-        for name, delta in deltas:
-            if delta != self.delta:
-                raise ValueError(f"claims and findings must be at the audit's delta={self.delta!r}, got {name!r} at {delta!r}")
+        for name, bound in [(c.name, c.bound) for c in self.claims] + [(f.name, f.lower) for f in self.findings]:
+            if bound.delta != self.delta:
+                raise ValueError(
+                    f"claims and findings must be at the audit's delta={self.delta!r}, got {name!r} at {bound.delta!r}"
+                )
 
     @property
     def largest(self) -> Finding:
@@ -156,15 +161,7 @@ class AuditResult:
             "delta": self.delta,
             "confidence": round(self.confidence, 12),
             "claims": [{**claim.bound.to_dict(), "against": list(claim.against)} for claim in self.claims],
-            "findings": [
-                {
-                    "name": finding.name,
-                    "lower": finding.lower.to_dict(),
-                    "adversary": finding.adversary,
-                    "recovered": finding.recovered,
-                }
-                for finding in self.findings
-            ],
+            "findings": [{**vars(finding), "lower": finding.lower.to_dict()} for finding in self.findings],
             "contradicted": [claim.name for claim in self.contradicted],
             "notes": list(self.notes),
         }
@@ -192,38 +189,60 @@ class AuditResult:
         Raises:
             ImportError: If matplotlib is missing.
         """
-        rows = [
-            *(Row(claim.name, claim.epsilon, round_up(claim.epsilon), claim.guarantee) for claim in self.claims),
-            *(Row(finding.name, float(finding.lower), round_down(finding.lower)) for finding in self.findings),
-        ]
-        return draw(self.title, rows, delta=self.delta, ax=ax)
+        rows: list[tuple[str, float, str, Guarantee | None]]
+        rows = [(claim.name, claim.epsilon, round_up(claim.epsilon), claim.guarantee) for claim in self.claims]
+        rows += [(finding.name, float(finding.lower), round_down(finding.lower), None) for finding in self.findings]
+        if ax is None:
+            try:
+                import matplotlib.pyplot as plt
+            except ImportError as error:
+                raise ImportError("plot needs matplotlib: pip install 'opacus_shuffle[plots]'") from error
+            ax = plt.subplots(figsize=(8.0, 1.6 + 0.45 * len(rows)), layout="constrained")[1]
+        drawable = [epsilon for _, epsilon, _, _ in rows if epsilon > 0] or [1.0]
+        left, right = min(drawable) / 3, max(drawable) * 3
+        seen = set()
+        for position, (_, epsilon, text, guarantee) in enumerate(rows):
+            color, marker, legend = STYLES[guarantee]
+            # No logarithm of zero: such a row stands at the left edge, with its number.
+            place = epsilon if epsilon > 0 else left
+            label = None if legend in seen else legend
+            seen.add(legend)
+            ax.plot([place], [position], color=color, marker=marker, markersize=8, linestyle="none", label=label, clip_on=False)
+            ends = (place, right) if guarantee is None else (left, place)
+            ax.plot(ends, [position, position], color=color, linewidth=1.5, alpha=0.5)
+            ax.annotate(text, (place, position), (0, 7), textcoords="offset points", ha="center", fontsize=9, color=color)
+        if self.largest.lower > 0:
+            ax.axvline(self.largest.lower, color=STYLES[None][0], linewidth=0.8, linestyle=":")
+        ax.set_xscale("log")
+        ax.set_xlim(left, right)
+        ax.set_ylim(len(rows) - 0.5, -0.7)
+        ax.set_yticks(range(len(rows)), [name for name, *_ in rows])
+        ax.set_xlabel(f"ε at δ = {self.delta:.3g}")
+        ax.set_title("\n".join(textwrap.wrap(self.title, TITLE_WIDTH)), fontsize=10)
+        ax.grid(axis="x", which="major", alpha=0.3)
+        ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False)
+        return ax
 
     def _cells(self) -> list[tuple[str, str, str, str]]:
         """The table's rows as text: claims rounded up, findings down."""
-        claims = [
-            (f"claimed: {c.name}", f"<= {round_up(c.epsilon)}", ABOUT[c.guarantee], c.guarantee.name) for c in self.claims
-        ]
-        findings = [
-            (
-                f"found: {f.name}",
-                f">= {round_down(f.lower)}",
-                "the pair audited",
-                f"{_percent(f.lower.confidence)} confidence",
-            )
-            for f in self.findings
-        ]
-        return claims + findings
+        cells = [(f"claimed: {c.name}", f"<= {round_up(c.epsilon)}", ABOUT[c.guarantee], c.guarantee.name) for c in self.claims]
+        for finding in self.findings:
+            status = f"{_percent(finding.lower.confidence)} confidence"
+            cells.append((f"found: {finding.name}", f">= {round_down(finding.lower)}", "the pair audited", status))
+        return cells
 
     def _sentences(self) -> list[str]:
         """What the table says, in words."""
         best = self.largest
         sentences = [self._evidence(finding) for finding in self.findings]
         if best.lower > 0:
-            said = f"The pair of data sets audited has epsilon of at least {round_down(best.lower)} with {self._confidence()}"
+            sure = f"{_percent(self.confidence)} confidence"
+            if len(self.findings) > 1:
+                sure = f"at least {sure} (the {len(self.findings)} findings together)"
+            said = f"The pair of data sets audited has epsilon of at least {round_down(best.lower)} with {sure}"
             said += ", if its trade-off curve is Gaussian" if best.lower.method == "gdp" else ""
             sentences.append(f"{said}.")
-        for claim in self.claims:
-            sentences.append(self._verdict(claim))
+        sentences += [self._verdict(claim) for claim in self.claims]
         if len(self.contradicted) < len(self.claims):
             sentences.append("An audit only bounds epsilon from below: what it does not contradict it does not prove.")
         return [*sentences, *self.notes]
@@ -255,12 +274,6 @@ class AuditResult:
             f"{says} The audit is above it: either what was audited is not what the bound was computed for, or this is one of "
             "the rare audits that err."
         )
-
-    def _confidence(self) -> str:
-        """The largest finding's, with all others counted in."""
-        if len(self.findings) == 1:
-            return f"{_percent(self.findings[0].lower.confidence)} confidence"
-        return f"at least {_percent(self.confidence)} confidence (the {len(self.findings)} findings together)"
 
 
 def _faces(claim: Claim, finding: Finding) -> bool:
