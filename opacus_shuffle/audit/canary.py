@@ -25,8 +25,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from types import TracebackType
 
+import numpy as np
 import torch
 from opacus.optimizers import (
     DistributedDPOptimizer,
@@ -34,19 +34,13 @@ from opacus.optimizers import (
     DPOptimizer,
     DPPerLayerOptimizer,
     FSDPOptimizerFastGradientClipping,
-    SimpleDistributedPerLayerOptimizer,
 )
 
 from opacus_shuffle.core.randomness import check_generator, secret_generator
 from opacus_shuffle.core.validation import instance_of, positive
 from opacus_shuffle.engine.optimizers import BatchClipping
 
-DISTRIBUTED = (
-    DistributedDPOptimizer,
-    DistributedDPOptimizerFastGradientClipping,
-    FSDPOptimizerFastGradientClipping,
-    SimpleDistributedPerLayerOptimizer,
-)
+DISTRIBUTED = (DistributedDPOptimizer, DistributedDPOptimizerFastGradientClipping, FSDPOptimizerFastGradientClipping)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +145,7 @@ class GradientCanary:
     def __enter__(self) -> GradientCanary:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
     @torch.no_grad()
@@ -172,32 +166,24 @@ class GradientCanary:
 
     def _batch_factor(self) -> float:
         """Returns the factor by which batch clipping will shrink the sum as it is now."""
-        norm = getattr(self._optimizer, "batch_clip", None)
-        if not isinstance(self._optimizer, BatchClipping) or norm is None or norm == math.inf:
+        optimizer = self._optimizer
+        if not isinstance(optimizer, BatchClipping) or optimizer.batch_clip is None:
             return 1.0
-        clipped = self._optimizer.shuffled
-        if id(self._parameter) not in clipped:
+        if id(self._parameter) not in optimizer.shuffled:
             return 1.0
-        squares = [
-            float(torch.linalg.vector_norm(each.summed_grad)) ** 2 for each in self._optimizer.params if id(each) in clipped
-        ]
-        return float(norm / max(math.sqrt(sum(squares)), norm))
+        sums = [each.summed_grad for each in optimizer.params if id(each) in optimizer.shuffled]
+        length = math.sqrt(sum(float(torch.linalg.vector_norm(each)) ** 2 for each in sums))
+        return min(1.0, optimizer.batch_clip / length) if length else 1.0
 
 
 def entry(parameter: torch.Tensor, index: int | Sequence[int]) -> tuple[int, ...]:
-    """Returns an entry's coordinates, checked.
-
-    Raises:
-        ValueError: If there is no such entry.
-    """
-    numbers = [index] if isinstance(index, int) and not isinstance(index, bool) else index
-    shape = tuple(parameter.shape)
+    """Returns an entry's coordinates; refuses an index that is none."""
+    shape, flat = tuple(parameter.shape), isinstance(index, int)
+    numbers = [index] if isinstance(index, int) else index
     if not isinstance(numbers, Sequence) or any(isinstance(n, bool) or not isinstance(n, int) for n in numbers):
         raise ValueError(f"index must be a whole number or one per axis of the parameter's shape {shape}, got {index!r}")
-    if isinstance(index, int):
-        if not 0 <= index < parameter.numel():
-            raise ValueError(f"index must lie in [0, {parameter.numel()}), the parameter's entries, got {index!r}")
-        return tuple(int(each) for each in torch.unravel_index(torch.tensor(index), shape)) if shape else ()
-    if len(numbers) != len(shape) or any(not 0 <= n < size for n, size in zip(numbers, shape, strict=False)):
-        raise ValueError(f"index must lie within the parameter's shape {shape}, got {index!r}")
-    return tuple(numbers)
+    sizes = (parameter.numel(),) if flat else shape
+    if len(numbers) != len(sizes) or any(not 0 <= n < size for n, size in zip(numbers, sizes, strict=True)):
+        where = f"in [0, {parameter.numel()}), the parameter's entries" if flat else f"within the parameter's shape {shape}"
+        raise ValueError(f"index must lie {where}, got {index!r}")
+    return tuple(map(int, np.unravel_index(numbers[0], shape))) if flat else tuple(numbers)

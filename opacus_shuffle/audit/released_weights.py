@@ -37,22 +37,16 @@ class ReleasedWeights:
         self._network, self._optimizer, self._shuffler = network, optimizer, shuffler
         self._name, self._parameter, self._place = name, parameter, place
         self._align = Aligner(shuffler.spec)
-        self._orbit = orbit(shuffler.spec, name, parameter, place)
+        self.orbit = orbit(shuffler.spec, name, parameter, place)
         self._group = next(g for g in innermost(optimizer).param_groups if any(p is parameter for p in g["params"]))
         self._before = self._weights()
         self._drawn: PermutationPlan | None = None
-        self.orbit_size = int(self._orbit.sum())
         self.largest: list[float] = []
         self.differences: list[float] = []
         self.recovered: list[float] = []
 
-    @property
-    def shuffles(self) -> int:
-        """Steps looked at."""
-        return len(self.differences)
-
-    def watch(self) -> None:
-        """Notes the permutations from now on: the auditor needs the truth, the adversary does not get it."""
+    def __enter__(self) -> ReleasedWeights:
+        # Notes the permutations from now on: the auditor needs the truth, the adversary does not get it.
         draw = self._shuffler._draw
 
         def noted() -> PermutationPlan:
@@ -60,9 +54,9 @@ class ReleasedWeights:
             return self._drawn
 
         self._shuffler._draw = noted  # type: ignore[method-assign]
+        return self
 
-    def unwatch(self) -> None:
-        """Leaves the shuffler as it was."""
+    def __exit__(self, *error: object) -> None:
         self._shuffler.__dict__.pop("_draw", None)
 
     def look(self, background: float) -> None:
@@ -73,7 +67,7 @@ class ReleasedWeights:
         if self._optimizer.loss_reduction == "mean":
             scale = float(self._optimizer.expected_batch_size * self._optimizer.accumulated_iterations)
         # The shuffler has permuted the gradient with the weights; among all places it may have got to the largest stays.
-        self.largest.append(float(self._parameter.grad[self._orbit].max()) * scale)
+        self.largest.append(float(self._parameter.grad[self.orbit].max()) * scale)
         after = self._weights()
         alignment = self._align(self._before, after)
         undone = alignment.undo({self._name: after[self._name]})[self._name]
@@ -97,8 +91,6 @@ def orbit(spec: PermutationSpec, name: str, tensor: torch.Tensor, place: tuple[i
         return reached.bool().to(tensor.device)
     generator = torch.Generator().manual_seed(0)  # any permutations will do
     for _ in range(_CERTAIN):
-        if int(reached.sum()) == spec.largest_orbit(name):
-            break
         moved = reached.clone()
         spec.move({name: [moved]}, spec.sample(generator))
         reached = torch.maximum(reached, moved)

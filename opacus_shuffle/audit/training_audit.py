@@ -22,6 +22,7 @@ or less of the step guess which it was.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,7 @@ from opacus_shuffle.audit.lower_bounds import METHODS, LowerBound, Method, audit
 from opacus_shuffle.audit.mechanism_audits import gaussian_step, reach
 from opacus_shuffle.audit.released_weights import ReleasedWeights
 from opacus_shuffle.audit.result import AuditResult, Claim, Finding
+from opacus_shuffle.audit.slices import Cell, cut
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound
 from opacus_shuffle.core.opacus_compat import POISSON_SAMPLERS, clips_adaptively
 from opacus_shuffle.core.randomness import check_generator
@@ -138,8 +140,8 @@ def audit_training(
     check_generator("generator", generator)
     if engine is not None:
         instance_of("engine", engine, (opacus.PrivacyEngine,))
-    held = {id(each) for each in unwrap(model).parameters()}
-    if not held.intersection(map(id, optimizer.params)):
+    network = unwrap(model)
+    if not {id(each) for each in network.parameters()}.intersection(map(id, optimizer.params)):
         raise ValueError(
             "optimizer does not hold this model's parameters: make a copy of the network before make_private, make that "
             "private, and audit it with what make_private returned"
@@ -151,7 +153,6 @@ def audit_training(
     _refuse_other_noise(optimizer)
     found = getattr(model, "shuffler", None) or getattr(engine, "shuffler", None)
     shuffler = found if isinstance(found, WeightShuffler) else None
-    network = unwrap(model)
     if shuffler is not None:
         _refuse_other_updates(optimizer, shuffler)
     name, tensor = _tensor(network, optimizer, shuffler, parameter)
@@ -159,33 +160,27 @@ def audit_training(
     view = None if shuffler is None else ReleasedWeights(network, optimizer, shuffler, name, tensor, place)
     sigma, norm = noise_level("optimizer.noise_multiplier", optimizer.noise_multiplier), optimizer.max_grad_norm
 
-    with GradientCanary(optimizer, tensor, place, generator=generator) as canary:
+    batches = _forever(data_loader)
+    with GradientCanary(optimizer, tensor, place, generator=generator) as canary, view or contextlib.nullcontext():
         size = canary.size
-        batches = _forever(data_loader)
-        if view is not None:
-            view.watch()
-        try:
-            while len(canary.trials) < steps:
-                optimizer.zero_grad()
-                value = loss(model, next(batches))
-                if not hasattr(value, "backward"):
-                    raise ValueError(f"loss(model, batch) must return the loss, a scalar tensor, got {type(value).__name__}")
-                value.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                if view is not None and view.shuffles < len(canary.trials):
-                    view.look(canary.trials[-1].background)
-                if (optimizer.noise_multiplier, optimizer.max_grad_norm) != (sigma, norm):
-                    raise ValueError("optimizer's noise_multiplier and max_grad_norm must not change: audit without schedulers")
-        finally:
-            if view is not None:
-                view.unwatch()
+        while len(canary.trials) < steps:
+            optimizer.zero_grad()
+            value = loss(model, next(batches))
+            if not hasattr(value, "backward"):
+                raise ValueError(f"loss(model, batch) must return the loss, a scalar tensor, got {type(value).__name__}")
+            value.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            if view is not None and len(view.differences) < len(canary.trials):
+                view.look(canary.trials[-1].background)
+            if (optimizer.noise_multiplier, optimizer.max_grad_norm) != (sigma, norm):
+                raise ValueError("optimizer's noise_multiplier and max_grad_norm must not change: audit without schedulers")
         optimizer.zero_grad()
 
-    present = [trial.present for trial in canary.trials]
-
     def bound(scores: list[float], method: Method) -> LowerBound:
-        null = [score for score, there in zip(scores, present, strict=True) if not there]
-        alternative = [score for score, there in zip(scores, present, strict=True) if there]
+        null, alternative = (
+            [score for score, trial in zip(scores, canary.trials, strict=True) if trial.present is present]
+            for present in (False, True)
+        )
         return audit_scores(null, alternative, delta=delta, confidence=confidence, method=method)
 
     scores = [trial.score for trial in canary.trials]
@@ -195,19 +190,19 @@ def audit_training(
         f"elsewhere; {steps:,} steps of one run, half of them with it."
     ]
     if view is not None:
-        recovered = math.fsum(view.recovered) / steps
+        mixed = f"its entries permuted (this one among {int(view.orbit.sum()):,})"
         exact = min(view.recovered) == 1
         findings += [
             Finding(
                 "shuffled gradient",
                 bound(view.largest, "clopper_pearson"),
-                f"the noised sum, its entries permuted (this one among {view.orbit_size:,}), and nothing to match it with",
+                f"the noised sum, {mixed}, and nothing to match it with",
             ),
             Finding(
                 "re-aligned",
                 bound(view.differences, method if exact else "clopper_pearson"),
                 "the weights released before and after the step, and all other records",
-                recovered,
+                math.fsum(view.recovered) / steps,
             ),
         ]
         notes.append(
@@ -244,17 +239,14 @@ def _tensor(
 
 def _moving_entry(shuffler: WeightShuffler | None, name: str) -> int:
     """Returns an entry of a tensor that gets as far as any, along the flattened tensor."""
-    if shuffler is None or name not in shuffler.spec.blocks:
+    cells = [] if shuffler is None else [cell for cell in cut(shuffler.spec) if cell.name == name]
+    if not cells:
         return 0
-    spec = shuffler.spec
-    place = 0
-    for block in spec.blocks[name]:
-        best = max(
-            block.terms,
-            key=lambda term: math.prod(spec.factors[number].size for number, _ in term.grid if spec.factors[number].free),
-        )
-        place += best.offset * math.prod(spec.shapes[name][block.stop :])
-    return place
+
+    def places(cell: Cell) -> int:
+        return math.prod(size for size, factor in zip(cell.sizes, cell.factors, strict=True) if factor >= 0)
+
+    return max(cells, key=places).offset
 
 
 def _forever(data_loader: DataLoader) -> Iterator[Any]:
@@ -318,12 +310,11 @@ def _claims(
         spec = shuffler.spec
         trained = {id(each) for each in optimizer.params}
         moving = [key for key, each in spec.tensors(network).items() if id(each) in trained]
-        norm = getattr(optimizer, "batch_clip", None)
         step = ShuffledWeights(
             noise_multiplier=sigma,
             dimension=sum(round(spec.moved_fraction(key) * math.prod(spec.shapes[key])) for key in moving),
             clip=float(optimizer.max_grad_norm),
-            batch_clip=math.inf if norm is None else float(norm),
+            batch_clip=float(getattr(optimizer, "batch_clip", None) or math.inf),
         )
     else:
         return (certified,)

@@ -120,15 +120,13 @@ def test_whoever_sees_released_weights_sees_the_gradients(mode, options):
 def test_the_difference_of_two_releases_is_the_noised_gradient():
     run = private(shuffle_weights=True, sigma=1.0)
     tensor = weight(run)
-    with GradientCanary(run["optimizer"], tensor, (3, 2)) as canary:
-        view = ReleasedWeights(unwrap(run["model"]), run["optimizer"], run["engine"].shuffler, "0.weight", tensor, (3, 2))
-        view.watch()
+    view = ReleasedWeights(unwrap(run["model"]), run["optimizer"], run["engine"].shuffler, "0.weight", tensor, (3, 2))
+    with GradientCanary(run["optimizer"], tensor, (3, 2)) as canary, view:
         for batch in itertools.islice(itertools.cycle(run["data_loader"]), 30):
             run["optimizer"].zero_grad()
             run["loss"](run["model"], batch).backward()
             run["optimizer"].step()
             view.look(canary.trials[-1].background)
-        view.unwatch()
     assert view.recovered == [1.0] * 30
     for mine, trial in zip(view.differences, canary.trials, strict=True):
         # Weights of size 1 are rounded by 2⁻⁵³; the learning rate and the batch size make that 80 times larger.
