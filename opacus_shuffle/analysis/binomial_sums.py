@@ -1,10 +1,9 @@
 r"""Covers integer sums under binomial noise: one coordinate by its exact hockey stick, many by one Gaussian mechanism.
 
-In a multi-message shuffle protocol user i holds w ∈ [0, g]^d, rounds every coordinate at random to a neighbouring integer, and
-the analyzer sees, coordinate by coordinate, the sum of the rounded values plus Bin(m, p). Proved for every data set in
-docs/proofs/02_sums_with_binomial_noise.md: for d = 1 the worst case is the integer shift g (Proposition 2.1,
-:func:`hockey_stick`); for any d, and wherever in the ball ‖w − w′‖₂ ≤ g a user's value moves, the sums are a post-processing of
-one Gaussian mechanism with μ = c·‖w − w′‖₂ but for a probability d·``lost`` (Theorem 2.5, :func:`gaussian_bound`).
+User i holds w ∈ [0, g]^d, rounds every coordinate at random to a neighbouring integer, and the analyzer sees every
+coordinate's sum plus Bin(m, p). Proved for every data set in docs/proofs/02_sums_with_binomial_noise.md: for d = 1 the worst
+case is the integer shift g (2.1, :func:`hockey_stick`); for any d and ‖w − w′‖₂ ≤ g the sums are a post-processing of one
+Gaussian mechanism with μ = c·‖w − w′‖₂ but for a probability d·``lost`` (Theorem 2.5, :func:`gaussian_bound`).
 
 >>> noise = BinomialNoise(trials=40_000, probability=0.5)  # standard deviation 100
 >>> bound = gaussian_bound(noise, shift=100, tail=1e-12)
@@ -16,6 +15,7 @@ one Gaussian mechanism with μ = c·‖w − w′‖₂ but for a probability d�
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -127,12 +127,9 @@ def _upward(noise: BinomialNoise, shift: int, epsilon: float) -> float:
             return math.log(moved) - math.log(stayed) > epsilon
         return moved > stayed or (moved == stayed and y > m * p)
 
-    low, high = shift - 1, m + 1  # nothing moved gets to the one, nothing that stayed to the other
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if beyond(middle) else (middle, high)
+    first = shift + bisect.bisect_left(range(shift, m + 1), True, key=beyond)
     # A step to either side too: the supremum is over all thresholds.
-    thresholds = np.array([high - 2, high - 1, high], dtype=np.float64)
+    thresholds = np.array([first - 2, first - 1, first], dtype=np.float64)
     moved, stayed = binom.sf(thresholds - shift, m, p), binom.sf(thresholds, m, p)
     with np.errstate(divide="ignore"):
         against = np.exp(np.minimum(np.log(stayed) + epsilon, 1.0))  # e^ε alone might overflow
@@ -180,11 +177,8 @@ def gaussian_bound(noise: BinomialNoise, *, shift: int, tail: float) -> Gaussian
 def _largest_with_tail(noise: BinomialNoise, tail: float) -> int:
     """Returns the largest y with P(B ≤ y) ≤ tail; −1 if there is none."""
     m, p = noise.trials, noise.probability
-    low, high = -1, math.ceil(m * p)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if binom.cdf(middle, m, p) * (1 + noise.relative_error) <= tail else (low, middle)
-    return low
+    more = 1 + noise.relative_error
+    return bisect.bisect_left(range(math.ceil(m * p)), True, key=lambda y: bool(binom.cdf(y, m, p) * more > tail)) - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,11 +252,11 @@ def lower_epsilon(rounds: Rounds, *, delta: float, sample_rate: float = 1.0) -> 
         rounds = [(each, count) for each, count in rounds if each.shift <= each.noise.trials]
         if not rounds:
             return 0.0
-    ends = []
-    for reflected in (False, True):
-        distributions = [(Mixture.of(_shift_distribution(each, reflected).scaled(rate)), count) for each, count in rounds]
-        ends.append(privacy_loss.lower_epsilon(distributions, delta=delta))
-    return max(ends)
+    each_way = [
+        [(Mixture.of(_shift_distribution(each, reflected).scaled(rate)), count) for each, count in rounds]
+        for reflected in (False, True)
+    ]
+    return max(privacy_loss.lower_epsilon(distributions, delta=delta) for distributions in each_way)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,8 +1,7 @@
 r"""Computes Feldman, McMillan and Talwar's amplification by shuffling ("hiding among the clones"), a baseline beside ours.
 
 They know of a report only that it is (ε0, δ0)-LDP, hold for every data set, and are usually far above what the Gaussian's own
-distribution gives (:mod:`opacus_shuffle.analysis.gaussian_clones`). ``compute_epsilon`` is for pure ε0-LDP reports,
-``gaussian_epsilon`` the best they can do for Gaussian ones.
+distribution gives (:mod:`opacus_shuffle.analysis.gaussian_clones`). ``gaussian_epsilon`` is the best they can do for it.
 
 >>> round(compute_epsilon(local_epsilon=4.0, num_users=100_000, delta=1e-6), 4)
 0.1698
@@ -40,7 +39,7 @@ MARGIN = 1e-9
 """Relative error allowed to every binomial probability; measured: below 2e-10 for up to ``MAX_USERS`` trials."""
 
 
-def _clone_counts(*, probability: float, num_users: int, tail: float, bins: int) -> tuple[Vector, Vector]:
+def _clone_counts(probability: float, num_users: int, tail: float, bins: int) -> tuple[Vector, Vector]:
     """Returns clone counts and bounds on their masses; outside lies 2·``tail`` at most (Chernoff, Bernstein)."""
     others = min(num_users, MAX_USERS) - 1
     mean, log_tail = others * probability, -math.log(tail)
@@ -70,13 +69,13 @@ def _hockey_stick(epsilon: float, local_epsilon: float, counts: Vector, masses: 
 
 
 def _numeric(
-    *, local_epsilon: float, probability: float, num_users: int, delta: float, lost: float = 0.0, bins: int = BINS
+    *, local_epsilon: float, clone_epsilon: float, num_users: int, delta: float, lost: float, bins: int = BINS
 ) -> float | None:
-    """Returns the least ε with δ_pair(ε) + (1 + e^ε)·``lost`` ≤ δ, rounded up; None if none. ``probability``: of a clone."""
+    """Returns the least ε with δ_pair(ε) + (1 + e^ε)·``lost`` ≤ δ, rounded up; None if none."""
     if local_epsilon > LARGEST_LOCAL_EPSILON or delta < SMALLEST_DELTA:
         return None
     tail = 1e-8 * delta
-    counts, masses = _clone_counts(probability=probability, num_users=num_users, tail=tail, bins=bins)
+    counts, masses = _clone_counts(math.exp(-clone_epsilon), num_users, tail, bins)
     budget = delta - 2 * tail - 2 * lost
     if budget <= 0:
         return None
@@ -118,45 +117,22 @@ def _falls_to_zero(function: Callable[[float], float], end: float) -> float:
     return end if function(end) >= 0 else crossing(function, 0.0, end, tolerance=1e-12 * end)
 
 
-def compute_epsilon(*, local_epsilon: float, num_users: int, delta: float) -> float:
-    """Returns ε after shuffling n reports of pure ε0-LDP.
-
-    Args:
-        local_epsilon: ε0 > 0 of one report.
-        num_users: n ≥ 1, the reports shuffled together.
-        delta: δ in (0, 1).
-
-    Returns:
-        ε ≥ 0, an upper bound rounded up; never above ``local_epsilon``, which it is for n = 1.
-
-    Raises:
-        ValueError: If an argument is out of range.
-
-    Formal Guarantees:
-        Proved for every data set, replacement adjacency: the pair's own δ(ε), both directions; the tails of the clone count go
-        into δ, and of a bin of counts the smallest is taken, which costs a few 1e-4 of ε at most.
-
-    Source:
-        Feldman, McMillan, Talwar, "Hiding among the clones" (FOCS 2021), Theorem 3.2, arXiv 2012.12803.
-    """
-    return compute_epsilon_approximate(local_epsilon=local_epsilon, local_delta=0, num_users=num_users, delta=delta)
-
-
-def compute_epsilon_approximate(
-    *, local_epsilon: float, local_delta: float, num_users: int, delta: float, conversion: str = "proved"
+def compute_epsilon(
+    *, local_epsilon: float, num_users: int, delta: float, local_delta: float = 0.0, conversion: str = "proved"
 ) -> float:
     """Returns ε after shuffling n reports of (ε0, δ0)-LDP.
 
     Args:
         local_epsilon: ε0 > 0 of one report.
-        local_delta: δ0 in [0, 1) of one report; it enters δ about n·e^(−ε0) or n times, so it must be far below δ/n.
         num_users: n ≥ 1, the reports shuffled together.
         delta: The whole δ in (0, 1).
+        local_delta: δ0 in [0, 1) of one report; it enters δ about n·e^(−ε0) or n times, so it must be far below δ/n.
         conversion: ``"proved"``: δ = δ_clones + (1 + e^ε)·(t + (n − 1)·e^(−ε0)·(δ0 + t)) with t = δ0/(1 + e^ε0);
             ``"theorem_3_8"``: δ = δ_clones + (1 + e^ε)·(1 + e^(−ε0)/2)·n·δ0, never less.
 
     Returns:
-        ε ≥ 0, rounded up; never above ``local_epsilon`` if ``local_delta`` ≤ ``delta``.
+        ε ≥ 0, rounded up; never above ``local_epsilon`` if ``local_delta`` ≤ ``delta``. The tails of the clone count go into δ,
+        and of a bin of counts the smallest is taken, which costs a few 1e-4 of ε at most.
 
     Raises:
         ValueError: If an argument is out of range, or δ0 too large for any ε.
@@ -165,7 +141,8 @@ def compute_epsilon_approximate(
         Proved for every data set, replacement adjacency; ``"proved"`` is Theorem 7.1 of docs/proofs/07_clones_of_any_report.md.
 
     Source:
-        Feldman, McMillan, Talwar, "Hiding among the clones", Theorem 3.8, arXiv 2012.12803; ``"proved"`` is ours.
+        Feldman, McMillan, Talwar, "Hiding among the clones" (FOCS 2021), Theorems 3.2 and 3.8, arXiv 2012.12803; ``"proved"``
+        is ours.
     """
     local_epsilon = positive("local_epsilon", local_epsilon)
     if not 0 <= finite_number("local_delta", local_delta) < 1:
@@ -176,8 +153,7 @@ def compute_epsilon_approximate(
     if num_users == 1 and local_delta <= delta:
         return local_epsilon  # nobody to hide among
     lost = _lost(local_epsilon=local_epsilon, local_delta=local_delta, num_users=num_users, conversion=conversion)
-    chance = math.exp(-local_epsilon)
-    epsilon = _numeric(local_epsilon=local_epsilon, probability=chance, num_users=num_users, delta=delta, lost=lost)
+    epsilon = _numeric(local_epsilon=local_epsilon, clone_epsilon=local_epsilon, num_users=num_users, delta=delta, lost=lost)
     if epsilon is not None:
         return epsilon
     if local_delta <= delta:
@@ -198,7 +174,7 @@ def gaussian_epsilon(
         num_users: n ≥ 1, the reports shuffled together.
         delta: δ in (0, 1).
         adjacency: ``"replace"`` (user 1's two reports are up to 2C apart) or ``"zero_out"`` (up to C).
-        conversion: As in ``compute_epsilon_approximate``. Theorem 3.8 knows no zero-out adjacency: there it answers for
+        conversion: As in ``compute_epsilon``. Theorem 3.8 knows no zero-out adjacency: there it answers for
             replacement, which includes it.
 
     Returns:
@@ -248,8 +224,7 @@ def gaussian_epsilon(
             own = _falls_to_zero(
                 lambda e: gaussian.log_delta(mu=1 / sigma, epsilon=e) - math.log(mended * (1 + math.exp(e))), own
             )
-        chance = math.exp(-clone_epsilon)
-        found = _numeric(local_epsilon=own, probability=chance, num_users=num_users, delta=delta, lost=lost, bins=bins)
+        found = _numeric(local_epsilon=own, clone_epsilon=clone_epsilon, num_users=num_users, delta=delta, lost=lost, bins=bins)
         return unshuffled if found is None else min(found, unshuffled)
 
     grid = np.linspace(start, most, 26)[1:]

@@ -1,17 +1,16 @@
 r"""Computes Theorem 6 of Yang, Ji and Xiang's weight shuffling (WS): an **estimate** and no upper bound on ε.
 
 The shuffled Gaussian releases P(f) + z, P uniform on the permutations of d coordinates, z ~ N(0, σ²I), where ‖f(x)‖ ≤ c′ and
-‖f(x) − f(x′)‖ ≤ c. WS bounds the δ of a pair of data sets *from below*, replaces a sum of log-normals in that bound by one
-log-normal (Fenton and Wilkinson's approximation, WS Lemma 1), and takes the
-largest value over pairs by a heuristic. What comes out, by WS Eq. 83 (Eq. 26 misprints its exponents; L = log(d − 1)),
+‖f(x) − f(x′)‖ ≤ c. WS bounds the δ of a pair of data sets *from below*, replaces a sum of log-normals by one log-normal (WS
+Lemma 1), and takes the largest value over pairs by a heuristic. What comes out, by WS Eq. 83 (Eq. 26 misprints its exponents;
+L = log(d − 1)),
 
     δ = Φ(s₁/2 + (ζ₁ − ε)/s₁) − e^ε·Φ(s₂/2 + (ζ₂ − ε)/s₂),
     ζ₁ = −log(1 + e^{L−b₁}),   ζ₂ = −log(1 + e^{L−b₂}) − c²/σ²,   b₁ = d·c·c′/((d−1)σ²),   b₂ = d·c·(c + c′)/((d−1)σ²),
     s_i² = log(1 + (e^{c²/σ²} − 1)·(1 + e^{L−2b_i})/(1 + e^{L−b_i})²),
 
 can be negative, and is false at the paper's own settings: for d = 85.8e6, σ = 0.27372, ε = 0.1976 it says 2.5e-7, while the
-pair f = 0, f′ = c·e₁ has δ ≥ 1.54e-3 by the test "the largest coordinate exceeds a threshold" alone
-(:func:`opacus_shuffle.analysis.permuted_gaussian.pair_epsilon` has that pair's exact ε).
+pair of :mod:`opacus_shuffle.analysis.permuted_gaussian` has δ ≥ 1.54e-3 there.
 
 >>> noise_std = compute_noise_std(epsilon=0.1976, delta=2.5e-7, dimension=85_800_000)
 >>> round(noise_std, 4)
@@ -26,14 +25,13 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import log_ndtr, ndtr, ndtri
 
+from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.core.solve import safe_root
 from opacus_shuffle.core.validation import finite_number, integer, noise_level, open_unit_interval, positive
 
 Dimension = int | Sequence[int]
-Vector = NDArray[np.float64]
 Numbers = float | Vector
 
 _PER_OCTAVE = 64
@@ -111,8 +109,7 @@ def compute_noise_std(
     Formal Guarantees:
         None: an approximation of a lower bound.
     """
-    epsilon = positive("epsilon", epsilon)
-    delta = open_unit_interval("delta", delta)
+    epsilon, delta = positive("epsilon", epsilon), open_unit_interval("delta", delta)
     norm = _scale(clip, clip, batch_clip)[1]
     ratio = max(_noise_ratio(epsilon, delta, d, norm) for d in dimensions(dimension))
     return clip * ratio * (1 + 1e-12)  # up, above what multiplying and dividing by clip rounds
@@ -170,8 +167,7 @@ def _epsilon(ratio: float, delta: float, d: int, norm: float) -> float:
     high = float(s1**2 / 2 - ndtri(delta) * s1 - first)
     if high <= 0:
         return 0.0
-    root = _last_crossing(lambda e: _delta(e, ratio, d, norm) - delta, np.linspace(high, 0.0, _POINTS))
-    return 0.0 if root is None else root
+    return _last_crossing(lambda e: _delta(e, ratio, d, norm) - delta, np.linspace(high, 0.0, _POINTS), otherwise=0.0)
 
 
 def _noise_ratio(epsilon: float, delta: float, d: int, norm: float) -> float:
@@ -181,23 +177,16 @@ def _noise_ratio(epsilon: float, delta: float, d: int, norm: float) -> float:
     high = min(max((root - z) / (2 * epsilon), 2e-6), 1e12)  # = 1/(z + root) without cancellation
     octaves = math.ceil(math.log2(high / 1e-6))
     grid = high * np.exp2(-np.arange(octaves * _PER_OCTAVE + 1) / _PER_OCTAVE)
-    found = _last_crossing(lambda r: _delta(epsilon, r, d, norm) - delta, grid[grid >= 1e-6])
-    return 1e-6 if found is None else found
+    return _last_crossing(lambda r: _delta(epsilon, r, d, norm) - delta, grid[grid >= 1e-6], otherwise=1e-6)
 
 
-def _last_crossing(excess: Callable[[Numbers], Vector], grid: Vector) -> float | None:
-    """Returns the largest root on a falling grid, from above; None if nothing on it exceeds."""
+def _last_crossing(excess: Callable[[Numbers], Vector], grid: Vector, otherwise: float) -> float:
+    """Returns the largest root on a falling grid, from above; ``otherwise`` if nothing on it exceeds."""
     over = np.flatnonzero(excess(grid) > 0)
     if not len(over):
-        return None
+        return otherwise
     if over[0] == 0:
         return float(grid[0])
     low, high = float(grid[over[0]]), float(grid[over[0] - 1])
-    return safe_root(
-        lambda x: float(excess(x)),
-        unsafe=low,
-        safe=high,
-        tolerance=1e-14 * high,
-        relative_tolerance=1e-13,
-        step=1e-13 * high,
-    )
+    precision = {"tolerance": 1e-14 * high, "relative_tolerance": 1e-13, "step": 1e-13 * high}
+    return safe_root(lambda x: float(excess(x)), unsafe=low, safe=high, **precision)

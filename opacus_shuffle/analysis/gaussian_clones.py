@@ -1,17 +1,10 @@
 r"""Computes the certificate: an ε of shuffled Gaussian reports that holds for **every** data set.
 
-The idea. Whatever an other user's x, ‖x‖ ≤ 1, N(x, σ²I) ≥ α·N(0, σ²I) wherever ⟨y, x/‖x‖⟩ ≥ −tσ, with
-α = e^{−(t/σ + 1/2σ²)}: with probability about α that user sends what a user at zero would send, a *clone* of zero. Among k
-clones, user 1's report hides as in the papers' pair with k + 1 users (:mod:`opacus_shuffle.analysis.mean_ratio`), which is
-thereby enough to know. Two ways to make "about" exact, both proved in docs/proofs/01_gaussian_clones.md:
-
-* **Mended clones** (``"mended"``, Theorem 1.4): δ(ε) ≤ E_k[δ_pair(ε; k + 1)] + (1 + e^ε)(n − 1)αΦ(−t), k ~ Bin(n − 1, α).
-* **Truncated clones** (``"truncated"``, Theorem 1.6): the pair's hockey sticks times Φ(t)^{−k}, k ~ Bin(n − 1, αΦ(t)), and a
-  slack of Φ(1/σ − t) + e^ε·Φ(−t), which does not grow with n. Usually smaller where σ is above about 1.
-
-Rounds, sampling and replacement are Corollaries 1.5 and 1.8 and Propositions 1.9 to 1.15. Nothing is ever reported above
-:func:`opacus_shuffle.analysis.shuffled_rounds.unshuffled_epsilon`: few clones (σ below about 1 at n = 60000) mean no certified
-gain.
+The idea: with probability about α = e^{−(t/σ + 1/2σ²)} an other user sends what a user at zero would send, a *clone* of zero.
+Among k clones, user 1's report hides as in the papers' pair with k + 1 users (:mod:`opacus_shuffle.analysis.mean_ratio`). Two
+ways to make "about" exact, both proved in docs/proofs/01_gaussian_clones.md: **mended** clones (Theorem 1.4) and **truncated**
+ones (Theorem 1.6), whose slack does not grow with n, so they are usually the better where σ is above about 1. Rounds, sampling
+and replacement are 1.5 and 1.8 to 1.15. Few clones (σ below about 1 at n = 60000) mean no certified gain.
 
 >>> rounds = [(ShuffledRound(noise_multiplier=9.48, num_users=60_000), 1)]
 >>> round(compute_epsilon(rounds, delta=1 / 60_000), 5), round(compute_epsilon(rounds, delta=1 / 60_000, clones="truncated"), 5)
@@ -40,7 +33,6 @@ from opacus_shuffle.core.validation import one_of, open_unit_interval
 
 Counts = npt.NDArray[np.int64]
 Clones = Literal["mended", "truncated"]
-ADJACENCIES = ("zero_out", "replace")
 
 RESOLUTION = 0.04
 _LARGEST_STRETCH = 30.0
@@ -59,7 +51,7 @@ def compute_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
         clones: Which proof: ``"mended"`` or ``"truncated"``.
 
     Returns:
-        ε, never above the unshuffled reports'.
+        ε, never above the unshuffled reports', which it is at σ below 0.05, or with next to no clones.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -67,15 +59,9 @@ def compute_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
     Formal Guarantees:
         (ε, δ)-differential privacy of the shuffled reports of all rounds together, for every data set whose records are clipped
         to norm 1, adaptively chosen rounds included. Theorems 1.4 and 1.6 of docs/proofs/01_gaussian_clones.md.
-
-    Edge cases:
-        ===========================  ==============================================
-        n = 1, or next to no clones  the unshuffled reports
-        σ below 0.05                 the unshuffled reports
-        ===========================  ==============================================
     """
     delta = open_unit_interval("delta", delta)
-    one_of("adjacency", adjacency, ADJACENCIES)
+    one_of("adjacency", adjacency, ("zero_out", "replace"))
     one_of("clones", clones, ("mended", "truncated"))
     merged = merge(rounds)
     if not merged:
@@ -140,9 +126,8 @@ def _slack(rounds: Merged, margin: float, clones: Clones) -> tuple[float, float]
     """Returns what all rounds add to δ: a number, and one that e^ε multiplies (1.4, 1.6, 1.8, 1.12, 1.13)."""
     missing = float(ndtr(-margin))
     if clones == "mended":
-        distance = sum(
-            count * each.others * clone_probability(each.noise_multiplier, margin) * missing for each, count in rounds
-        )
+        chances = [clone_probability(each.noise_multiplier, margin) for each, _ in rounds]
+        distance = sum(count * each.others * chance * missing for (each, count), chance in zip(rounds, chances, strict=True))
         return distance, distance
     total = sum(count for _, count in rounds)
     if total * missing > 1:
@@ -190,8 +175,7 @@ def _mixture(each: ShuffledRound, margin: float, clones: Clones, budget: float, 
     if clones == "truncated":
         probability *= float(ndtr(margin))
         stretch = -float(log_ndtr(margin))
-    parts = []
-    lost = 0.0
+    parts, lost = [], 0.0
     for weight, users, rates in _pools(each, probability, budget):
         if users == 0:
             lost += weight
@@ -216,18 +200,14 @@ def _pools(
 ) -> Iterator[tuple[float, int, list[tuple[float, tuple[int, float]]]]]:
     """Yields groups of pool sizes (1.14): (probability, users, [(share, (largest size, π))]); users 0 for what is lost."""
     n, gamma = each.num_users, each.sample_rate
-    clone = probability
-    if each.sampling is None:
-        inside = binom(n - 1, clone)
-        outside, trials = inside, n - 1
-    elif each.sampling == "fixed_size":
-        reports = round(n * gamma)
-        gamma = reports / n
-        inside, outside, trials = binom(reports - 1, clone), binom(reports, clone), reports
-    else:
-        inside = outside = binom(n - 1, gamma * clone)
-        trials = n - 1
-    each_way = [_likely_range(distribution.args[0], distribution.args[1], budget / 8) for distribution in (inside, outside)]
+    chance, trials = probability, n - 1
+    if each.sampling == "fixed_size":
+        trials = round(n * gamma)
+    elif each.sampling == "poisson":
+        chance = gamma * probability
+    others = trials - 1 if each.sampling == "fixed_size" else trials
+    inside, outside = binom(others, chance), binom(trials, chance)
+    each_way = [_likely_range(number, chance, budget / 8) for number in (others, trials)]
     low = int(min(fewest for fewest, _ in each_way))
     high = min(int(max(most for _, most in each_way)) + 1, trials)
     sizes = np.arange(low, high + 2)
@@ -236,8 +216,9 @@ def _pools(
     weights = present + absent
     rare = gamma * (inside.cdf(low - 2) + inside.sf(high)) + (1 - gamma) * (outside.cdf(low - 1) + outside.sf(high + 1))
     yield float(max(rare, 0.0)), 0, []
-    rates, lowest, highest = _membership(each, gamma, clone, sizes, present, weights, budget)
-    groups = np.maximum(_rounded_down(sizes), 1)
+    rates, lowest, highest = _membership(each, probability, sizes, present, weights, budget)
+    dropped = np.maximum(np.floor(np.log2(np.maximum(sizes, 1))).astype(np.int64) - (_GROUP_BITS - 1), 0)  # bits of each size
+    groups = np.maximum((sizes >> dropped) << dropped, 1)
     for group in np.unique(groups):
         chosen = (groups == group) & (weights > 0)
         total = float(weights[chosen].sum())
@@ -254,21 +235,20 @@ def _pools(
 
 
 def _membership(
-    each: ShuffledRound, gamma: float, clone: float, sizes: Counts, present: Vector, weights: Vector, budget: float
+    each: ShuffledRound, clone: float, sizes: Counts, present: Vector, weights: Vector, budget: float
 ) -> tuple[Vector, Vector, Vector]:
     """Returns π given the pool's size: its mean and its range over what else is revealed (1.10, 1.11)."""
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = np.where(weights > 0, present / np.where(weights > 0, weights, 1.0), 0.0)
+    n, gamma = each.num_users, each.sample_rate
     if each.sampling != "poisson" or gamma == 1:
         return mean, mean, mean
     absence = (1 - gamma) / (1 - gamma * clone)
-    n = each.num_users
     fewest, _ = _likely_range(np.maximum(n - sizes - 1, 0), absence, budget / 16)
     _, most = _likely_range(np.maximum(n - sizes, 0), absence, budget / 16)
-    most = most + 1
     with np.errstate(invalid="ignore", divide="ignore"):
         highest = np.where(sizes > 0, sizes / (sizes + clone * fewest), 0.0)
-        lowest = np.where(sizes > 0, sizes / (sizes + clone * most), 0.0)
+        lowest = np.where(sizes > 0, sizes / (sizes + clone * (most + 1)), 0.0)
     return mean, np.minimum(lowest, mean), np.maximum(highest, mean)
 
 
@@ -281,9 +261,3 @@ def _likely_range(trials: Any, chance: float, probability: float) -> tuple[Any, 
     tail = -math.log(probability)
     reach = tail / 3 + np.sqrt(tail**2 / 9 + 2 * mean * (1 - chance) * tail)
     return np.maximum(np.floor(mean - reach), 0.0), np.minimum(np.ceil(mean + reach), trials)
-
-
-def _rounded_down(sizes: Counts) -> Counts:
-    """Returns whole numbers with all but their leading bits cleared."""
-    bits = np.maximum(np.floor(np.log2(np.maximum(sizes, 1))).astype(np.int64) - (_GROUP_BITS - 1), 0)
-    return (sizes >> bits) << bits

@@ -3,12 +3,9 @@ r"""Computes exact Rényi moments of the mean ratio R, which is all that Liew an
 A user's report has likelihood ratio X = exp((2x − 1)/2σ²), x ~ N(0, σ²), between "my record has norm C" and "my record is
 zero". When n such reports are shuffled and the other records are all zero, the view's likelihood ratio is the mean of n
 independent copies, R = (X₁ + … + Xₙ)/n, and D_λ(moved ‖ all zero) = log E[R^λ] / (λ − 1). SG ICLR Theorem 1 writes E[R^λ] as
-a sum over the integer partitions of λ, exponentially many; here all orders up to λ come from three passes of O(λ²) time and
-O(λ) memory in which **every term is positive**, so no digit is lost to cancellation, however large n is.
-
-The three passes are cumulants of X, central moments of the mean, and moments; check-in replaces the second by a power of a
-series (Propositions 5.1 to 5.4 of docs/proofs/05_moments_of_the_mean_ratio.md). More users never cost more (5.5, SG's
-Conjecture 1).
+a sum over the integer partitions of λ, exponentially many; here all orders up to λ come from three passes of O(λ²) time:
+cumulants of X, central moments of the mean, and moments. Every term is positive, so no digit is lost to cancellation
+(docs/proofs/05_moments_of_the_mean_ratio.md, 5.1 to 5.4). More users never cost more (5.5, SG's Conjecture 1).
 
 Severity of the pitfalls
     * HIGH: the value is exact for one pair of data sets (everyone else at zero), not for every data set.
@@ -35,7 +32,6 @@ from opacus_shuffle.core.validation import integer, noise_level, one_of, renyi_o
 
 Vector = npt.NDArray[np.float64]
 Sampling = Literal["fixed_size", "poisson"] | None
-SAMPLINGS: tuple[Sampling, ...] = (None, "fixed_size", "poisson")
 
 MAX_ORDER = 16_384
 """The largest Rényi order ever computed: a few seconds of work."""
@@ -64,8 +60,8 @@ def compute_rdp(
 ) -> float | Vector:
     """Returns the exact RDP of one round of the shuffle Gaussian pair, at every order asked for.
 
-    Integer orders are exact (relative error below 1e-10). Between two integers log E[R^λ] is replaced by its chord, which
-    lies above it (moments are log-convex). No value exceeds the unshuffled λ/2σ².
+    Integer orders are exact (relative error below 1e-10), also above n. Between two integers log E[R^λ] is replaced by its
+    chord, which lies above it (moments are log-convex). No value exceeds the unshuffled λ/2σ², which n = 1 and γ = 1 have.
 
     Args:
         noise_multiplier: Local σ: one report's noise over the clipping norm. In (0, ∞).
@@ -85,13 +81,6 @@ def compute_rdp(
         Exact for one pair of data sets (everyone at zero against one record at norm C, zero-out adjacency) and one
         direction. Not an upper bound over all data sets.
 
-    Edge cases:
-        ============================  =================================
-        n = 1 and γ = 1               λ/2σ², the unshuffled Gaussian
-        n < λ                         exact all the same
-        order between 1 and 2         at most RDP(2), and at most λ/2σ²
-        ============================  =================================
-
     Source: SG ICLR Theorem 1 (whose Algorithm 1 misprints e^{Σk²} for e^{Σk²/2σ²} and omits log(·)/(λ − 1)); the recurrences,
     subsampling and check-in are this library's.
     """
@@ -103,8 +92,7 @@ def compute_rdp(
         sample_rate=sample_rate,
         sampling=sampling,
     )
-    rdp = rdp_from_log_moments(moments, vector)
-    rdp = np.minimum(rdp, vector / (2 * float(noise_multiplier) ** 2))
+    rdp = np.minimum(rdp_from_log_moments(moments, vector), vector / (2 * float(noise_multiplier) ** 2))
     return rdp if isinstance(orders, Iterable) else float(rdp[0])
 
 
@@ -117,15 +105,21 @@ def log_moments(
     *, noise_multiplier: float, num_users: int, max_order: int, sample_rate: float = 1.0, sampling: Sampling = None
 ) -> Vector:
     """Returns log E[R^λ] for λ = 0, …, ``max_order`` (arguments as in :func:`compute_rdp`), read-only and cached."""
+    sigma, users, rate = check_round(noise_multiplier, num_users, sample_rate, sampling)
+    return _log_moments(sigma, users, integer("max_order", max_order), rate, sampling)
+
+
+def check_round(noise_multiplier: float, num_users: int, sample_rate: float, sampling: Sampling) -> tuple[float, int, float]:
+    """Returns σ, n and γ, checked; with a fixed size γ is m/n, m = round(γ·n)."""
     sigma = noise_level("noise_multiplier", noise_multiplier)
     users = integer("num_users", num_users)
     rate = sampling_rate("sample_rate", sample_rate)
-    one_of("sampling", sampling, SAMPLINGS)
+    one_of("sampling", sampling, (None, "fixed_size", "poisson"))
     if sampling is None and rate != 1.0:
-        raise ValueError(f"sample_rate={rate} needs sampling='fixed_size' or 'poisson', got sampling=None")
+        raise ValueError(f"sample_rate={rate!r} needs sampling='fixed_size' or 'poisson', got sampling=None")
     if sampling == "fixed_size":
         rate = integer("round(sample_rate * num_users)", round(rate * users)) / users
-    return _log_moments(sigma, users, integer("max_order", max_order), rate, sampling)
+    return sigma, users, rate
 
 
 @functools.lru_cache(maxsize=256)
@@ -201,15 +195,13 @@ def _log_power(series: Vector, exponent: int) -> Vector:
 
 def _log_power_by_squaring(series: Vector, exponent: int) -> Vector:
     """Returns the same when the Miller weights could turn negative (few users, high orders)."""
-    result: Vector | None = None
-    base = series
+    result = np.append(0.0, np.full(len(series) - 1, -np.inf))  # the series 1
     while exponent:
         if exponent % 2:
-            result = base if result is None else _log_product(result, base)
+            result = _log_product(result, series)
         exponent //= 2
         if exponent:
-            base = _log_product(base, base)
-    assert result is not None
+            series = _log_product(series, series)
     return result
 
 

@@ -1,13 +1,9 @@
 r"""Computes one ε at δ from the distributions of R of many rounds: losses on one grid, composed by Opacus's own FFT code.
 
-The loss of a round is L = log R. Rounds compose by adding losses, so all distributions go to one grid of step h, again above or
-below the truth in convex order (:mod:`opacus_shuffle.analysis.ratio_distribution`), and
-:func:`opacus.accountants.analysis.prv.compose_heterogeneous` convolves them. Both directions, moved ‖ zero (loss log R under
-the moved data set) and zero ‖ moved (loss −log R under the other), are composed; ε is the larger.
-
-Opacus's discretisation and its read-out have an *absolute* error in ε (0.01 by default), while ε here may be 6e-4. So the
-grid's distributions bound the truth from one side, and losses are tilted so that the FFT works where the answer is, even at δ =
-1e-200 (docs/proofs/06_distributions_on_grids.md, 6.6 to 6.8).
+The loss of a round is L = log R. Rounds compose by adding losses, so all distributions go to one grid and Opacus convolves
+them, in both directions (loss log R under the moved data set, −log R under the other); ε is the larger. Opacus's own grid has
+an *absolute* error in ε (0.01 by default), while ε here may be 6e-4. So this one bounds the truth from one side, and losses are
+tilted so that the FFT works where the answer is, even at δ = 1e-200 (docs/proofs/06_distributions_on_grids.md, 6.6 to 6.8).
 
 >>> from opacus_shuffle.analysis.ratio_distribution import mean_distribution
 >>> def week(side):
@@ -78,17 +74,14 @@ class Mixture:
         """Of the loss, roughly: the unit for grids."""
         return sum(weight * distribution.scale**2 for weight, distribution in self.parts)
 
+    @property
+    def span(self) -> float:
+        """The range of finite losses."""
+        logs = np.concatenate([distribution.log_ratios for _, distribution in self.parts])
+        return float(np.ptp(logs[np.isfinite(logs)]))
+
 
 Rounds = Sequence[tuple[Mixture, int]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Loss:
-    """One round's loss in one direction: probabilities at (first + i)·step, and at infinity."""
-
-    first: int
-    masses: Vector
-    infinite: float
 
 
 def compute_epsilon(rounds: Rounds, *, delta: float, slack: tuple[float, float] = (0.0, 0.0), step: float = STEP) -> float:
@@ -106,32 +99,36 @@ def compute_epsilon(rounds: Rounds, *, delta: float, slack: tuple[float, float] 
     Returns:
         ε ≥ 0, or ``inf`` if ``lost``, infinite losses or ``slack`` leave nothing of δ.
     """
-    return max(_direction_epsilon(rounds, delta, slack, step, reverse=reverse, side="upper") for reverse in (False, True))
+    return _epsilon(rounds, delta, slack, step, "upper")
 
 
 def lower_epsilon(rounds: Rounds, *, delta: float, step: float = STEP) -> float:
     """Returns a value, rounded down, that the smallest valid ε is not below; ``rounds`` holds **lower** distributions only."""
-    return max(_direction_epsilon(rounds, delta, (0.0, 0.0), step, reverse=reverse, side="lower") for reverse in (False, True))
+    return _epsilon(rounds, delta, (0.0, 0.0), step, "lower")
 
 
-def _direction_epsilon(
-    rounds: Rounds, delta: float, slack: tuple[float, float], step: float, *, reverse: bool, side: Side
-) -> float:
-    """Returns ε in one direction."""
-    counts = [count for _, count in rounds]
-    total = sum(counts)
+def _epsilon(rounds: Rounds, delta: float, slack: tuple[float, float], step: float, side: Side) -> float:
+    """Returns ε in the larger direction."""
+    total = sum(count for _, count in rounds)
     if not all(mixture.parts for mixture, _ in rounds):
         return math.inf
     rounds = [(mixture.clipped(_CLIPPED * delta / total, side), count) for mixture, count in rounds]
     deviation = math.sqrt(sum(count * mixture.variance for mixture, count in rounds))
-    width = max(step * deviation / math.sqrt(total), _WINDOW * deviation / _LARGEST_GRID, _span(rounds) / _LARGEST_GRID)
+    widest = max(mixture.span for mixture, _ in rounds)
+    width = max(step * deviation / math.sqrt(total), _WINDOW * deviation / _LARGEST_GRID, widest / _LARGEST_GRID)
     if width == 0:
         return 0.0
-    given, composed = slack, None
+    return max(_direction_epsilon(rounds, delta, slack, width, side, reverse) for reverse in (False, True))
+
+
+def _direction_epsilon(
+    rounds: Rounds, delta: float, given: tuple[float, float], width: float, side: Side, reverse: bool
+) -> float:
+    """Returns ε in one direction."""
+    counts = [count for _, count in rounds]
     for coarser in _COARSER:  # a rare loss far out may ask for a longer window than there is: then with fewer points to a unit
-        on_grid = [_on_grid(mixture, width * coarser, side) for mixture, _ in rounds]
-        losses = [_reversed(q) if reverse else _forward(q, width * coarser) for q in on_grid]
-        left = sum(count * loss.infinite for loss, count in zip(losses, counts, strict=True))
+        losses = [_loss(mixture, width * coarser, side, reverse) for mixture, _ in rounds]
+        left, slack = sum(count * loss.infinite for loss, count in zip(losses, counts, strict=True)), given
         # Where the lost part counts in full beside the rest, a round's masses add up to 1 + infinite at most: over all rounds
         # to e^left, for what else is lost and for the slack of a round among the others.
         if side == "upper":
@@ -143,28 +140,26 @@ def _direction_epsilon(
             return 0.0
         composed = _compose(losses, counts, width * coarser, math.log(delta))
         if composed is not None:
-            break
-    if composed is None:
-        return math.inf if side == "upper" else 0.0
+            return _smallest_epsilon(composed, delta, left, slack, side)
+    return math.inf if side == "upper" else 0.0
+
+
+def _smallest_epsilon(composed: _Composed, delta: float, left: float, slack: tuple[float, float], side: Side) -> float:
+    """Returns where log δ(ε) meets log δ: on the safe side and enlarged, or (``"lower"``) on either side and reduced."""
     sign = 1.0 if side == "upper" else -1.0
 
     def excess(epsilon: float) -> float:
         return composed.log_delta(epsilon, sign, left, slack) - math.log(delta)
 
-    return _smallest_epsilon(excess, composed.chernoff, side)
-
-
-def _smallest_epsilon(excess: Callable[[float], float], start: float, side: Side) -> float:
-    """Returns where log δ(ε) meets log δ: on the safe side and enlarged, or (``"lower"``) on either side and reduced."""
-    low = high = start
+    low = high = composed.chernoff
     while excess(high) > 0:
         high *= 1.05
-        if high > 20 * start:
+        if high > 20 * composed.chernoff:
             return math.inf
     pace = 0.95
     while excess(low) <= 0:
         low, pace = low * pace, pace**2
-        if low < 1e-3 * start:
+        if low < 1e-3 * composed.chernoff:
             if excess(0.0) <= 0:
                 return 0.0
             low = 0.0
@@ -174,19 +169,9 @@ def _smallest_epsilon(excess: Callable[[float], float], start: float, side: Side
     return math.nextafter(root * (1 + RELATIVE_ERROR), math.inf)
 
 
-def _span(rounds: Rounds) -> float:
-    """Returns the widest range of finite losses in any round."""
-    ends = []
-    for mixture, _ in rounds:
-        logs = np.concatenate([distribution.log_ratios for _, distribution in mixture.parts])
-        logs = logs[np.isfinite(logs)]
-        ends.append(float(logs.max() - logs.min()))
-    return max(ends)
-
-
 @dataclasses.dataclass(frozen=True)
-class _Ratios:
-    """Probabilities (nobody moved) at log R = (first + i)·step, at R = 0, and the moved data set's at R = ∞."""
+class _OnGrid:
+    """Probabilities of log R, or of a loss, at (first + i)·step; what lies at R = 0; and (moved, or the loss) at infinity."""
 
     first: int
     masses: Vector
@@ -194,21 +179,23 @@ class _Ratios:
     infinite: float
 
 
-def _on_grid(mixture: Mixture, width: float, side: Side) -> _Ratios:
-    """Returns the mixture's distributions on the grid, added up."""
+def _loss(mixture: Mixture, width: float, side: Side, reverse: bool) -> _OnGrid:
+    """Returns the mixture's loss on the grid: log R under the moved data set, or −log R under the other."""
     place = _spread if side == "upper" else _gather
     placed = [(weight, place(distribution, width)) for weight, distribution in mixture.parts]
-    first = min(ratios.first for _, ratios in placed)
-    last = max(ratios.first + len(ratios.masses) for _, ratios in placed)
-    masses = np.zeros(last - first)
-    for weight, ratios in placed:
-        masses[ratios.first - first : ratios.first - first + len(ratios.masses)] += weight * ratios.masses
-    zero = mixture.lost + sum(weight * ratios.zero for weight, ratios in placed)
-    infinite = mixture.lost + sum(weight * ratios.infinite for weight, ratios in placed)
-    return _Ratios(first, masses, zero, infinite)
+    first = min(part.first for _, part in placed)
+    end = max(part.first + len(part.masses) for _, part in placed)
+    masses = np.zeros(end - first)
+    for weight, part in placed:
+        masses[part.first - first : part.first - first + len(part.masses)] += weight * part.masses
+    zero = mixture.lost + sum(weight * part.zero for weight, part in placed)
+    infinite = mixture.lost + sum(weight * part.infinite for weight, part in placed)
+    if reverse:
+        return _OnGrid(1 - end, masses[::-1], infinite, zero)
+    return _OnGrid(first, masses * np.exp(np.arange(first, end) * width), zero, infinite)
 
 
-def _spread(distribution: RatioDistribution, width: float) -> _Ratios:
+def _spread(distribution: RatioDistribution, width: float) -> _OnGrid:
     """Splits every atom between its neighbours on the grid, keeping its mean: above the distribution (6.6)."""
     logs = distribution.log_ratios
     finite = np.isfinite(logs)
@@ -217,12 +204,12 @@ def _spread(distribution: RatioDistribution, width: float) -> _Ratios:
     upward = distribution.masses[finite] * np.clip(np.expm1((position - below) * width) / math.expm1(width), 0.0, 1.0)
     first = int(below.min())
     size = int(below.max()) - first + 2
-    masses: Vector = np.bincount(below - first, distribution.masses[finite] - upward, minlength=size).astype(np.float64)
-    masses += np.bincount(below - first + 1, upward, minlength=size)
-    return _Ratios(first, masses, float(distribution.masses[~finite].sum()), distribution.infinite)
+    masses: Vector = np.bincount(below - first, distribution.masses[finite] - upward, size).astype(np.float64)
+    masses += np.bincount(below - first + 1, upward, size)
+    return _OnGrid(first, masses, float(distribution.masses[~finite].sum()), distribution.infinite)
 
 
-def _gather(distribution: RatioDistribution, width: float) -> _Ratios:
+def _gather(distribution: RatioDistribution, width: float) -> _OnGrid:
     """Merges (and splits) neighbouring atoms until every group's mean is a grid point: below the distribution (6.6).
 
     From left to right a group collects mass until its mean has risen to its grid point. The last group never gets there: its
@@ -245,22 +232,11 @@ def _gather(distribution: RatioDistribution, width: float) -> _Ratios:
         target = math.exp(point * width)
         mass, deficit = left, target * -math.expm1(log_ratio - point * width) * left
     if not found:  # the distribution is narrower than one step: all of it at its mean
-        return _Ratios(0, np.ones(1), 0.0, 0.0)
+        return _OnGrid(0, np.ones(1), 0.0, 0.0)
     first = min(found)
     masses = np.zeros(max(found) - first + 1)
     masses[np.array(list(found)) - first] = list(found.values())
-    return _Ratios(first, masses, 0.0, 0.0)
-
-
-def _forward(ratios: _Ratios, width: float) -> _Loss:
-    """Returns the loss log R under the moved data set."""
-    values = np.exp((ratios.first + np.arange(len(ratios.masses))) * width)
-    return _Loss(ratios.first, ratios.masses * values, ratios.infinite)
-
-
-def _reversed(ratios: _Ratios) -> _Loss:
-    """Returns the loss −log R under the data set in which nobody moved."""
-    return _Loss(-(ratios.first + len(ratios.masses) - 1), ratios.masses[::-1], ratios.zero)
+    return _OnGrid(first, masses, 0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,12 +261,10 @@ class _Composed:
             return -1e6
         log_inside = math.log(inside) + self.log_norm - self.theta * epsilon
         rest = sign * left + slack[0] + (math.exp(min(epsilon, 700.0)) * slack[1] if slack[1] else 0.0)
-        if rest <= 0:
-            return log_inside
-        return float(np.logaddexp(log_inside, math.log(rest)))
+        return float(np.logaddexp(log_inside, math.log(rest))) if rest > 0 else log_inside
 
 
-def _compose(losses: Sequence[_Loss], counts: Sequence[int], width: float, log_delta: float) -> _Composed | None:
+def _compose(losses: Sequence[_OnGrid], counts: Sequence[int], width: float, log_delta: float) -> _Composed | None:
     """Tilts, convolves with Opacus's code, and bounds what window and rounding may lose (6.7); ``None``: too large."""
     filled = [np.flatnonzero(loss.masses) for loss in losses]
     values = [(loss.first + at) * width for loss, at in zip(losses, filled, strict=True)]
@@ -304,7 +278,6 @@ def _compose(losses: Sequence[_Loss], counts: Sequence[int], width: float, log_d
         return sum(count * log_moment(index, theta) for index, count in enumerate(counts))
 
     deviation = math.sqrt(sum(count * float(v**2 @ p) for v, p, count in zip(values, masses, counts, strict=True)))
-
     if not 0 < deviation < math.inf:  # distributions whose masses underflow, at δ below about 1e-30
         return None
 
@@ -313,14 +286,12 @@ def _compose(losses: Sequence[_Loss], counts: Sequence[int], width: float, log_d
         return (total_log_moment(theta) - log_delta - math.log1p(theta) - theta * math.log1p(1 / theta)) / theta
 
     theta = math.exp(_minimum(lambda log_theta: chernoff(math.exp(log_theta)), -math.log(deviation)))
-    tilted = []
-    for index, log_masses in enumerate(logs):
-        exponents = log_masses + theta * values[index]
-        tilted.append(np.exp(exponents - logsumexp(exponents)))
+    tilted = [
+        np.exp(log + theta * v - log_moment(index, theta)) for index, (log, v) in enumerate(zip(logs, values, strict=True))
+    ]
     centres = [round(float(v @ p) / width) for v, p in zip(values, tilted, strict=True)]
-    reach = max(
-        max(abs(loss.first - c), abs(loss.first + len(loss.masses) - 1 - c)) for loss, c in zip(losses, centres, strict=True)
-    )
+    ends = [(loss.first - c, loss.first + len(loss.masses) - 1 - c) for loss, c in zip(losses, centres, strict=True)]
+    reach = int(np.abs(ends).max())
 
     def escape(indices: Sequence[int], sign: float) -> float:
         """Bounds how far the composed tilted losses stray from their centre but for ``_OUTSIDE`` (Chernoff)."""

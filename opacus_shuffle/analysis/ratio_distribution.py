@@ -1,14 +1,10 @@
 r"""Computes a discrete distribution that provably lies above (or below) that of the mean ratio R in convex order.
 
 R is the likelihood ratio of a shuffled round (:mod:`opacus_shuffle.analysis.mean_ratio`): the mean of n independent copies of
-X = e^{√u·z − u/2}, z ~ N(0, 1), u = 1/σ². Every hockey stick of the pair is an expectation of a convex function of R:
-δ(ε) = E(R − e^ε)₊ in one direction, E(1 − e^ε R)₊ in the other. So a discrete distribution above R in convex order bounds both
-directions from above at once, and one below R bounds both from below.
-
-X is cut into cells along its logarithm; a cell's mass goes to its two ends (**upper**) or to its mean (**lower**). Convex order
-survives sums of independent terms, so R_n comes from R_⌊n/2⌋ and R_⌈n/2⌉ (docs/proofs/06_distributions_on_grids.md, 6.1 to
-6.5). Only positive numbers are ever added, so tails keep their relative accuracy, far below what an FFT of the same
-distribution leaves of them. With the default step, upper and lower ε differ by some tenths of a percent for n from 1 to 10⁷.
+X = e^{√u·z − u/2}, z ~ N(0, 1), u = 1/σ². Both directions' hockey sticks are expectations of convex functions of R, so such a
+distribution bounds both at once. X is cut into cells along its logarithm; a cell's mass goes to its two ends (**upper**) or to
+its mean (**lower**), and R_n comes from R_⌊n/2⌋ and R_⌈n/2⌉ (docs/proofs/06_distributions_on_grids.md, 6.1 to 6.5). With the
+default step, upper and lower ε differ by some tenths of a percent for n from 1 to 10⁷.
 
 >>> upper = mean_distribution(noise_multiplier=9.48, num_users=60_000)
 >>> lower = mean_distribution(noise_multiplier=9.48, num_users=60_000, side="lower")
@@ -27,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr
 
-from opacus_shuffle.analysis.mean_ratio import SAMPLINGS, Sampling, Vector
-from opacus_shuffle.core.validation import integer, noise_level, one_of, sampling_rate
+from opacus_shuffle.analysis.mean_ratio import Sampling, Vector, check_round
+from opacus_shuffle.core.validation import one_of
 
 Side = Literal["upper", "lower"]
 
@@ -146,18 +142,12 @@ def mean_distribution(
 
     Source: this library's; the mean-preserving split of one variable is "connect the dots" (Doroshenko et al. 2022).
     """
-    sigma = noise_level("noise_multiplier", noise_multiplier)
-    users = integer("num_users", num_users)
-    rate = sampling_rate("sample_rate", sample_rate)
-    one_of("sampling", sampling, SAMPLINGS)
+    sigma, users, rate = check_round(noise_multiplier, num_users, sample_rate, sampling)
     one_of("side", side, ("upper", "lower"))
     if not has_distribution(sigma, tail):
         raise ValueError(f"noise_multiplier={sigma!r} is too small for the distribution of the mean ratio: use 0.05 or more")
-    if sampling is None and rate != 1.0:
-        raise ValueError(f"sample_rate={rate!r} needs sampling='fixed_size' or 'poisson'")
     if sampling == "fixed_size":
-        reports = integer("round(sample_rate * num_users)", round(rate * users))
-        return _distribution(sigma, 1.0, reports, side, resolution, tail).scaled(reports / users)
+        return _distribution(sigma, 1.0, round(rate * users), side, resolution, tail).scaled(rate)
     return _distribution(sigma, rate, users, side, resolution, tail)
 
 
@@ -166,16 +156,10 @@ def _distribution(sigma: float, rate: float, users: int, side: Side, resolution:
     """Returns the mean of ``users`` copies of 1 − B + B·X: halves, and halves of halves."""
     if users == 1:
         return _one_report(sigma, rate, side, resolution, tail)
-    small, large = users // 2, users - users // 2
-    return _mean(
-        _distribution(sigma, rate, small, side, resolution, tail),
-        _distribution(sigma, rate, large, side, resolution, tail),
-        weight=small / users,
-        scale=_scale(sigma, rate, users),
-        side=side,
-        resolution=resolution,
-        negligible=float(ndtr(-tail)),
-    )
+    small = users // 2
+    first, second = (_distribution(sigma, rate, part, side, resolution, tail) for part in (small, users - small))
+    scale = _scale(sigma, rate, users)
+    return _mean(first, second, weight=small / users, scale=scale, side=side, resolution=resolution, tail=tail)
 
 
 def _scale(sigma: float, rate: float, users: int) -> float:
@@ -244,7 +228,7 @@ def _mean(
     scale: float,
     side: Side,
     resolution: float,
-    negligible: float,
+    tail: float,
 ) -> RatioDistribution:
     """Returns the distribution of weight·R₁ + (1 − weight)·R₂ for independent R₁, R₂, on a grid of its own."""
     centre = first.centre
@@ -259,22 +243,20 @@ def _mean(
     ends = np.array([min(lows), max(first.offsets[-1], second.offsets[-1])])
     low, high = np.log1p(ends) if centre else np.log(ends)
     cuts = _offsets_of(_cut_points(scale, low, high, resolution), centre)
-    cells = np.searchsorted(cuts[1:], sums, side="right")
-    masses: Vector = np.bincount(cells, products, minlength=len(cuts)).astype(np.float64)
-    moments: Vector = np.bincount(cells, products * sums, minlength=len(cuts)).astype(np.float64)
+    at = np.searchsorted(cuts[1:], sums, side="right")
+    masses, moments = (np.bincount(at, weights, len(cuts)).astype(np.float64) for weights in (products, products * sums))
     total = masses.sum()  # 1, but for rounding that would double with every level
     masses, moments = masses / total, moments / total
+    negligible = float(ndtr(-tail))
     # Merging the outermost cells keeps the order (both sides) and the arrays short.
     above = np.cumsum((moments + centre * masses)[::-1])[::-1]
     end = max(1, int(np.searchsorted(-above, -negligible)))
     start = min(int(np.searchsorted(np.cumsum(masses), negligible)), end - 1)
     if end < len(masses):
-        masses = np.append(masses[:end], masses[end:].sum())
-        moments = np.append(moments[:end], moments[end:].sum())
+        masses, moments = (np.append(cells[:end], cells[end:].sum()) for cells in (masses, moments))
         cuts = cuts[: end + 1]
     if start > 1:
-        masses = np.append(masses[:start].sum(), masses[start:])
-        moments = np.append(moments[:start].sum(), moments[start:])
+        masses, moments = (np.append(cells[:start].sum(), cells[start:]) for cells in (masses, moments))
         cuts = np.append(cuts[0], cuts[start:])
     distribution = _settle(masses, moments, cuts, centre=centre, scale=scale, side=side)
     infinite = distribution.infinite + weight * first.infinite + (1 - weight) * second.infinite
@@ -292,9 +274,8 @@ def _settle(masses: Vector, moments: Vector, cuts: Vector, *, centre: float, sca
     if side == "lower":
         some = masses > 0
         return RatioDistribution(moments[some] / masses[some], masses[some], centre, 0.0, scale)
-    with np.errstate(
-        divide="ignore", invalid="ignore"
-    ):  # cells that underflow: who composes such a distribution finds no deviation
+    # Cells may underflow: who composes such a distribution finds no deviation.
+    with np.errstate(divide="ignore", invalid="ignore"):
         upward = np.clip((moments[:-1] - masses[:-1] * cuts[:-1]) / np.diff(cuts), 0.0, masses[:-1])
     atoms = np.append(masses[:-1] - upward, masses[-1])
     atoms[1:] += upward

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -23,7 +22,7 @@ import numpy as np
 from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution, mean_distribution
-from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, tail_for
+from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, merge, tail_for
 from opacus_shuffle.core.solve import bracket, safe_root
 from opacus_shuffle.core.validation import finite_number, integer, open_unit_interval, positive, sampling_rate
 
@@ -56,13 +55,7 @@ Rounds = Sequence[tuple[SampledSum, int]]
 def sampled_distribution(*, mu: float, sample_rate: float, tail: float = TAILS[0]) -> RatioDistribution:
     """Returns an upper distribution of one round's R; its hockey sticks are the same in both directions.
 
-    Args:
-        mu: μ of the sum under replacement.
-        sample_rate: γ in (0, 1].
-        tail: See :func:`opacus_shuffle.analysis.ratio_distribution.mean_distribution`, whose limits are also these.
-
-    Formal Guarantees:
-        Above h at every α, for every data set (Propositions 3.2 and 3.4 of docs/proofs/03_secret_samples.md).
+    It lies above h at every α, for every data set (3.2, 3.4). μ, γ and ``tail`` have :func:`mean_distribution`'s limits.
     """
     gamma = sampling_rate("sample_rate", sample_rate)
     whole = mean_distribution(noise_multiplier=1 / mu, num_users=1, tail=tail)
@@ -72,11 +65,13 @@ def sampled_distribution(*, mu: float, sample_rate: float, tail: float = TAILS[0
     mirrored = (-offsets / (1 + offsets) if sampled.centre else 1 / offsets)[::-1]
     mirrored_masses = (masses * (offsets + sampled.centre))[::-1]
     rest = max(1.0 - float(masses.sum() + mirrored_masses.sum()) - sampled.infinite, 0.0)
-    law_offsets = np.concatenate([mirrored, [1 - sampled.centre], offsets])
-    law_masses = np.concatenate([mirrored_masses, [rest], masses])
+    offsets, masses = (
+        np.concatenate([mirrored, [1 - sampled.centre], offsets]),
+        np.concatenate([mirrored_masses, [rest], masses]),
+    )
     if sampled.infinite > 0:
-        law_offsets, law_masses = np.append(-sampled.centre, law_offsets), np.append(sampled.infinite, law_masses)
-    return RatioDistribution(law_offsets, law_masses, sampled.centre, sampled.infinite, sampled.scale)
+        offsets, masses = np.append(-sampled.centre, offsets), np.append(sampled.infinite, masses)
+    return dataclasses.replace(sampled, offsets=offsets, masses=masses)
 
 
 def compute_epsilon(rounds: Rounds, *, delta: float) -> float:
@@ -95,10 +90,8 @@ def compute_epsilon(rounds: Rounds, *, delta: float) -> float:
     Source: this library's; one round is Balle, Barthe and Gaboardi 2018, Theorems 2 and 10.
     """
     delta = open_unit_interval("delta", delta)
-    counts: dict[SampledSum, int] = {}
-    for each, count in rounds:
-        counts[each] = counts.get(each, 0) + integer("repetitions", count)
-    return _compute_epsilon(tuple(counts.items()), delta) if counts else 0.0
+    merged = merge(rounds)
+    return _compute_epsilon(merged, delta) if merged else 0.0
 
 
 @functools.lru_cache(maxsize=256)
@@ -112,16 +105,10 @@ def _compute_epsilon(rounds: tuple[tuple[SampledSum, int], ...], delta: float) -
     tail = tail_for(gaussians, delta)
     if tail is None:
         return math.inf
-    mixtures = [
-        (
-            Mixture(
-                ((1.0, sampled_distribution(mu=each.mu, sample_rate=each.sample_rate, tail=tail)),),
-                lost=each.sample_rate * each.lost,
-            ),
-            count,
-        )
-        for each, count in rounds
-    ]
+    mixtures = []
+    for each, count in rounds:
+        distribution = sampled_distribution(mu=each.mu, sample_rate=each.sample_rate, tail=tail)
+        mixtures.append((Mixture(((1.0, distribution),), lost=each.sample_rate * each.lost), count))
     return privacy_loss.compute_epsilon(mixtures, delta=delta)
 
 
@@ -158,9 +145,9 @@ def largest_mu(*, epsilon: float, delta: float, rounds: int, sample_rate: float,
         difference = math.log(max(value, 1e-300)) - math.log(target)
         return max(difference, 1e-16) if value > target else difference
 
-    start, lowest, highest = math.log(1e-3), math.log(1e-9), math.log(1e6)
-    down = (max(start - 2.0 * k, lowest) for k in range(1, 8))
-    up = itertools.takewhile(lambda log_mu: log_mu <= highest, (start + 2.0 * k for k in itertools.count(1)))
+    start = math.log(1e-3)
+    down = (max(start - 2.0 * k, math.log(1e-9)) for k in range(1, 8))
+    up = (start + 2.0 * k for k in range(1, 11))  # to 4.9e5
     unsafe, safe = bracket(excess, start, towards_safe=down, towards_unsafe=up)
     if safe is None:
         raise ValueError(

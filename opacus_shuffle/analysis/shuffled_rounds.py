@@ -1,9 +1,8 @@
 r"""Computes ε of shuffled Gaussian reports: for the papers' pair of data sets, without a shuffler, and for a trusted sum.
 
 ``pair_epsilon`` encloses the exact value for one pair of data sets (all others at zero, one record at norm C becomes zero), in
-both directions. ``unshuffled_epsilon`` is what remains if the shuffler is not trusted: the adversary sees who reports in a
-round and what. ``sampled_gaussian_epsilon`` is DP-SGD's, where a trusted server adds the reports up. The latter two cover every
-data set.
+both directions. ``unshuffled_epsilon`` is what remains if the shuffler is not trusted, ``sampled_gaussian_epsilon`` DP-SGD's,
+where a trusted server adds the reports up. The latter two cover every data set.
 
 >>> rounds = [(ShuffledRound(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1, sampling="poisson"), 5540)]
 >>> lower, upper = pair_epsilon(rounds, delta=1 / 60_000)
@@ -16,16 +15,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from scipy.special import ndtr
 
 from opacus_shuffle.analysis import gaussian, privacy_loss
-from opacus_shuffle.analysis.mean_ratio import SAMPLINGS, Sampling
+from opacus_shuffle.analysis.mean_ratio import Sampling, check_round
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution, Side, has_distribution, mean_distribution
-from opacus_shuffle.core.validation import integer, noise_level, one_of, open_unit_interval, sampling_rate
+from opacus_shuffle.core.validation import integer, open_unit_interval
 
 _MOST_KINDS = 40
 """Histories with more different rounds have their σ rounded to a grid, on the safe side."""
@@ -50,15 +50,8 @@ class ShuffledRound:
     sampling: Sampling = None
 
     def __post_init__(self) -> None:
-        noise_level("noise_multiplier", self.noise_multiplier)
-        integer("num_users", self.num_users)
-        rate = sampling_rate("sample_rate", self.sample_rate)
-        one_of("sampling", self.sampling, SAMPLINGS)
-        if self.sampling is None and rate != 1.0:
-            raise ValueError(f"sample_rate={rate!r} needs sampling='fixed_size' or 'poisson'")
-        if self.sampling == "fixed_size":
-            reports = integer("round(sample_rate * num_users)", round(rate * self.num_users))
-            object.__setattr__(self, "sample_rate", reports / self.num_users)
+        rate = check_round(self.noise_multiplier, self.num_users, self.sample_rate, self.sampling)[2]
+        object.__setattr__(self, "sample_rate", rate)
 
     @property
     def others(self) -> float:
@@ -74,9 +67,14 @@ class ShuffledRound:
         """Returns the same round at another σ."""
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)
 
+    def one_report(self, tail: float) -> RatioDistribution:
+        """Returns the upper distribution of R of one report by itself."""
+        return mean_distribution(noise_multiplier=self.noise_multiplier, num_users=1, tail=tail)
+
 
 Rounds = Sequence[tuple[ShuffledRound, int]]
 Merged = tuple[tuple[ShuffledRound, int], ...]
+Kind = TypeVar("Kind")
 
 
 def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
@@ -111,11 +109,8 @@ def enclosed(
 ) -> tuple[float, float]:
     """Returns a lower and an upper value of ε for rounds with these distributions of R.
 
-    Args:
-        rounds: Merged rounds, at least one.
-        delta: δ in (0, 1).
-        distribution: Maps a round, ``"upper"`` or ``"lower"``, and a tail to a distribution on that side of the round's R.
-        largest: Maps rounds and δ to an ε that holds anyhow; no upper value exceeds it.
+    ``distribution`` maps a round, a side and a tail to a distribution on that side of the round's R. ``largest`` maps rounds
+    and δ to an ε that holds anyhow: no upper value exceeds it.
     """
     most = largest(rounds, delta=delta)
     tail = tail_for(rounds, delta)
@@ -165,7 +160,7 @@ def _participation_epsilon(rounds: Merged, delta: float, tail: float) -> float:
     """Returns ε where it is seen in which rounds the user takes part, each with probability γ."""
     mixtures = []
     for each, count in coarsen(rounds, "upper"):
-        report = mean_distribution(noise_multiplier=each.noise_multiplier, num_users=1, tail=tail)
+        report = each.one_report(tail)
         nothing = RatioDistribution(np.array([1 - report.centre]), np.ones(1), report.centre, 0.0, 0.0)
         mixtures.append((Mixture(((each.sample_rate, report), (1 - each.sample_rate, nothing))), count))
     return privacy_loss.compute_epsilon(mixtures, delta=delta)
@@ -192,21 +187,14 @@ def sampled_gaussian_epsilon(rounds: Rounds, *, delta: float) -> float:
     tail = tail_for(merged, delta)
     if tail is None or all(each.sample_rate == 1.0 for each, _ in merged):
         return everyone
-    mixtures = [
-        (
-            Mixture.of(
-                mean_distribution(noise_multiplier=each.noise_multiplier, num_users=1, tail=tail).scaled(each.sample_rate)
-            ),
-            count,
-        )
-        for each, count in coarsen(merged, "upper")
-    ]
+    coarse = coarsen(merged, "upper")
+    mixtures = [(Mixture.of(each.one_report(tail).scaled(each.sample_rate)), count) for each, count in coarse]
     return min(everyone, privacy_loss.compute_epsilon(mixtures, delta=delta))
 
 
-def merge(rounds: Rounds) -> Merged:
+def merge(rounds: Iterable[tuple[Kind, int]]) -> tuple[tuple[Kind, int], ...]:
     """Counts equal rounds together, in order of first appearance, and checks the repetitions."""
-    counts: dict[ShuffledRound, int] = {}
+    counts: dict[Kind, int] = {}
     for each, count in rounds:
         counts[each] = counts.get(each, 0) + integer("repetitions", count)
     return tuple(counts.items())
@@ -217,12 +205,8 @@ def coarsen(rounds: Merged, side: Side) -> Merged:
     if len(rounds) <= _MOST_KINDS:
         return rounds
     towards = math.floor if side == "upper" else math.ceil
-    return merge(
-        [
-            (each.with_noise(2 ** (towards(math.log2(each.noise_multiplier) * _COARSE) / _COARSE)), count)
-            for each, count in rounds
-        ]
-    )
+    powers = [towards(math.log2(each.noise_multiplier) * _COARSE) / _COARSE for each, _ in rounds]
+    return merge([(each.with_noise(2**power), count) for power, (each, count) in zip(powers, rounds, strict=True)])
 
 
 def tail_for(rounds: Rounds, delta: float) -> float | None:
@@ -236,11 +220,4 @@ def tail_for(rounds: Rounds, delta: float) -> float | None:
 
 def _distribution(each: ShuffledRound, side: Side, tail: float) -> RatioDistribution:
     """Returns the distribution of R of one round."""
-    return mean_distribution(
-        noise_multiplier=each.noise_multiplier,
-        num_users=each.num_users,
-        sample_rate=each.sample_rate,
-        sampling=each.sampling,
-        side=side,
-        tail=tail,
-    )
+    return mean_distribution(**dataclasses.asdict(each), side=side, tail=tail)

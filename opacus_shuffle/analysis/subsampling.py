@@ -1,13 +1,9 @@
 r"""Computes Liew and Takahashi's (SG) own bounds for subsampled and checked-in shuffling, ICLR Theorems 2 and 3 as printed.
 
 They carry a term 2γ^j·C(λ, j) for j ≥ 3 that does not vanish as n grows; :mod:`.mean_ratio` has the exact value of the same
-pair, often a hundred times smaller. They are here because ``bound="published"`` means what the paper prints.
-
-Where the print departs from its own sources (this file follows the ICLR text, then says where it is loose):
-    * arXiv Eq. 17–18 and Theorem 3 combine logarithms of ε's without exponentials; ICLR Eq. 11 and 13 are right.
-    * Eq. 11 and 13 keep the rate γ given that k users came; given k, the rate is k/n.
-    * Eq. 11 leaves out k = 0; Theorem 3's first term covers it.
-    * Theorem 3's "if Eq. 12 decreases with n" needs no "if": sample means are a reverse martingale, and Jensen's inequality.
+pair, often a hundred times smaller. They are here because ``bound="published"`` means what the paper prints: this file follows
+the ICLR text (arXiv Eq. 17–18 and Theorem 3 combine logarithms of ε's without exponentials). Eq. 11 and 13 keep the rate γ
+given that k users came, where it is k/n; Theorem 3's "if Eq. 12 decreases with n" always holds (5.5 of docs/proofs/).
 
 >>> from opacus_shuffle.analysis import mean_ratio, subsampling
 >>> setting = dict(noise_multiplier=0.86, num_users=60_000, sample_rate=0.001, sampling="fixed_size", orders=2)
@@ -23,8 +19,9 @@ from typing import Literal, overload
 import numpy as np
 from scipy.special import gammaln
 
-from opacus_shuffle.analysis.mean_ratio import MAX_ORDER, Vector, log_expm1, log_moments, logsumexp, rdp_from_log_moments
-from opacus_shuffle.core.validation import finite_number, integer, noise_level, one_of, renyi_orders, sampling_rate
+from opacus_shuffle.analysis import mean_ratio
+from opacus_shuffle.analysis.mean_ratio import MAX_ORDER, Vector, check_round, log_expm1, log_moments, logsumexp
+from opacus_shuffle.core.validation import finite_number, one_of, renyi_orders
 
 SubsamplingScheme = Literal["fixed_size", "poisson"]
 
@@ -85,19 +82,16 @@ def compute_rdp(
     Source: SG ICLR Theorem 2 (Eq. 10, from Wang et al. 2019, Theorem 9) and Theorem 3 (Eq. 13).
     """
     vector = renyi_orders(orders, maximum=MAX_ORDER)
-    sigma = noise_level("noise_multiplier", noise_multiplier)
-    users = integer("num_users", num_users)
-    rate = sampling_rate("sample_rate", sample_rate)
     one_of("sampling", sampling, ("fixed_size", "poisson"))
+    sigma, users, rate = check_round(noise_multiplier, num_users, sample_rate, sampling)
     max_order = max(2, int(np.ceil(vector.max())))
     if sampling == "fixed_size":
         if chernoff_slack is not None:
             raise ValueError(f"chernoff_slack={chernoff_slack} belongs to sampling='poisson' alone; leave it out")
-        reports = integer("round(sample_rate * num_users)", round(rate * users))
-        bounds = _theorem_2(sigma, reports, reports / users, max_order)
+        bounds = _theorem_2(sigma, round(rate * users), rate, max_order)
     else:
         bounds = _theorem_3(sigma, users, rate, max_order, _slacks(chernoff_slack, users * rate, max_order))
-    rdp = rdp_from_log_moments(bounds, vector)
+    rdp = mean_ratio.rdp_from_log_moments(bounds, vector)
     return rdp if isinstance(orders, Iterable) else float(rdp[0])
 
 

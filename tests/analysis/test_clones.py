@@ -125,7 +125,7 @@ def test_extreme_arguments_give_a_finite_epsilon_within_the_local_one(local_epsi
 
 @pytest.mark.parametrize("conversion", ["proved", "theorem_3_8"])
 def test_no_local_delta_is_pure_local_privacy(conversion):
-    answer = clones.compute_epsilon_approximate(**PUBLIC, local_delta=0.0, conversion=conversion)
+    answer = clones.compute_epsilon(**PUBLIC, local_delta=0.0, conversion=conversion)
     assert answer == clones.compute_epsilon(**PUBLIC)
 
 
@@ -133,9 +133,7 @@ def test_no_local_delta_is_pure_local_privacy(conversion):
 @given(st.floats(0.2, 4), st.integers(3, 10), st.floats(1e-6, 0.05), st.floats(1e-9, 1e-2))
 def test_approximate_epsilon_leaves_room_for_what_is_lost_and_no_more(local_epsilon, users, delta, part):
     local_delta = delta * part
-    epsilon = clones.compute_epsilon_approximate(
-        local_epsilon=local_epsilon, local_delta=local_delta, num_users=users, delta=delta
-    )
+    epsilon = clones.compute_epsilon(local_epsilon=local_epsilon, local_delta=local_delta, num_users=users, delta=delta)
     own = local_delta / (1 + math.exp(local_epsilon))
     lost = own + (users - 1) * math.exp(-local_epsilon) * (local_delta + own)
 
@@ -152,7 +150,7 @@ def test_approximate_epsilon_leaves_room_for_what_is_lost_and_no_more(local_epsi
 @given(st.floats(0.1, 5), st.integers(10, 10**6), st.floats(1e-14, 1e-9))
 def test_the_proved_conversion_is_never_worse_than_theorem_3_8(local_epsilon, users, local_delta):
     ours, theirs = (
-        clones.compute_epsilon_approximate(
+        clones.compute_epsilon(
             local_epsilon=local_epsilon, local_delta=local_delta, num_users=users, delta=1e-5, conversion=conversion
         )
         for conversion in ("proved", "theorem_3_8")
@@ -182,9 +180,7 @@ def test_gaussian_epsilon_finds_what_any_local_epsilon_gives(sigma, local_epsilo
     for candidate in np.linspace(local_epsilon * 0.95, local_epsilon * 1.1, 12):
         local_delta = math.exp(gaussian.log_delta(mu=2 / sigma, epsilon=candidate))
         try:
-            one = clones.compute_epsilon_approximate(
-                local_epsilon=float(candidate), local_delta=local_delta, num_users=60_000, delta=1e-5
-            )
+            one = clones.compute_epsilon(local_epsilon=float(candidate), local_delta=local_delta, num_users=60_000, delta=1e-5)
         except ValueError:
             continue
         assert best <= one * (1 + 1e-4)
@@ -230,8 +226,8 @@ def test_gaussian_epsilon_survives_extreme_noise(sigma, adjacency):
 
 def test_a_local_delta_that_eats_all_of_delta_is_refused_or_falls_back_to_the_local_bound():
     with pytest.raises(ValueError, match="local_delta"):
-        clones.compute_epsilon_approximate(local_epsilon=1.0, local_delta=1e-4, num_users=1000, delta=1e-5)
-    assert clones.compute_epsilon_approximate(local_epsilon=1.0, local_delta=9e-6, num_users=1000, delta=1e-5) == 1.0
+        clones.compute_epsilon(local_epsilon=1.0, local_delta=1e-4, num_users=1000, delta=1e-5)
+    assert clones.compute_epsilon(local_epsilon=1.0, local_delta=9e-6, num_users=1000, delta=1e-5) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -247,7 +243,7 @@ def test_a_local_delta_that_eats_all_of_delta_is_refused_or_falls_back_to_the_lo
 def test_bad_arguments_are_refused_by_name(argument, value):
     good = {"local_epsilon": 1.0, "local_delta": 1e-12, "num_users": 1000, "delta": 1e-6}
     with pytest.raises(ValueError, match=argument):
-        clones.compute_epsilon_approximate(**{**good, argument: value})
+        clones.compute_epsilon(**{**good, argument: value})
 
 
 @pytest.mark.parametrize(
