@@ -1,13 +1,12 @@
 r"""Composes (ε_j, δ_j) steps, whatever they are, with sampling before each of them.
 
-These are Theorems 1 and 2 of Yang, Ji and Xiang's weight shuffling (WS), which composes by them because its own Theorem 6
-speaks of one ε and one δ only. For Gaussian steps the PRV accountant is far better; these are here to compute what WS computes.
-Theorem 1: k steps are (ε, δ)-DP together for
+These are Theorems 1 and 2 of Yang, Ji and Xiang's weight shuffling (WS), here to compute what WS computes: for Gaussian steps
+the PRV accountant is far better. Theorem 1: k steps are (ε, δ)-DP together for
 
     ε = min{Σ ε_j,  ½ Σ ε_j² + √(2·log(1/δ′)·Σ ε_j²)},   δ′ = δ − Σ δ_j > 0,
 
-and Theorem 2: a step on a random subset, each record in with probability at most q, is (log(1 + q(e^ε − 1)), qδ)-DP. The paper
-does not print how δ is split between Σ δ_j and δ′; one half each (``delta_split=0.5``) is this library's reading.
+and Theorem 2: a step that each record enters with probability at most q is (log(1 + q(e^ε − 1)), qδ)-DP. The paper does not
+print how δ is split between Σ δ_j and δ′; one half each (``delta_split=0.5``) is this library's reading.
 
 >>> epsilon, delta = step_budget(epsilon=0.5, delta=5e-6, steps=500, sample_rate=0.02)
 >>> round(epsilon, 4), round(delta, 10)

@@ -6,9 +6,8 @@ distribution gives (:mod:`opacus_shuffle.analysis.gaussian_clones`). ``gaussian_
 >>> round(compute_epsilon(local_epsilon=4.0, num_users=100_000, delta=1e-6), 4)
 0.1698
 
-Pitfalls. A Gaussian report is (ε0, δ0)-LDP for *any* two records, which are 2C apart: also for zero-out adjacency, where user
-1's two reports are only C apart, the other users' reports may be 2C away, and Theorem 3.8 with sensitivity 1 proves nothing
-(``gaussian_epsilon`` says what does). δ0 enters the final δ about n times: at small σ only the unshuffled bound is left.
+A Gaussian report is (ε0, δ0)-LDP for *any* two records, which are 2C apart, so Theorem 3.8 with sensitivity 1 proves nothing,
+not even for zero-out adjacency (docs/proofs/07_clones_of_any_report.md). At small σ only the unshuffled bound is left.
 
 >>> round(gaussian_epsilon(noise_multiplier=9.48, num_users=60_000, delta=1 / 60_000), 3)
 0.022
@@ -69,13 +68,13 @@ def _hockey_stick(epsilon: float, local_epsilon: float, counts: Vector, masses: 
 
 
 def _numeric(
-    *, local_epsilon: float, clone_epsilon: float, num_users: int, delta: float, lost: float, bins: int = BINS
+    *, local_epsilon: float, probability: float, num_users: int, delta: float, lost: float = 0.0, bins: int = BINS
 ) -> float | None:
-    """Returns the least ε with δ_pair(ε) + (1 + e^ε)·``lost`` ≤ δ, rounded up; None if none."""
+    """Returns the least ε with δ_pair(ε) + (1 + e^ε)·``lost`` ≤ δ, rounded up; None if none. ``probability``: of a clone."""
     if local_epsilon > LARGEST_LOCAL_EPSILON or delta < SMALLEST_DELTA:
         return None
     tail = 1e-8 * delta
-    counts, masses = _clone_counts(math.exp(-clone_epsilon), num_users, tail, bins)
+    counts, masses = _clone_counts(probability, num_users, tail, bins)
     budget = delta - 2 * tail - 2 * lost
     if budget <= 0:
         return None
@@ -153,7 +152,8 @@ def compute_epsilon(
     if num_users == 1 and local_delta <= delta:
         return local_epsilon  # nobody to hide among
     lost = _lost(local_epsilon=local_epsilon, local_delta=local_delta, num_users=num_users, conversion=conversion)
-    epsilon = _numeric(local_epsilon=local_epsilon, clone_epsilon=local_epsilon, num_users=num_users, delta=delta, lost=lost)
+    chance = math.exp(-local_epsilon)
+    epsilon = _numeric(local_epsilon=local_epsilon, probability=chance, num_users=num_users, delta=delta, lost=lost)
     if epsilon is not None:
         return epsilon
     if local_delta <= delta:
@@ -224,12 +224,12 @@ def gaussian_epsilon(
             own = _falls_to_zero(
                 lambda e: gaussian.log_delta(mu=1 / sigma, epsilon=e) - math.log(mended * (1 + math.exp(e))), own
             )
-        found = _numeric(local_epsilon=own, clone_epsilon=clone_epsilon, num_users=num_users, delta=delta, lost=lost, bins=bins)
+        chance = math.exp(-clone_epsilon)
+        found = _numeric(local_epsilon=own, probability=chance, num_users=num_users, delta=delta, lost=lost, bins=bins)
         return unshuffled if found is None else min(found, unshuffled)
 
-    grid = np.linspace(start, most, 26)[1:]
-    values = [best(float(point), COARSE_BINS) for point in grid]
-    middle = int(np.argmin(values))
-    bounds = (start if middle == 0 else grid[middle - 1], grid[min(middle + 1, len(grid) - 1)])
+    grid = np.linspace(start, most, 26)
+    middle = 1 + int(np.argmin([best(float(point), COARSE_BINS) for point in grid[1:]]))
+    bounds = (grid[middle - 1], grid[min(middle + 1, 25)])
     refined = minimize_scalar(lambda e: best(float(e), COARSE_BINS), bounds=bounds, method="bounded", options={"maxiter": 20})
     return min(best(float(refined.x), BINS), best(float(grid[middle]), BINS))

@@ -1,9 +1,8 @@
 r"""Converts the RDP of many rounds to one (ε, δ), over as many Rényi orders as it takes.
 
-The conversion is Opacus's own (Balle et al. 2020, Canonne et al. 2020), which is Lemma 2 of Liew and Takahashi's shuffle
-Gaussian mechanism (SG). The function to minimise is a convex function of λ over λ − 1, so it falls and then rises: the grid
-grows until its minimum is inside. At SG's Table 1 setting orders up to 30 give ε = 0.22820, which is no more than the
-conversion's floor at order 30; all useful orders give 0.0014063:
+The conversion is Opacus's own (Canonne et al. 2020), which is Lemma 2 of Liew and Takahashi's shuffle Gaussian mechanism (SG).
+As a function of the order ε falls and then rises, so the grid of orders grows until the minimum is inside. At SG's Table 1
+setting orders up to 30 give no more than the conversion's floor at order 30:
 
 >>> from opacus_shuffle.analysis import composition, mean_ratio
 >>> def one_round(orders):

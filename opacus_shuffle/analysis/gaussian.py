@@ -1,9 +1,7 @@
 r"""Computes ε of the Gaussian mechanism with no shuffler: what every record keeps, whatever the other records are.
 
-Shuffling is post-processing, so ε of the unshuffled reports holds for every data set: it is this library's proved value
-(``bound="certified"``). T adaptive rounds with local multipliers σ_1, …, σ_T are exactly one Gaussian mechanism with
-μ = Δ·sqrt(Σ 1/σ_t²), whose curve is δ(ε) = Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ). Sampling the users first only helps, and is not
-used here.
+T adaptive rounds with local multipliers σ_1, …, σ_T are exactly one Gaussian mechanism with μ = Δ·sqrt(Σ 1/σ_t²), whose curve
+is δ(ε) = Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ). Shuffling the reports is post-processing. Sampling the users is not used here.
 
 >>> from opacus_shuffle.analysis import gaussian
 >>> round(gaussian.compute_epsilon(mu=1 / 9.48, delta=1 / 60_000), 4)  # one round at sigma = 9.48, zero-out

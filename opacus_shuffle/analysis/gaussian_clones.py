@@ -64,8 +64,6 @@ def compute_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
     one_of("adjacency", adjacency, ("zero_out", "replace"))
     one_of("clones", clones, ("mended", "truncated"))
     merged = merge(rounds)
-    if not merged:
-        return 0.0
     distance = 1.0 if adjacency == "zero_out" else 2.0
     best = unshuffled_epsilon(merged, delta=delta, distance=distance)
     if best == 0:
@@ -113,11 +111,9 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones) -> float:
             break
         mixtures = [(_mixture(each, margin, clones, budget, tail), count) for each, count in rounds]
         epsilon = privacy_loss.compute_epsilon(mixtures, delta=delta, slack=_slack(rounds, margin, clones))
-        best = min(best, epsilon)
-        if abs(epsilon - guess) <= 0.02:  # e^guess was near enough
-            break
+        best, last = min(best, epsilon), guess
         guess = epsilon if epsilon < math.inf else max(2 * guess, 1.0)
-        if guess > unshuffled:
+        if abs(epsilon - last) <= 0.02 or guess > unshuffled:  # e^last was near enough
             break
     return best
 
@@ -180,9 +176,8 @@ def _mixture(each: ShuffledRound, margin: float, clones: Clones, budget: float, 
         if users == 0:
             lost += weight
             continue
-        distribution = mean_distribution(
-            noise_multiplier=each.noise_multiplier, num_users=users, resolution=RESOLUTION, tail=tail
-        )
+        sigma = each.noise_multiplier
+        distribution = mean_distribution(noise_multiplier=sigma, num_users=users, resolution=RESOLUTION, tail=tail)
         for share, (size, rate) in rates:
             if stretch * (size - 1) > _LARGEST_STRETCH:
                 lost += weight * share
@@ -226,10 +221,9 @@ def _pools(
             continue
         floor, ceiling = float(lowest[chosen].min()), float(highest[chosen].max())
         mean = min(float(weights[chosen] @ rates[chosen]) / total * (1 + 1e-12), ceiling)
-        share = 0.0 if ceiling <= floor else min(max((mean - floor) / (ceiling - floor), 0.0), 1.0)
+        share = min(max((mean - floor) / (ceiling - floor), 0.0), 1.0) if ceiling > floor else 1.0
         largest = int(sizes[chosen].max())
-        split = [(1 - share, (largest, floor)), (share, (largest, ceiling))] if ceiling > floor else [(1.0, (largest, ceiling))]
-        yield total, int(group), [part for part in split if part[0] > 0]
+        yield total, int(group), [(part, (largest, rate)) for part, rate in ((1 - share, floor), (share, ceiling)) if part > 0]
     if each.sampling == "poisson":
         yield budget / 4, 0, []  # the absent users' number outside the range that _membership takes
 
@@ -238,17 +232,18 @@ def _membership(
     each: ShuffledRound, clone: float, sizes: Counts, present: Vector, weights: Vector, budget: float
 ) -> tuple[Vector, Vector, Vector]:
     """Returns π given the pool's size: its mean and its range over what else is revealed (1.10, 1.11)."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        mean = np.where(weights > 0, present / np.where(weights > 0, weights, 1.0), 0.0)
+
+    def ratio(above: Vector | Counts, below: Vector) -> Vector:
+        return np.divide(above, below, out=np.zeros(len(sizes)), where=below > 0)
+
+    mean = ratio(present, weights)
     n, gamma = each.num_users, each.sample_rate
     if each.sampling != "poisson" or gamma == 1:
         return mean, mean, mean
     absence = (1 - gamma) / (1 - gamma * clone)
     fewest, _ = _likely_range(np.maximum(n - sizes - 1, 0), absence, budget / 16)
     _, most = _likely_range(np.maximum(n - sizes, 0), absence, budget / 16)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        highest = np.where(sizes > 0, sizes / (sizes + clone * fewest), 0.0)
-        lowest = np.where(sizes > 0, sizes / (sizes + clone * (most + 1)), 0.0)
+    lowest, highest = ratio(sizes, sizes + clone * (most + 1)), ratio(sizes, sizes + clone * fewest)
     return mean, np.minimum(lowest, mean), np.maximum(highest, mean)
 
 

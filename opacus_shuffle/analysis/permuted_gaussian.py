@@ -1,10 +1,8 @@
 r"""Computes ε of one pair of gradients under weight shuffling: nothing of others, and one record's gradient in one coordinate.
 
 Yang, Ji and Xiang's weight shuffling (WS) releases P(f) + z, P a uniform permutation of d coordinates. With f = 0 and f′ = c·e₁
-that is the shuffle Gaussian of d users, everyone at zero and one of them moved to norm 1: its likelihood ratio is the mean of d
-independent copies of exp((2x − 1)/2σ²) (:mod:`opacus_shuffle.analysis.ratio_distribution`). The pair meets every condition of
-WS Theorem 6 (norms, and it is not the case of equal entries that WS sets aside), so its *lower* value proves that no formula
-for these conditions may give less:
+that is the shuffle Gaussian of d users, one of them moved to norm 1 (:mod:`opacus_shuffle.analysis.ratio_distribution`). It
+meets every condition of WS Theorem 6, so the *lower* value proves that no formula for these conditions may give less:
 
 >>> step = ShuffledRound(noise_multiplier=0.27372, num_users=85_800_000, sample_rate=0.02, sampling="poisson")
 >>> lower, upper = pair_epsilon([(step, 500)], delta=5e-6)  # WS Theorem 6 with its Theorems 1 and 2 says 0.5
@@ -39,9 +37,7 @@ def pair_epsilon(steps: Rounds, *, delta: float) -> tuple[float, float]:
         For one pair of gradients, d coordinates permuted uniformly, an adversary who sees the permuted noised gradients alone.
         No guarantee for every data set: a gradient with equal entries keeps DP-SGD's ε.
     """
-    delta = open_unit_interval("delta", delta)
-    merged = merge(steps)
-    return enclosed(merged, delta, _distribution, sampled_gaussian_epsilon) if merged else (0.0, 0.0)
+    return enclosed(merge(steps), open_unit_interval("delta", delta), _distribution, sampled_gaussian_epsilon)
 
 
 def _distribution(step: ShuffledRound, side: Side, tail: float) -> RatioDistribution:

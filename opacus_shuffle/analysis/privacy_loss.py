@@ -31,7 +31,7 @@ from opacus_shuffle.core.solve import crossing, safe_root
 RELATIVE_ERROR = 1e-9
 """Every upper ε is enlarged by this fraction, for the rounding of sums of positive terms."""
 
-STEP = 0.05
+_STEP = 0.05
 """Grid step in standard deviations of one round's loss, averaged over the rounds."""
 
 _LARGEST_GRID = 2**20
@@ -84,7 +84,7 @@ class Mixture:
 Rounds = Sequence[tuple[Mixture, int]]
 
 
-def compute_epsilon(rounds: Rounds, *, delta: float, slack: tuple[float, float] = (0.0, 0.0), step: float = STEP) -> float:
+def compute_epsilon(rounds: Rounds, *, delta: float, slack: tuple[float, float] = (0.0, 0.0)) -> float:
     """Returns the smallest ε with δ(ε) + slack₀ + e^ε·slack₁ ≤ δ in both directions, rounded up.
 
     Callers have checked their numbers; what is composed is what they built.
@@ -94,20 +94,19 @@ def compute_epsilon(rounds: Rounds, *, delta: float, slack: tuple[float, float] 
         delta: δ in (0, 1).
         slack: What the two data sets' views have, over all rounds, that is not in what ``rounds`` describes: in total variation
             both numbers are that distance.
-        step: Grid step in standard deviations of a round's loss.
 
     Returns:
         ε ≥ 0, or ``inf`` if ``lost``, infinite losses or ``slack`` leave nothing of δ.
     """
-    return _epsilon(rounds, delta, slack, step, "upper")
+    return _epsilon(rounds, delta, slack, "upper")
 
 
-def lower_epsilon(rounds: Rounds, *, delta: float, step: float = STEP) -> float:
+def lower_epsilon(rounds: Rounds, *, delta: float) -> float:
     """Returns a value, rounded down, that the smallest valid ε is not below; ``rounds`` holds **lower** distributions only."""
-    return _epsilon(rounds, delta, (0.0, 0.0), step, "lower")
+    return _epsilon(rounds, delta, (0.0, 0.0), "lower")
 
 
-def _epsilon(rounds: Rounds, delta: float, slack: tuple[float, float], step: float, side: Side) -> float:
+def _epsilon(rounds: Rounds, delta: float, slack: tuple[float, float], side: Side) -> float:
     """Returns ε in the larger direction."""
     total = sum(count for _, count in rounds)
     if not all(mixture.parts for mixture, _ in rounds):
@@ -115,7 +114,7 @@ def _epsilon(rounds: Rounds, delta: float, slack: tuple[float, float], step: flo
     rounds = [(mixture.clipped(_CLIPPED * delta / total, side), count) for mixture, count in rounds]
     deviation = math.sqrt(sum(count * mixture.variance for mixture, count in rounds))
     widest = max(mixture.span for mixture, _ in rounds)
-    width = max(step * deviation / math.sqrt(total), _WINDOW * deviation / _LARGEST_GRID, widest / _LARGEST_GRID)
+    width = max(_STEP * deviation / math.sqrt(total), _WINDOW * deviation / _LARGEST_GRID, widest / _LARGEST_GRID)
     if width == 0:
         return 0.0
     return max(_direction_epsilon(rounds, delta, slack, width, side, reverse) for reverse in (False, True))

@@ -89,9 +89,7 @@ def compute_epsilon(rounds: Rounds, *, delta: float) -> float:
 
     Source: this library's; one round is Balle, Barthe and Gaboardi 2018, Theorems 2 and 10.
     """
-    delta = open_unit_interval("delta", delta)
-    merged = merge(rounds)
-    return _compute_epsilon(merged, delta) if merged else 0.0
+    return _compute_epsilon(merge(rounds), open_unit_interval("delta", delta))
 
 
 @functools.lru_cache(maxsize=256)

@@ -58,11 +58,6 @@ class ShuffledRound:
         """Expected participants other than user 1."""
         return (self.num_users - 1) * self.sample_rate
 
-    @property
-    def reports(self) -> float:
-        """Expected reports."""
-        return self.num_users * self.sample_rate
-
     def with_noise(self, noise_multiplier: float) -> ShuffledRound:
         """Returns the same round at another σ."""
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)
@@ -95,9 +90,7 @@ def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
     Formal Guarantees:
         For one pair of data sets, both directions (SG ICLR Theorems 1–3 without slack). No guarantee for every data set.
     """
-    delta = open_unit_interval("delta", delta)
-    merged = merge(rounds)
-    return enclosed(merged, delta, _distribution, unshuffled_epsilon) if merged else (0.0, 0.0)
+    return enclosed(merge(rounds), open_unit_interval("delta", delta), _distribution, unshuffled_epsilon)
 
 
 @functools.lru_cache(maxsize=512)
@@ -113,8 +106,7 @@ def enclosed(
     and δ to an ε that holds anyhow: no upper value exceeds it.
     """
     most = largest(rounds, delta=delta)
-    tail = tail_for(rounds, delta)
-    if tail is None or most == 0:
+    if most == 0 or (tail := tail_for(rounds, delta)) is None:
         return 0.0, most
 
     def composition(side: Side) -> list[tuple[Mixture, int]]:
@@ -142,8 +134,6 @@ def unshuffled_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -
     """
     delta = open_unit_interval("delta", delta)
     rounds = merge(rounds)
-    if not rounds:
-        return 0.0
     mu = distance * math.sqrt(sum(count / each.noise_multiplier**2 for each, count in rounds))
     everyone = gaussian.compute_epsilon(mu=mu, delta=delta)
     if all(each.sample_rate == 1.0 for each, _ in rounds) or any(each.noise_multiplier / distance < 1e-6 for each, _ in rounds):
@@ -181,11 +171,8 @@ def sampled_gaussian_epsilon(rounds: Rounds, *, delta: float) -> float:
     """
     delta = open_unit_interval("delta", delta)
     merged = merge(rounds)
-    if not merged:
-        return 0.0
     everyone = unshuffled_epsilon(merged, delta=delta)
-    tail = tail_for(merged, delta)
-    if tail is None or all(each.sample_rate == 1.0 for each, _ in merged):
+    if all(each.sample_rate == 1.0 for each, _ in merged) or (tail := tail_for(merged, delta)) is None:
         return everyone
     coarse = coarsen(merged, "upper")
     mixtures = [(Mixture.of(each.one_report(tail).scaled(each.sample_rate)), count) for each, count in coarse]

@@ -14,7 +14,7 @@ given that k users came, where it is k/n; Theorem 3's "if Eq. 12 decreases with 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 from scipy.special import gammaln
@@ -26,26 +26,6 @@ from opacus_shuffle.core.validation import finite_number, one_of, renyi_orders
 SubsamplingScheme = Literal["fixed_size", "poisson"]
 
 
-@overload
-def compute_rdp(
-    *,
-    noise_multiplier: float,
-    num_users: int,
-    sample_rate: float,
-    orders: float,
-    sampling: SubsamplingScheme,
-    chernoff_slack: float | None = None,
-) -> float: ...
-@overload
-def compute_rdp(
-    *,
-    noise_multiplier: float,
-    num_users: int,
-    sample_rate: float,
-    orders: Iterable[float],
-    sampling: SubsamplingScheme,
-    chernoff_slack: float | None = None,
-) -> Vector: ...
 def compute_rdp(
     *,
     noise_multiplier: float,
@@ -54,7 +34,7 @@ def compute_rdp(
     orders: float | Iterable[float],
     sampling: SubsamplingScheme,
     chernoff_slack: float | None = None,
-) -> float | Vector:
+) -> Any:
     """Returns the RDP of one round by SG ICLR Theorem 2 (``"fixed_size"``) or Theorem 3 (``"poisson"``).
 
     Args:
@@ -68,7 +48,7 @@ def compute_rdp(
             takes the best of a grid (32 values, 8 beyond order 512).
 
     Returns:
-        The RDP, a float for one order, else an array of shape ``(len(orders),)``.
+        The RDP: a float for one order, else an array of shape ``(len(orders),)``.
 
     Raises:
         ValueError: If an argument is out of range.

@@ -341,9 +341,12 @@ def test_a_noise_too_small_for_the_shift_gives_no_bound():
 # ---- rounds -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("delta", [0.1, 1e-3, 1e-5])
-@pytest.mark.parametrize("count", [1, 3, 12])
-@pytest.mark.parametrize(("trials", "probability", "shift"), [(2000, 0.5, 6), (3000, 0.2, 4), (2500, 0.85, 9)])
+@pytest.mark.parametrize("delta", [0.1, 1e-5])
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.zoo), 12])
+@pytest.mark.parametrize(
+    ("trials", "probability", "shift"),
+    [(2000, 0.5, 6), pytest.param(3000, 0.2, 4, marks=pytest.mark.zoo), (2500, 0.85, 9)],
+)
 def test_rounds_together_cost_between_the_lower_and_the_upper_value(trials, probability, shift, count, delta):
     each = BinomialSum(noise=BinomialNoise(trials=trials, probability=probability), shift=shift, dimension=4)
     upper, lower = compute_epsilon([(each, count)], delta=delta), lower_epsilon([(each, count)], delta=delta)

@@ -83,7 +83,7 @@ def test_bins_cost_little_and_stay_on_the_safe_side():
     assert exact <= coarse <= exact * (1 + 1e-2)
 
 
-@pytest.mark.parametrize("trials", [1000, 10**6, 10**9])
+@pytest.mark.parametrize("trials", [1000, 10**6, pytest.param(10**9, marks=pytest.mark.zoo)])
 def test_binomial_tails_are_as_accurate_as_the_margin_assumes(trials):
     for deviations in (1, 6, 15):
         k = int(trials / 2 + deviations * math.sqrt(trials) / 2)
@@ -117,7 +117,7 @@ def test_one_user_has_nobody_to_hide_among():
 
 
 @pytest.mark.parametrize("local_epsilon", [1e-12, 1e-3, 30.0, 499.0, 501.0, 1e300])
-@pytest.mark.parametrize("delta", [5e-324, 1e-299, 1e-12, 0.999])
+@pytest.mark.parametrize("delta", [5e-324, *(pytest.param(delta, marks=pytest.mark.zoo) for delta in (1e-299, 0.999)), 1e-12])
 @pytest.mark.parametrize("users", [2, 10**7, 2**53])
 def test_extreme_arguments_give_a_finite_epsilon_within_the_local_one(local_epsilon, delta, users):
     assert 0 <= clones.compute_epsilon(local_epsilon=local_epsilon, num_users=users, delta=delta) <= local_epsilon
@@ -146,7 +146,7 @@ def test_approximate_epsilon_leaves_room_for_what_is_lost_and_no_more(local_epsi
             assert total(epsilon * (1 - 1e-4) - 1e-9) > delta
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(st.floats(0.1, 5), st.integers(10, 10**6), st.floats(1e-14, 1e-9))
 def test_the_proved_conversion_is_never_worse_than_theorem_3_8(local_epsilon, users, local_delta):
     ours, theirs = (

@@ -56,7 +56,7 @@ ROUNDING = 1e-13
 # ---- the formula ------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(epsilons, ratios, dimensions, clips, norms)
 @example(0.1976, 0.27372, 85_800_000, 1.0, 1.0)
 @example(0.0, 50.0, 2, 1.0, 1.0)
@@ -124,7 +124,7 @@ def test_of_several_layers_the_worst_counts(epsilon, ratio, layers, norm, target
     worst(compute_noise_std, delta=target, epsilon=epsilon + 1e-3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.one_of(st.floats(0, 1e4), st.just(0.0)),
     log_floats(1e-6, 1e12),
@@ -160,7 +160,7 @@ def delta_at(step, sigma):
     return compute_delta(noise_std=sigma, **{name: step[name] for name in ("epsilon", "dimension", "clip", "batch_clip")})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(steps)
 @example(dict(epsilon=0.1976, delta=2.5e-7, dimension=85_800_000, clip=1.0, batch_clip=1.0))
 @example(dict(epsilon=0.01, delta=1e-6, dimension=10**8, clip=1.0, batch_clip=1.0))
@@ -183,7 +183,7 @@ def test_a_little_less_noise_is_not_enough(step):
     assert max(delta_at(step, each) for each in below) > step["delta"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(ratios, targets, dimensions, norms)
 def test_the_epsilon_found_is_enough_and_so_is_more_but_not_less(ratio, target, d, norm):
     rest = dict(noise_std=ratio, dimension=d, batch_clip=norm)

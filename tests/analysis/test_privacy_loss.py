@@ -75,7 +75,7 @@ def test_both_sides_lie_within_a_percent_of_each_other_and_of_the_prototype(
     assert lower == pytest.approx(prototype, rel=0.01)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(
     sigma=st.floats(0.5, 20),
     users=st.integers(2, 10**4),
@@ -103,7 +103,9 @@ def test_the_distribution_never_costs_more_than_its_exact_renyi_divergences(sigm
     assert upper <= by_rdp * 1.005  # the grids' share: RDP's own loss is mostly far larger
 
 
-@pytest.mark.parametrize(("rate", "sigma", "steps"), [(0.01, 1.0, 1000), (0.1, 3.0, 50), (0.001, 0.7, 10_000)])
+@pytest.mark.parametrize(
+    ("rate", "sigma", "steps"), [(0.01, 1.0, 1000), (0.1, 3.0, 50), pytest.param(0.001, 0.7, 10_000, marks=pytest.mark.zoo)]
+)
 def test_the_trusted_server_agrees_with_opacus_prv_accountant(rate, sigma, steps):
     accountant = PRVAccountant()
     accountant.history = [(sigma, rate, steps)]

@@ -158,6 +158,6 @@ def _summed(rounds: Rounds) -> shuffled_rounds.Rounds:
     """The rounds with the noise of the sum, √B·σ."""
     largest = 1e12  # that any mechanism takes
     return [
-        (each.with_noise(min(math.sqrt(max(each.reports, 1.0)) * each.noise_multiplier, largest)), count)
+        (each.with_noise(min(math.sqrt(max(each.num_users * each.sample_rate, 1.0)) * each.noise_multiplier, largest)), count)
         for each, count in shuffled(rounds)
     ]
