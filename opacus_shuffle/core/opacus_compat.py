@@ -25,9 +25,10 @@ from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from opacus.layers import DPMultiheadAttention
 from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
+from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 POISSON_SAMPLERS = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 """Opacus's batch samplers in which every record flips a coin of its own."""
@@ -52,19 +53,13 @@ class OpenEngine(opacus.PrivacyEngine):
         """Wraps the network: the result is what computes gradients per record."""
         return super()._prepare_model(module, **keywords)
 
-    def build_data_loader(
-        self, data_loader: DataLoader, *, poisson_sampling: bool, distributed: bool, **keywords: Any
-    ) -> DataLoader:
+    def build_data_loader(self, data_loader: DataLoader, *, distributed: bool, **keywords: Any) -> DataLoader:
         """Replaces the loader's sampler."""
-        return super()._prepare_data_loader(data_loader, poisson_sampling=poisson_sampling, distributed=distributed, **keywords)
+        return super()._prepare_data_loader(data_loader, distributed=distributed, **keywords)
 
-    def build_optimizer(
-        self, *, optimizer: torch.optim.Optimizer, expected_batch_size: float, distributed: bool = False, **keywords: Any
-    ) -> DPOptimizer:
+    def build_optimizer(self, *, optimizer: torch.optim.Optimizer, **keywords: Any) -> DPOptimizer:
         """Wraps the optimizer, to add noise to what it clips."""
-        return super()._prepare_optimizer(
-            optimizer=optimizer, expected_batch_size=expected_batch_size, distributed=distributed, **keywords
-        )
+        return super()._prepare_optimizer(optimizer=optimizer, **keywords)
 
     def _prepare_model(self, module: nn.Module, **keywords: Any) -> Any:
         return self.build_model(module, **keywords)
@@ -163,17 +158,11 @@ def allow_empty_batches(module: Any) -> None:
         module.forward = types.MethodType(_forward, module)  # bound to the instance: deep copies call their own weights
 
 
-PROBE_RECORDS = 20
-
-
 @functools.cache
 def attention_mixes_batch() -> bool:
-    """Whether ``DPMultiheadAttention(batch_first=True)`` of the installed Opacus is wrong.
+    """Whether ``DPMultiheadAttention`` gives something else with ``batch_first=True`` than the same weights without.
 
-    Opacus 1.6.0 splices the heads into the time axis there: the outputs differ from ``nn.MultiheadAttention``.
-
-    Returns:
-        True if a small instance gives something else than the same weights with ``batch_first=False``.
+    Opacus 1.6.0 splices the heads into the time axis there.
     """
     # The constructors draw initial weights, from a random state that is not ours to move.
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -187,14 +176,7 @@ def attention_mixes_batch() -> bool:
 
 
 def refuse_broken_attention(module: nn.Module) -> None:
-    """Refuses attention layers whose outputs the installed Opacus computes wrongly.
-
-    Args:
-        module: The module to be trained.
-
-    Raises:
-        ValueError: It has such layers; the message names them.
-    """
+    """Refuses attention layers whose outputs the installed Opacus computes wrongly, by name."""
     # With a single head there is nothing to splice, and the outputs are right.
     paths = [
         name or "the module itself"
@@ -212,33 +194,28 @@ def refuse_broken_attention(module: nn.Module) -> None:
 
 @functools.cache
 def adaptive_ghost_clips() -> bool:
-    """Whether ``PrivacyEngineAdaptiveClipping`` of the installed Opacus clips each record's gradient.
+    """Whether ``PrivacyEngineAdaptiveClipping`` clips each record's gradient, as one noiseless step shows.
 
     In Opacus 1.6.0 its loss is averaged over the batch before each record's factor is applied, so no record is bounded.
-
-    Returns:
-        True if one noiseless step on records with huge gradients stays within the bound.
     """
     # The engine moves the global random state, the probe must not; what it warns of does not concern the user.
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return _clipped_sum() <= PROBE_RECORDS * (1 + 1e-3)
+            return _clipped_mean() <= 1 + 1e-3
         except Exception:
             return False  # privacy that cannot be shown is not there
 
 
-def _clipped_sum() -> float:
-    """The gradient of 20 records after one backward pass, each to be clipped to 1.
+def _clipped_mean() -> float:
+    """The gradient per record after one backward pass on 20 of them, each to be clipped to 1.
 
     Half of the records have no gradient at all; a loss that is averaged too early hands them a share of the others'.
     """
-    from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
-
     network = nn.Linear(1, 1, bias=False, dtype=torch.float32)
-    x = 100 * torch.tensor([0.0, 1.0]).repeat(PROBE_RECORDS // 2)[:, None]
+    x = 100 * torch.tensor([0.0, 1.0]).repeat(10)[:, None]
     y = 100 * x
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=PROBE_RECORDS)
+    loader = DataLoader(TensorDataset(x, y), batch_size=len(x))
     private, _, criterion, _ = PrivacyEngineAdaptiveClipping(accountant="rdp").make_private(
         module=network,
         optimizer=torch.optim.SGD(network.parameters(), lr=1.0),
@@ -251,22 +228,11 @@ def _clipped_sum() -> float:
         grad_sample_mode="ghost",
     )
     criterion(private(x), y).backward()
-    return float(network.weight.grad.norm())  # type: ignore[union-attr]
+    return float(network.weight.grad.norm()) / len(x)  # type: ignore[union-attr]
 
 
 def refuse_unclipped_engine(engine: Any) -> None:
-    """Refuses Opacus's engine for adaptive ghost clipping where it does not clip.
-
-    Args:
-        engine: The privacy engine that is to make a module private.
-
-    Raises:
-        ValueError: It is a ``PrivacyEngineAdaptiveClipping``, and the installed version exceeds its bound.
-    """
-    try:
-        from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
-    except ImportError:
-        return
+    """Refuses Opacus's engine for adaptive ghost clipping where it does not clip."""
     if isinstance(engine, PrivacyEngineAdaptiveClipping) and not adaptive_ghost_clips():
         raise ValueError(
             f"engine is a {type(engine).__name__}, that is a PrivacyEngineAdaptiveClipping, which in the installed Opacus does "
@@ -276,14 +242,7 @@ def refuse_unclipped_engine(engine: Any) -> None:
 
 
 def tied_parameters(module: nn.Module) -> dict[str, list[str]]:
-    """Parameters that are reached under several names.
-
-    Args:
-        module: The module.
-
-    Returns:
-        For each of them, by its first name, all its names in the module's order.
-    """
+    """All names of each parameter that is reached under several, in the module's order, by the first of them."""
     aliases: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
@@ -291,14 +250,7 @@ def tied_parameters(module: nn.Module) -> dict[str, list[str]]:
 
 
 def refuse_tied_ghost(module: nn.Module) -> None:
-    """Refuses tied parameters, which ghost clipping cannot train, by name.
-
-    Args:
-        module: The module that is to be trained with ghost clipping.
-
-    Raises:
-        ValueError: Different layers share a trainable parameter. (One layer registered under two names does not.)
-    """
+    """Refuses, by name, different layers that share a trainable parameter, which ghost clipping cannot train."""
     tied = [
         " = ".join(names)
         for first, names in tied_parameters(module).items()

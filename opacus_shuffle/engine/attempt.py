@@ -1,9 +1,4 @@
-"""One attempt to make things private: a copy of the engine that knows what it builds, and takes back what came to nothing.
-
->>> engine = AttemptMixin(accountant="rdp")
->>> vars(engine) == vars(copy.copy(engine))
-True
-"""
+"""One attempt to make things private: a copy of the engine that knows what it builds, and takes back what came to nothing."""
 
 from __future__ import annotations
 
@@ -74,23 +69,14 @@ class AttemptMixin(OpenEngine):
             self._plan.wrapped = wrapped
         return wrapped
 
-    def build_data_loader(
-        self, data_loader: DataLoader, *, poisson_sampling: bool, distributed: bool, **keywords: Any
-    ) -> DataLoader:
+    def build_data_loader(self, data_loader: DataLoader, *, distributed: bool, **keywords: Any) -> DataLoader:
         """The loader with the scheme's sampler."""
-        loader = super().build_data_loader(data_loader, poisson_sampling=poisson_sampling, distributed=distributed, **keywords)
+        loader = super().build_data_loader(data_loader, distributed=distributed, **keywords)
         return loader if self._plan is None else self._plan.scheme.sampler(self._plan.run, loader, distributed=distributed)
 
-    def build_optimizer(
-        self, *, optimizer: torch.optim.Optimizer, expected_batch_size: float, distributed: bool = False, **keywords: Any
-    ) -> DPOptimizer:
+    def build_optimizer(self, *, optimizer: torch.optim.Optimizer, **keywords: Any) -> DPOptimizer:
         """The scheme's optimizer."""
         if self._plan is None:
             raise RuntimeError("build_optimizer is called by make_private alone")
-        return self._plan.scheme.build_optimizer(
-            self._plan.run,
-            optimizer=optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
-            expected_batch_size=expected_batch_size,
-            distributed=distributed,
-            **keywords,
-        )
+        stock = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
+        return self._plan.scheme.build_optimizer(self._plan.run, optimizer=stock, **keywords)

@@ -1,8 +1,4 @@
-"""Checkpoints of an engine that shuffles weights, or whose accountant is one of this package's.
-
->>> issubclass(CheckpointMixin, opacus.PrivacyEngine)
-True
-"""
+"""Checkpoints of an engine that shuffles weights, or whose accountant is one of this package's."""
 
 from __future__ import annotations
 

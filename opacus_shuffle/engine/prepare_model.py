@@ -13,10 +13,11 @@ gradients that Opacus records there; the optimizer then cannot stack them. ``pre
 ...     def forward(self, input_ids):
 ...         return self.words(input_ids) + self.positions(torch.arange(input_ids.shape[1])[None])
 >>> model, tokens = Text(), torch.zeros(2, 5, dtype=torch.long)
->>> positions_with_batch_one(model, tokens)
-['positions']
->>> positions_with_batch_one(prepare_model(model), tokens)
-[]
+>>> check_position_ids(model, (tokens,))
+Traceback (most recent call last):
+    ...
+ValueError: module has embeddings that see a batch of one whatever the batch is, positions, so Opacus cannot record ...
+>>> check_position_ids(prepare_model(model), (tokens,))
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 from torch import nn
 
 from opacus_shuffle.core.validation import instance_of
-from opacus_shuffle.permutation.sample_input import normalise, run_quietly
+from opacus_shuffle.permutation.sample_input import run_quietly
 
 # What models call the tensor that holds their records, first dimension first.
 _RECORDS = ("input_ids", "inputs_embeds", "input_embeds", "pixel_values", "input_values", "input_features")
@@ -55,46 +56,25 @@ def prepare_model(model: nn.Module) -> nn.Module:
         ValueError: It is no module.
     """
     instance_of("model", model, (nn.Module,))
-    enter = next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _Enter)), None)
     # A part of a prepared model keeps counting the records of the whole.
-    calls = _Calls() if enter is None else enter.calls
+    calls = next(filter(None, map(_calls_of, model._forward_pre_hooks.values())), _Calls())
     embeddings = {id(module) for module in model.modules() if _looks_up(module)}
     enclosing = {id(module) for module in model.modules() if not embeddings.isdisjoint(map(id, module.modules()))} - embeddings
     for module in model.modules():
         _remove_hooks(module)
         if id(module) in embeddings:
-            module.register_forward_pre_hook(_Expand(calls))
+            module.register_forward_pre_hook(calls.expand)
         elif id(module) in enclosing:
-            module.register_forward_pre_hook(_Enter(calls, _record_names(module)), with_kwargs=True)
-            module.register_forward_hook(_Leave(calls), always_call=True)
+            module.register_forward_pre_hook(calls.enter, with_kwargs=True)
+            module.register_forward_hook(calls.leave, always_call=True)
     return model
-
-
-def positions_with_batch_one(model: nn.Module, sample_input: Any) -> list[str]:
-    """The trainable embeddings that see a batch of one although the model runs on more records.
-
-    Args:
-        model: The model. One forward pass is run, in evaluation mode and without gradients; it leaves no trace.
-        sample_input: At least two records: a tensor, a tuple of positional arguments or a mapping of keyword arguments.
-
-    Returns:
-        Their names, in the model's order: none if Opacus can train the model, or after ``prepare_model``.
-
-    Raises:
-        ValueError: The sample holds fewer than two records.
-    """
-    args, kwargs = normalise(sample_input)
-    records = _measure(_record_names(model), args, kwargs).records
-    if records < 2:
-        raise ValueError(f"sample_input must hold at least two records to tell, got {records}; pass a batch of two")
-    return [name for name, size in _first_dimensions(model, args, kwargs).items() if size == 1]
 
 
 def check_position_ids(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> None:
     """Refuses a model in which an embedding would see a batch of one, before Opacus fails in the middle of a step.
 
     Args:
-        model: The model, as in ``positions_with_batch_one``.
+        model: The model. One forward pass is run, in evaluation mode and without gradients; it leaves no trace.
         args: Positional arguments for two records or more. Fewer tell nothing, and nothing is checked.
         kwargs: Keyword arguments.
 
@@ -103,7 +83,7 @@ def check_position_ids(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Map
             message names them.
     """
     kwargs = dict(kwargs or {})
-    frame = _measure(_record_names(model), args, kwargs)
+    frame = _measure(model, args, kwargs)
     if frame.records < 2:
         return
     seen = _first_dimensions(model, args, kwargs)
@@ -123,14 +103,17 @@ def check_position_ids(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Map
 class _Frame(NamedTuple):
     """One call under way: the module, its number of records, the extent along the second axis, whether that is certain."""
 
-    module: nn.Module | None
+    module: nn.Module
     records: int
     length: int
     certain: bool
 
 
 class _Calls(threading.local):
-    """The calls under way in this thread, outermost first. Copies are empty, so a layer copied on its own expands nothing."""
+    """The calls under way in this thread, outermost first, and the hooks that keep the list.
+
+    Copies are empty, so a layer copied on its own expands nothing.
+    """
 
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
@@ -138,59 +121,35 @@ class _Calls(threading.local):
     def __reduce__(self) -> tuple[type[_Calls], tuple[()]]:
         return _Calls, ()
 
-    def drop(self, module: nn.Module) -> None:
-        """Forget this module's call and all within it, which is over, or was interrupted."""
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook: a module begins to run on so many records."""
+        # An interrupt from the keyboard skips even the hooks that are always called, and its call would stay behind.
+        self.leave(module)
+        self.frames.append(_measure(module, args, kwargs))
+
+    def leave(self, module: nn.Module, args: Any = None, output: Any = None) -> None:
+        """Forward hook: this module's call and all within it are over, or have failed."""
         for depth, frame in enumerate(self.frames):
             if frame.module is module:
                 del self.frames[depth:]
                 return
 
-
-class _Enter:
-    """Forward pre-hook: a module begins to run on so many records."""
-
-    def __init__(self, calls: _Calls, names: tuple[str, ...]) -> None:
-        self.calls, self.names = calls, names
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # An interrupt from the keyboard skips even the hooks that are always called, and its call would stay behind.
-        self.calls.drop(module)
-        self.calls.frames.append(_measure(self.names, args, kwargs)._replace(module=module))
-
-
-class _Leave:
-    """Forward hook: a module is done, or has failed."""
-
-    def __init__(self, calls: _Calls) -> None:
-        self.calls = calls
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.calls.drop(module)
-
-
-class _Expand:
-    """Forward pre-hook of an embedding: one row of indices becomes one row per record."""
-
-    def __init__(self, calls: _Calls) -> None:
-        self.calls = calls
-
-    def __call__(self, module: nn.Embedding, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not self.calls.frames or not args or not isinstance(args[0], torch.Tensor) or args[0].dim() < 2:
+    def expand(self, module: nn.Embedding, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Forward pre-hook of an embedding: one row of indices becomes one row per record."""
+        if not self.frames or not args or not isinstance(args[0], torch.Tensor) or args[0].dim() < 2:
             return None
-        index = self.spread(args[0])
         # Ghost clipping views the indices as one column; a row spread by PyTorch or by the model cannot be viewed like that.
-        index = index.contiguous()
+        index = self.spread(args[0]).contiguous()
         return None if index is args[0] else (index, *args[1:])
 
     def spread(self, index: torch.Tensor) -> torch.Tensor:
         """The indices for every record, where they were one row for all."""
-        frames = self.calls.frames
-        outermost = frames[0]
+        outermost = self.frames[0]
         if index.shape[0] != 1 or outermost.records == 1:
             return index
         # The nearest module around that runs on a batch says what the row will be added to. Where that is not the batch of the
         # whole model (several choices per record, an image for each text) there is no row per record to be had.
-        nearest = next(frame for frame in reversed(frames) if frame.records != 1)
+        nearest = next(frame for frame in reversed(self.frames) if frame.records != 1)
         if nearest.records != outermost.records:
             return index
         # A table of relative positions [queries, keys] also has one row when there is one query. Tables live in attention,
@@ -206,30 +165,32 @@ def _looks_up(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward and not module.scale_grad_by_freq
 
 
+def _calls_of(hook: Any) -> _Calls | None:
+    """The list of calls that a hook of ``prepare_model`` keeps; None for the hooks of others."""
+    owner = getattr(hook, "__self__", None)
+    return owner if isinstance(owner, _Calls) else None
+
+
 def _remove_hooks(module: nn.Module) -> None:
     """Take back what an earlier ``prepare_model`` has registered here."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in hooks.items() if isinstance(hook, _Enter | _Leave | _Expand)]:
+        for key in [key for key, hook in hooks.items() if _calls_of(hook) is not None]:
             del hooks[key]
             for flags in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
                 flags.pop(key, None)
 
 
-def _record_names(module: nn.Module) -> tuple[str, ...]:
-    """The names of ``forward``'s positional parameters, so that positional arguments can be told apart."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
-
-
-def _measure(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Frame:
+def _measure(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Frame:
     """The number of records in a call: of the tensor whose name says so, or else of the first one."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     known = next((named[name] for name in _RECORDS if isinstance(named.get(name), torch.Tensor)), None)
     tensor = next(_tensors((*args, *kwargs.values())), None) if known is None else known
     if tensor is None:
-        return _Frame(None, 1, 1, False)
+        return _Frame(module, 1, 1, False)
     length = tensor.shape[1] if tensor.dim() > 1 else 1
-    return _Frame(None, tensor.shape[0], length, known is not None or not tensor.is_floating_point())
+    return _Frame(module, tensor.shape[0], length, known is not None or not tensor.is_floating_point())
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_shuffle.engine.prepare_model import check_position_ids, positions_with_batch_one, prepare_model
+from opacus_shuffle.engine.prepare_model import check_position_ids, prepare_model
 
 VOCABULARY, LENGTH, RECORDS = 40, 6, 3
 
@@ -159,11 +159,9 @@ def test_per_sample_gradients_are_those_of_a_loop_over_records(name, force_funct
 def test_the_defect_is_named_and_prepare_model_mends_it_without_changing_an_output(name):
     model, tokens = hugging_face(name), texts()
     before, place = model(tokens).logits, PLACES[name[:4]]
-    assert positions_with_batch_one(model, tokens) == [place]
-    with pytest.raises(ValueError, match=rf"{place}, .*call opacus_shuffle.prepare_model\(model\)"):
+    with pytest.raises(ValueError, match=rf"is, {place}, .*call opacus_shuffle.prepare_model\(model\)"):
         check_position_ids(model, (tokens,))
     assert prepare_model(model) is model
-    assert positions_with_batch_one(model, {"input_ids": tokens}) == []
     check_position_ids(model, (), {"input_ids": tokens})
     assert lookups(model, tokens)[place] == tokens.shape
     assert torch.equal(model(tokens).logits, before)
@@ -174,7 +172,7 @@ def test_embedded_inputs_count_as_records_too():
     with torch.no_grad():
         embedded = model.get_input_embeddings()(texts())
         assert torch.equal(model(inputs_embeds=embedded).logits, model(texts()).logits)
-    assert positions_with_batch_one(model, {"inputs_embeds": embedded}) == []
+    check_position_ids(model, (), {"inputs_embeds": embedded})
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
@@ -246,7 +244,7 @@ def test_models_without_the_defect_are_left_alone():
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in plain.modules())
     model, tokens = hugging_face("RobertaForSequenceClassification"), texts()
     logits, asked = model(tokens).logits, lookups(model, tokens)
-    assert positions_with_batch_one(model, tokens) == []
+    check_position_ids(model, (tokens,))
     prepare_model(model)
     assert torch.equal(model(tokens).logits, logits)
     assert lookups(model, tokens) == asked
@@ -268,12 +266,21 @@ def test_preparing_twice_is_preparing_once_for_wholes_and_parts():
 def test_copies_work_on_their_own(duplicate):
     model = prepare_model(Text())
     other = duplicate(model)
-    assert other.embed.places._forward_pre_hooks[next(iter(other.embed.places._forward_pre_hooks))].calls.frames == []
     with torch.no_grad():
         other.embed.places.weight.zero_()
     assert lookups(other, texts(5))["embed.places"] == (5, LENGTH)
     assert torch.equal(other.embed(texts()), other.embed.words(texts()))
     assert lookups(model, texts(2))["embed.places"] == (2, LENGTH)
+
+
+def test_a_layer_that_is_copied_while_its_model_runs_expands_nothing():
+    model, found = prepare_model(Text()), []
+    row = torch.zeros(1, 3, dtype=torch.long)
+    for call in (lambda: model.embed.places(row), lambda: copy.deepcopy(model.embed.places)(row)):
+        handle = model.head.register_forward_pre_hook(lambda *_, call=call: found.append(len(call())))
+        model(texts())
+        handle.remove()
+    assert found == [RECORDS, 1]
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("error"), KeyboardInterrupt()], ids=["error", "interrupt"])
@@ -328,7 +335,8 @@ def test_several_choices_per_record_are_not_taken_for_records():
     prepare_model(model.bert)
     assert torch.equal(model(tokens).logits, before)
     assert lookups(model, tokens) == asked
-    assert positions_with_batch_one(model, tokens) == [PLACES["Bert"]]
+    with pytest.raises(ValueError, match=f"batch of one whatever the batch is, {PLACES['Bert']}, so"):
+        check_position_ids(model, (tokens,))
 
 
 def test_images_with_learned_places_are_mended():
@@ -349,7 +357,7 @@ def test_images_with_learned_places_are_mended():
 def test_frozen_embeddings_are_no_obstacle():
     model = Text()
     model.embed.places.weight.requires_grad_(False)
-    assert positions_with_batch_one(model, texts()) == []
+    check_position_ids(model, (texts(),))
     GradSampleModule(prepare_model(model))(texts()).sum().backward()
 
 
@@ -362,15 +370,14 @@ def test_an_embedding_that_scales_by_frequency_is_left_alone():
 def test_one_record_tells_nothing():
     model = Text()
     check_position_ids(model, (texts(1),))
-    with pytest.raises(ValueError, match="sample_input must hold at least two records to tell, got 1"):
-        positions_with_batch_one(model, texts(1))
 
 
 def test_looking_for_the_defect_leaves_no_trace():
     model = Text()
     model.head.eval()
     state = torch.get_rng_state()
-    positions_with_batch_one(model, texts())
+    with pytest.raises(ValueError, match="a batch of one"):
+        check_position_ids(model, (texts(),))
     assert [m.training for m in model.modules()] == [True, True, True, True, False]
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
     assert torch.equal(torch.get_rng_state(), state)
