@@ -34,12 +34,7 @@ class GroupAction(PermutationGroup):
     buffers: tuple[str, ...] = ()
     aliases: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
-    def apply_(
-        self,
-        module: nn.Module,
-        plan: PermutationPlan,
-        optimizer: torch.optim.Optimizer | None = None,
-    ) -> None:
+    def apply_(self, module: nn.Module, plan: PermutationPlan, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Moves the network's parameters, buffers and gradients, and the optimizer's state, in place.
 
         Args:

@@ -7,12 +7,12 @@ from typing import Any
 from torch import nn
 
 from opacus_shuffle.core.validation import one_of
-from opacus_shuffle.permutation import sample_input as samples
 from opacus_shuffle.permutation.finding.handlers import HandlerError, declared_axes
 from opacus_shuffle.permutation.finding.nesting import LEVELS, build_spec
 from opacus_shuffle.permutation.finding.trace import Tracer
 from opacus_shuffle.permutation.finding.traced_run import Packing, TracedRun
 from opacus_shuffle.permutation.network import kept_activations, require_apart, require_ready, results, state_kept, unwrap
+from opacus_shuffle.permutation.sample_input import call_of
 from opacus_shuffle.permutation.self_check import check_call
 from opacus_shuffle.permutation.spec import PermutationSpec
 
@@ -48,7 +48,7 @@ def find_permutations(module: nn.Module, sample_input: Any = None, *, groups: st
     one_of("groups", groups, LEVELS)
     network = unwrap(module)
     require_ready(network)
-    args, kwargs = samples.guess(network) if sample_input is None else samples.normalise(sample_input)
+    args, kwargs = call_of(network, sample_input)
     packings: dict[tuple[str, int], set[Packing]] = {}
     written: set[int] = set()
     best: PermutationSpec | None = None

@@ -60,40 +60,34 @@ class PermutationGroup:
         for number, factor in enumerate(self.factors):
             if factor.free:
                 by_size[factor.size].append(number)
-        tables: list[torch.Tensor | None] = [None] * len(self.factors)
+        tables: dict[int, torch.Tensor] = {}
         for size, numbers in by_size.items():
-            shapes = [self._outer_shape(number) for number in numbers]
-            counts = [math.prod(shape) for shape in shapes]
+            counts = [self.copies(number) for number in numbers]
             # Sorting 63-bit keys: exactly uniform but for ties, which have a chance below size²·count/2⁶⁴.
             keys = torch.empty((sum(counts), size), dtype=torch.int64).random_(generator=generator)
-            drawn = keys.argsort(dim=1)
-            for number, shape, rows in zip(numbers, shapes, torch.split(drawn, counts), strict=True):
-                tables[number] = rows.reshape(*shape, size)
-        return PermutationPlan(tuple(tables))
+            for number, rows in zip(numbers, torch.split(keys.argsort(dim=1), counts), strict=True):
+                tables[number] = rows.reshape(*self._outer_shape(number), size)
+        return self._plan(tables)
 
     def identity(self) -> PermutationPlan:
         """Returns the permutation that moves nothing."""
-        tables: list[torch.Tensor | None] = [None] * len(self.factors)
-        for number, factor in enumerate(self.factors):
-            if factor.free:
-                tables[number] = torch.arange(factor.size).repeat(*self._outer_shape(number), 1)
-        return PermutationPlan(tuple(tables))
+        free = [(number, factor.size) for number, factor in enumerate(self.factors) if factor.free]
+        return self._plan({number: torch.arange(size).repeat(*self._outer_shape(number), 1) for number, size in free})
 
     def invert(self, plan: PermutationPlan) -> PermutationPlan:
         """Returns the permutation that undoes ``plan``."""
-        tables: list[torch.Tensor | None] = [None] * len(self.factors)
+        tables = {}
         for number, table in self.free_tables(plan):
-            tables[number] = inverse = torch.empty_like(table)
-            inverse[self.old_coordinates(number, plan)] = torch.arange(table.shape[-1]).expand_as(table)
-        return PermutationPlan(tuple(tables))
+            tables[number] = torch.empty_like(table)
+            tables[number][self.old_coordinates(number, plan)] = torch.arange(table.shape[-1]).expand_as(table)
+        return self._plan(tables)
 
     def compose(self, first: PermutationPlan, second: PermutationPlan) -> PermutationPlan:
         """Returns the permutation that does what ``first`` and then ``second`` do."""
-        tables: list[torch.Tensor | None] = [None] * len(self.factors)
         before = dict(self.free_tables(first))
-        for number, _ in self.free_tables(second):
-            tables[number] = before[number][self.old_coordinates(number, second)]
-        return PermutationPlan(tuple(tables))
+        return self._plan(
+            {number: before[number][self.old_coordinates(number, second)] for number, _ in self.free_tables(second)}
+        )
 
     def log2_size(self) -> float:
         """Returns the binary logarithm of the number of permutations in the group."""
@@ -137,6 +131,9 @@ class PermutationGroup:
         own = plan.tables[number]
         assert own is not None
         return (*found, own)
+
+    def _plan(self, tables: dict[int, torch.Tensor]) -> PermutationPlan:
+        return PermutationPlan(tuple(tables.get(number) for number in range(len(self.factors))))
 
     def _outer_shape(self, number: int) -> tuple[int, ...]:
         return tuple(self.factors[outer].size for outer in self.factors[number].inside)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, IterableDataset
 
 from opacus_shuffle.core.validation import integer
@@ -18,11 +19,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 # Names under which a configuration keeps token numbers that mean something: padding stops attention, "end" cuts a text short.
 _SPECIAL_TOKENS = ("pad", "bos", "eos", "cls", "sep", "mask", "unk", "decoder_start", "image", "video", "audio")
 _SIDES = (32, 28, 64, 96, 224)
-_CONVOLUTIONS: dict[int, tuple[Any, ...]] = {
-    1: (nn.Conv1d, nn.ConvTranspose1d, (*_SIDES, 128, 256, 512, 1024)),
-    2: (nn.Conv2d, nn.ConvTranspose2d, _SIDES),
-    3: (nn.Conv3d, nn.ConvTranspose3d, _SIDES[:3]),  # cubes: more would fill the memory
-}
+_SIDES_OF = {1: (*_SIDES, 128, 256, 512, 1024), 2: _SIDES, 3: _SIDES[:3]}  # larger cubes would fill the memory
+_CONVOLUTIONS = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 _REMEDY = "pass shuffle_weights=find_permutations(module, sample_input) with an input that module(...) accepts"
 
 
@@ -45,6 +43,11 @@ def normalise(sample_input: Any) -> Call:
         "sample_input must be a tensor, a non-empty tuple or list of positional arguments, or a non-empty mapping from "
         f"names to keyword arguments, got {_describe(sample_input)}"
     )
+
+
+def call_of(module: nn.Module, sample_input: Any) -> Call:
+    """Returns the arguments that a sample input stands for; guessed where it is None."""
+    return guess(module) if sample_input is None else normalise(sample_input)
 
 
 def guess(module: nn.Module) -> Call:
@@ -88,9 +91,7 @@ def from_batch(module: nn.Module, batch: Any) -> Call:
         ValueError: The batch has none of these forms, or too few entries.
     """
     call = _arguments(module, batch)
-    tensors: list[torch.Tensor] = []
-    _map(tensors.append, call)
-    if not tensors:
+    if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(call)):
         raise ValueError(f"data_loader yields batches without a tensor for {_forward(module)}, {_describe(batch)}; {_REMEDY}")
     return _on_device_of(module, call)
 
@@ -229,10 +230,9 @@ def _shapes(module: nn.Module, first: nn.Module | None) -> list[tuple[int, ...]]
         # Attention takes a matrix for one unbatched sequence, which is not what anybody trains on.
         attends = any(hasattr(m, "num_heads") and hasattr(m, "embed_dim") for m in module.modules())
         return flat[::-1] if attends else flat
-    for places, (*kinds, sides) in _CONVOLUTIONS.items():
-        if isinstance(first, tuple(kinds)):
-            channels: Any = first.in_channels  # type: ignore[union-attr]
-            return [(2, channels, *[side] * places) for side in sides]
+    if isinstance(first, _CONVOLUTIONS):
+        places = len(first.kernel_size)
+        return [(2, first.in_channels, *[side] * places) for side in _SIDES_OF[places]]
     if isinstance(first, nn.RNNBase):
         return [(2, 3, first.input_size)]
     if isinstance(first, nn.LayerNorm):
@@ -255,21 +255,7 @@ def _dtype(module: nn.Module) -> torch.dtype:
 def _on_device_of(module: nn.Module, call: Call) -> Call:
     """Returns the arguments with their tensors on the device of the module's first parameter or buffer."""
     first = next((each for tensors in (module.parameters(), module.buffers()) for each in tensors), torch.empty(0))
-    moved: Call = _map(lambda tensor: tensor.to(first.device), call)
-    return moved
-
-
-def _map(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Returns the same nest of tuples, lists and mappings with its tensors changed."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(change, entry) for entry in value))
-    if isinstance(value, tuple | list):
-        return type(value)(_map(change, entry) for entry in value)
-    if isinstance(value, Mapping):
-        return {name: _map(change, entry) for name, entry in value.items()}
-    return value
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(first.device), call)
 
 
 def _forward(module: nn.Module) -> str:

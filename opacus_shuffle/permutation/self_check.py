@@ -15,10 +15,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from opacus_shuffle.permutation import sample_input as samples
 from opacus_shuffle.permutation.action import GroupAction
 from opacus_shuffle.permutation.group import PermutationPlan
-from opacus_shuffle.permutation.network import plain_attention, results, state_kept, unwrap
+from opacus_shuffle.permutation.network import plain_attention, results, state_kept
 
 NOISE = {"bernoulli": 1.0, "bernoulli_": 1.0} | dict.fromkeys(
     ("rand", "randn", "rand_like", "randn_like", "normal_", "uniform_", "exponential_"), 0.5
@@ -36,13 +35,6 @@ DRAWS = 3
 """Of two copies of a permutation of two things, a draw takes both alike half of the time."""
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def check_action(action: GroupAction, module: nn.Module, sample_input: Any = None) -> None:
-    """Does :func:`check_call` on the network inside of the module and a sample input, given or guessed."""
-    network = unwrap(module)
-    args, kwargs = samples.guess(network) if sample_input is None else samples.normalise(sample_input)
-    check_call(action, network, args, kwargs)
 
 
 def check_call(action: GroupAction, network: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

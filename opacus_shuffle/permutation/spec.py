@@ -14,7 +14,9 @@ from torch import nn
 from opacus_shuffle.core.tables import text_table
 from opacus_shuffle.permutation.action import GroupAction
 from opacus_shuffle.permutation.moving.layout import Block, Factor, Term
-from opacus_shuffle.permutation.self_check import check_action
+from opacus_shuffle.permutation.network import unwrap
+from opacus_shuffle.permutation.sample_input import call_of
+from opacus_shuffle.permutation.self_check import check_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +135,8 @@ class PermutationSpec(GroupAction):
         Raises:
             ValueError: If they do not; it names the group and the parameters concerned.
         """
-        check_action(self, module, sample_input)
+        network = unwrap(module)
+        check_call(self, network, *call_of(network, sample_input))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, for JSON."""

@@ -103,7 +103,7 @@ class ShuffleGradSampleModule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Has it pickled as Opacus's class; the shuffler's hooks refuse where that would show what was not released."""
-        return _rebuild, (_plain_class(type(self)), {k: v for k, v in self.__dict__.items() if k != "shuffler"})
+        return object.__new__, (_plain_class(type(self)),), {k: v for k, v in self.__dict__.items() if k != "shuffler"}
 
 
 @functools.cache
@@ -135,10 +135,3 @@ def make_plain(wrapped: Any) -> None:
 def _plain_class(kind: type) -> Any:
     """Returns Opacus's class."""
     return kind.__bases__[0]
-
-
-def _rebuild(kind: type, state: dict[str, Any]) -> Any:
-    """Returns an instance without running its constructor."""
-    instance: Any = object.__new__(kind)
-    instance.__dict__.update(state)
-    return instance

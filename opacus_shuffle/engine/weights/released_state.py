@@ -46,12 +46,7 @@ class PartHook:
 
 
 def permute_state(
-    spec: PermutationSpec,
-    plan: PermutationPlan | None,
-    part: nn.Module,
-    place: str,
-    state: dict[str, Any],
-    prefix: str,
+    spec: PermutationSpec, plan: PermutationPlan | None, part: nn.Module, place: str, state: dict[str, Any], prefix: str
 ) -> None:
     """Replaces the run's own tensors in a state dict by permuted copies (plain ones without a plan).
 

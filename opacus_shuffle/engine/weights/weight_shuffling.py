@@ -140,12 +140,11 @@ def find_spec(
         ) from error
     if batch_first:
         check_position_ids(network, args, kwargs)
-    sample = args if args and not kwargs else kwargs if kwargs and not args else None
     if isinstance(shuffling.groups, PermutationSpec):
         spec = shuffling.groups
         check_call(spec, network, args, kwargs)
     else:
-        spec = find_permutations(network, sample, groups="residual" if shuffling.groups is True else shuffling.groups)
+        spec = find_permutations(network, args or kwargs, groups="residual" if shuffling.groups is True else shuffling.groups)
     if is_distributed(module):
         spec = _same_everywhere(spec)
         check_call(spec, network, args, kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -46,6 +47,7 @@ class HandlerError(ValueError):
 
 Handler = Callable[[Any], "ModuleAxes | None"]
 _HANDLERS: dict[type[nn.Module], Handler] = {}
+_AXIS = re.compile(r"([^\s()]+)|\(([^()]*)\)")
 
 
 def register_permutation(kind: type[nn.Module]) -> Callable[[Handler], Handler]:
@@ -173,23 +175,9 @@ def _places(pattern: str, tensor: torch.Tensor) -> list[tuple[int, list[str]]]:
 
 def _parse(pattern: str) -> list[list[str]]:
     """Returns the names in a pattern, one list per axis."""
-    parts: list[list[str]] = []
-    inside = False
-    for word in pattern.replace("(", " ( ").replace(")", " ) ").split():
-        if word == "(" and inside:
-            raise ValueError(f"pattern {pattern!r} opens a parenthesis inside of another")
-        if word == ")" and not inside:
-            raise ValueError(f"pattern {pattern!r} closes a parenthesis that it never opened")
-        if word in "()":
-            inside = word == "("
-            parts += [[]] if inside else []
-        elif inside:
-            parts[-1].append(word)
-        else:
-            parts.append([word])
-    if inside:
-        raise ValueError(f"pattern {pattern!r} never closes a parenthesis")
-    return parts
+    if left := _AXIS.sub("", pattern).strip():
+        raise ValueError(f"pattern {pattern!r} has {left[0]!r} without its other parenthesis, or inside of another pair")
+    return [[word] if word else several.split() for word, several in _AXIS.findall(pattern)]
 
 
 def _factors(names: list[str], size: int, axes: ModuleAxes, shared: dict[str, Axis]) -> Factors:

@@ -168,10 +168,7 @@ def _assemble(run: TracedRun, inside: Mapping[Axis, set[Axis]], level: str, kind
         numbers.setdefault(atom, len(numbers))
     factors = tuple(
         Factor(
-            names.get(atom, "fixed"),
-            atom.size,
-            tuple(sorted(numbers[outer] for outer in inside.get(atom, ()))),
-            atom in inside,
+            names.get(atom, "fixed"), atom.size, tuple(sorted(numbers[outer] for outer in inside.get(atom, ()))), atom in inside
         )
         for atom in numbers
     )
