@@ -105,10 +105,9 @@ class GroupAction(PermutationGroup):
         indices = IndexVectors(self.factors, plan.tables)
         moves = []
         for name, group in tensors.items():
-            movement = plan_movement(self.shapes[name], self.blocks[name])
+            sizes, *moving = plan_movement(self.shapes[name], self.blocks[name])
             for tensor in group:
-                index = (indices.of(blocks, tensor.device) for blocks in (movement.row_blocks, movement.column_blocks))
-                moves.append(Move(tensor, movement.rows, movement.columns, movement.inner, *index))
+                moves.append(Move(tensor, *sizes, *(indices.of(blocks, tensor.device) for blocks in moving)))
         gather_(moves)
 
     @cached_property

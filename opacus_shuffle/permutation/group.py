@@ -35,8 +35,6 @@ class PermutationPlan:
         pairs = zip(self.tables, other.tables, strict=True)
         return all((a is None) == (b is None) and (a is None or b is None or torch.equal(a, b)) for a, b in pairs)
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 @dataclasses.dataclass(frozen=True)
 class PermutationGroup:

@@ -25,10 +25,7 @@ _REMEDY = "pass shuffle_weights=find_permutations(module, sample_input) with an 
 
 
 def normalise(sample_input: Any) -> Call:
-    """Returns the positional and keyword arguments that a sample input stands for.
-
-    Args:
-        sample_input: A tensor (the only argument), a tuple or list (positional arguments) or a mapping (keyword arguments).
+    """Returns the arguments that a tensor (the only one), a tuple or list (positional) or a mapping (by keyword) stands for.
 
     Raises:
         ValueError: It is none of these, or empty.
@@ -150,7 +147,6 @@ def _arguments(module: nn.Module, batch: Any) -> Call:
 
 
 def _accepted(module: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries that ``forward`` takes by name."""
     parameters = inspect.signature(module.forward).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(batch)
@@ -248,7 +244,6 @@ def run_quietly(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _dtype(module: nn.Module) -> torch.dtype:
-    """Returns the type of the module's first floating-point parameter."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
 
@@ -259,11 +254,9 @@ def _on_device_of(module: nn.Module, call: Call) -> Call:
 
 
 def _forward(module: nn.Module) -> str:
-    """Returns how messages name a module's forward."""
     return f"{type(module).__name__}.forward"
 
 
 def _describe(value: Any) -> str:
-    """Returns what was passed, short enough for a message."""
     empty = isinstance(value, tuple | list | Mapping) and not value
     return f"an empty {type(value).__name__}" if empty else type(value).__name__

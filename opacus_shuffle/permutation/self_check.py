@@ -97,7 +97,6 @@ def _check_mode(
 def _blame(
     action: GroupAction, network: nn.Module, plan: PermutationPlan, worst: float, change: Callable[[PermutationPlan], float]
 ) -> NoReturn:
-    """Raises an error that says which of the permutations changes the outputs."""
     still = action.identity()
     for number, factor in enumerate(action.factors):
         if factor.free:

@@ -140,8 +140,7 @@ class PermutationSpec(GroupAction):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, for JSON."""
-        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return plain
+        return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PermutationSpec:
@@ -169,7 +168,6 @@ class PermutationSpec(GroupAction):
 
 
 def _block(data: Mapping[str, Any]) -> Block:
-    """Returns the block that plain values describe."""
     terms = [Term(int(each["offset"]), tuple((int(n), int(stride)) for n, stride in each["grid"])) for each in data["terms"]]
     return Block(int(data["start"]), int(data["stop"]), int(data["size"]), tuple(terms))
 

@@ -91,8 +91,7 @@ class ShuffleGradSampleModule:
     def to_standard_module(self) -> nn.Module:
         """Returns the network itself, its weights permuted."""
         self.release()
-        found: nn.Module = _plain_class(type(self)).to_standard_module(self)
-        return found
+        return _plain_class(type(self)).to_standard_module(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Returns a copy of Opacus's class: it has nothing to do with the run."""
@@ -133,5 +132,4 @@ def make_plain(wrapped: Any) -> None:
 
 
 def _plain_class(kind: type) -> Any:
-    """Returns Opacus's class."""
     return kind.__bases__[0]

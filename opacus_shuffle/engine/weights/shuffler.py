@@ -32,10 +32,9 @@ class WeightShuffler:
             followed to the one inside. A shuffler that was there before is replaced.
         mode: ``"every_step"``: after every update, as in Yang, Ji and Xiang's weight shuffling (Algorithm 1).
             ``"on_release"``: what ``state_dict`` of the network and of the optimizer return is permuted, by one permutation
-            until the next update, and the run itself goes on where it is; costs nothing per step. Other ways out, such as
-            ``parameters()``, a copy of the network or a pickled optimizer, need a call of :meth:`release` before. What was
-            shown is to be loaded again as a whole: weights and optimizer state. Averages of weights over steps (EMA, SWA) and
-            anchors kept elsewhere do not follow ``"every_step"``; use this mode.
+            until the next update, and the run itself goes on where it is. Other ways out, such as ``parameters()``, a copy of
+            the network or a pickled optimizer, need a call of :meth:`release` before (docs/weight_shuffling.rst). What was
+            shown is to be loaded again as a whole: weights and optimizer state.
         generator: On the CPU; by default a chain of keys from the operating system, which cannot be run backwards. Pass your
             own to repeat a run, and never on real data.
         synchronise: All ranks of the default process group draw the same permutations, by rank 0's secret.
@@ -139,7 +138,6 @@ class WeightShuffler:
         return self._changed or self._plan is not None
 
     def _end(self) -> None:
-        """Removes all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -222,7 +220,6 @@ class WeightShuffler:
         self.release()
 
     def _in_the_middle(self) -> bool:
-        """Returns whether gradients wait for a step."""
         return any(waits_for_step(parameter) for parameter in self._network.parameters())
 
     def _released(self) -> PermutationPlan | None:
@@ -233,16 +230,13 @@ class WeightShuffler:
         return self._plan
 
     def _release_part(self, place: str, part: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """Has a part's ``state_dict`` show permuted weights."""
         permute_state(self.spec, self._released(), part, place, state, prefix)
 
     def _release_optimizer(self, _: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Has the optimizer's ``state_dict`` show permuted state."""
         plan = self._released()
         return permuted_optimizer_state(self.spec, plan, self._network, self._optimizer, state)
 
     def _refuse_pickling(self) -> None:
-        """Refuses to pickle weights that were not permuted since their last update."""
         if self._private:
             raise ValueError(
                 "saving the whole module would show weights that were not permuted since their last update: save state_dict(), "
@@ -270,6 +264,5 @@ def detach_shuffler(owner: nn.Module | torch.optim.Optimizer) -> None:
 
 
 def _attached(owner: nn.Module | torch.optim.Optimizer) -> WeightShuffler | None:
-    """Returns the shuffler of a network or an optimizer."""
     reference = _ATTACHED.get(owner)
     return None if reference is None else reference()

@@ -159,20 +159,12 @@ def is_distributed(module: nn.Module) -> bool:
 
 def _refuse_sharded(module: nn.Module) -> None:
     """Refuses sharded parameters: a shard does not hold the entries that a permutation would bring to it."""
-    sharded = [
-        f"{name or 'module'} is {type(part).__name__}"
-        for name, part in module.named_modules()
-        if isinstance(part, FSDPModule | FullyShardedDataParallel)
-    ] + [
-        f"{name} is a DTensor (FSDP2 or tensor parallelism)"
-        for name, parameter in module.named_parameters()
-        if isinstance(parameter, DTensor)
-    ]
-    if sharded:
-        raise ValueError(
-            f"shuffle_weights does not go with sharded parameters: {sharded[0]}; use DistributedDataParallel or Opacus's "
-            "DifferentiallyPrivateDistributedDataParallel"
-        )
+    for name, part in (*module.named_modules(), *module.named_parameters()):
+        if isinstance(part, FSDPModule | FullyShardedDataParallel | DTensor):
+            raise ValueError(
+                f"shuffle_weights does not go with sharded parameters: {name or 'module'} is of class {type(part).__name__}; "
+                "use DistributedDataParallel or Opacus's DifferentiallyPrivateDistributedDataParallel"
+            )
 
 
 def _same_everywhere(spec: PermutationSpec) -> PermutationSpec:
@@ -183,5 +175,4 @@ def _same_everywhere(spec: PermutationSpec) -> PermutationSpec:
 
 
 def _listed(given: dict[str, Any]) -> str:
-    """Returns fields as the user wrote them."""
     return ", ".join(f"{key}={value!r}" for key, value in given.items())

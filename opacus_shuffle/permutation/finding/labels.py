@@ -13,6 +13,7 @@ may be permuted.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import deque
@@ -24,21 +25,17 @@ Factors = list["Axis"]
 Dimensions = list[Factors]
 """One entry per dimension of a tensor."""
 
-_order = itertools.count()
 
-
+@dataclasses.dataclass(eq=False, slots=True)
 class Axis:
     """An axis or a part of one: an atom, a product or a sum, as ``kind`` says."""
 
-    __slots__ = ("_same_as", "fixed", "kind", "order", "parts", "size")
-
-    def __init__(self, size: int, *, fixed: bool = False, kind: str = "atom", parts: Iterable[Axis] = ()) -> None:
-        self.size = size
-        self.fixed = fixed
-        self.kind = kind
-        self.parts = list(parts)
-        self.order = next(_order)
-        self._same_as: Axis | None = None
+    size: int
+    fixed: bool = False
+    kind: str = "atom"
+    parts: list[Axis] = dataclasses.field(default_factory=list)
+    order: int = dataclasses.field(default_factory=itertools.count().__next__, init=False)
+    _same_as: Axis | None = dataclasses.field(default=None, init=False)
 
     @property
     def root(self) -> Axis:
@@ -116,7 +113,7 @@ def concatenation(parts: Sequence[Axis]) -> Axis:
     """Returns one axis for several laid end to end."""
     if len(parts) == 1:
         return parts[0]
-    return Axis(sum(part.size for part in parts), kind="sum", parts=parts)
+    return Axis(sum(part.size for part in parts), kind="sum", parts=list(parts))
 
 
 def split_product(axis: Axis, sizes: Sequence[int]) -> Factors:

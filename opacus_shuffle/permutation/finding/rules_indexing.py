@@ -16,6 +16,7 @@ from opacus_shuffle.permutation.finding.labels import (
     fixed_factors,
     regroup,
     unify_all,
+    unify_dimensions,
 )
 from opacus_shuffle.permutation.finding.operation import Call
 from opacus_shuffle.permutation.finding.rules import rule, with_fixed
@@ -72,11 +73,9 @@ def index_add(run: TracedRun, call: Call) -> None:
     run.fix([call["index"]])
     source = call.arguments.get("source")
     if source is not None:
-        for axis, each in enumerate(run.dimensions(source)):
-            if axis == dim:
-                fix_all(each)
-            else:
-                unify_all(each, target[axis])
+        added = run.dimensions(source)
+        fix_all(added[dim])
+        unify_dimensions(added[:dim] + added[dim + 1 :], target[:dim] + target[dim + 1 :])
     run.set(call.out, target)
 
 

@@ -21,7 +21,7 @@ from opacus_shuffle.permutation.finding.labels import (
     product,
     regroup,
     split_sum,
-    unify_all,
+    unify_dimensions,
 )
 from opacus_shuffle.permutation.finding.operation import Call
 from opacus_shuffle.permutation.finding.rules import as_list, rule, with_fixed
@@ -130,17 +130,16 @@ def selected(run: TracedRun, call: Call) -> None:
     dim = call["dim"] % source.dim()
     labels = run.labels(source)
     if not isinstance(labels, list) and labels.alternatives[0][dim] == [labels.marker]:
-        indices = [call["index"]] if "index" in call.arguments else range(len(call.outputs))
-        for index, tensor in zip(indices, call.outputs, strict=True):
-            run.set(tensor, _without(labels.alternatives[index], dim))
-        return
-    dims = run.dimensions(source)
-    row = factors(dims[dim])
-    if len(row) == 1:
-        run.note_packing(row[0])
-    fix_all(dims[dim])
-    for tensor in call.outputs:
-        run.set(tensor, _without(dims, dim))
+        slices = labels.alternatives
+    else:
+        slices = [run.dimensions(source)] * source.shape[dim]
+        row = factors(slices[0][dim])
+        if len(row) == 1:
+            run.note_packing(row[0])
+        fix_all(slices[0][dim])
+    indices = [call["index"]] if "index" in call.arguments else range(len(call.outputs))
+    for index, tensor in zip(indices, call.outputs, strict=True):
+        run.set(tensor, _without(slices[index], dim))
 
 
 @rule("slice slice_copy")
@@ -203,9 +202,7 @@ def concatenated(run: TracedRun, call: Call) -> None:
         return
     first, *others = (run.dimensions(tensor) for tensor in tensors)
     for other in others:
-        for i in range(len(first)):
-            if i != dim:
-                unify_all(first[i], other[i])
+        unify_dimensions(_without(first, dim), _without(other, dim))
     pieces = [run.dimensions(tensor)[dim] for tensor in tensors]
     result = list(first)
     if len(pieces) > 1:
@@ -229,7 +226,6 @@ def _stack(run: TracedRun, out: torch.Tensor, dim: int, slices: Sequence[Dimensi
 
 
 def _without(row: Sequence[Any], place: int) -> list[Any]:
-    """Returns all entries but one."""
     return [*row[:place], *row[place + 1 :]]
 
 

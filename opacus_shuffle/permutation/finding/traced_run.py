@@ -62,19 +62,6 @@ class TracedRun:
         packings: Axes to begin as packed parts instead, keyed by (tensor name, axis).
         written: Which constants of equal entries, in the order of their making, are written to later. All others have no axes
             to speak of. None: any may be.
-
-    Attributes:
-        parameters: Labels of parameters and of persistent buffers that are not integers, by name (tied ones once).
-        tensors: Those tensors.
-        parameter_names: Which of them are parameters.
-        aliases: Other names of tied tensors, by the first one.
-        occurrences: Labels of every activation, and of every reduced tensor that an operation has inside.
-        streams: Axes along which results of different layers were added (skip connections).
-        heads: Batch axes of products of two activations (attention heads).
-        contracted: Axes contracted in such products (query and key dimensions).
-        unknown: Operations without a rule, with their numbers of calls.
-        new_packings: Packed axes met that were not known to be.
-        newly_written: Constants of equal entries that were written to and not known to be; the labels are worthless then.
     """
 
     def __init__(
@@ -83,16 +70,18 @@ class TracedRun:
         packings: Mapping[tuple[str, int], Collection[Packing]] | None = None,
         written: Iterable[int] | None = (),
     ) -> None:
+        # Labels of parameters and of persistent buffers that are not integers, by name (tied ones once), and those tensors.
         self.parameters: dict[str, Dimensions] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.parameter_names = {name for name, _ in module.named_parameters()}
-        self.aliases: dict[str, list[str]] = {}
-        self.occurrences: list[Dimensions] = []
-        self.streams: list[Axis] = []
-        self.heads: list[Axis] = []
-        self.contracted: list[Axis] = []
-        self.unknown: Counter[str] = Counter()
-        self.new_packings: dict[tuple[str, int], set[Packing]] = {}
+        self.aliases: dict[str, list[str]] = {}  # other names of tied tensors, by the first one
+        self.occurrences: list[Dimensions] = []  # labels of every activation, and of every reduced tensor inside an operation
+        self.streams: list[Axis] = []  # axes along which results of different layers were added (skip connections)
+        self.heads: list[Axis] = []  # batch axes of products of two activations (attention heads)
+        self.contracted: list[Axis] = []  # axes contracted in such products (query and key dimensions)
+        self.unknown: Counter[str] = Counter()  # operations without a rule, with their numbers of calls
+        self.new_packings: dict[tuple[str, int], set[Packing]] = {}  # axes met that are packed and were not known to be
+        # Constants of equal entries that were written to and not known to be; the labels are worthless then.
         self.newly_written: set[int] = set()
         self._packings = packings or {}
         self._written = None if written is None else frozenset(written)
@@ -166,8 +155,7 @@ class TracedRun:
             return [free_factors(size) for size in tensor.shape]
         if tensor not in self._labels:
             self._labels[tensor] = self._adopt(tensor)
-        labels: Dimensions | Stacked = self._labels[tensor]
-        return labels
+        return self._labels[tensor]
 
     def leaves(self, tensor: torch.Tensor, way: str) -> None:
         """Fixes a tensor whose values leave PyTorch, so that nobody knows what becomes of them."""
@@ -237,8 +225,7 @@ class TracedRun:
 
     def origins(self, tensor: torch.Tensor) -> Origins:
         """Returns which contractions the tensor was computed from by operations entry by entry."""
-        found: Origins = self._origins.get(tensor, frozenset())  # type: ignore[no-untyped-call]
-        return found
+        return self._origins.get(tensor, frozenset())  # type: ignore[no-untyped-call]
 
     def contraction(self, *results: torch.Tensor) -> None:
         """Notes that these results were summed over an axis: a new origin."""
@@ -310,5 +297,4 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _size(axes: Sequence[Axis]) -> int:
-    """Returns the number of coordinates of a row of factors."""
     return math.prod(axis.root.size for axis in axes)

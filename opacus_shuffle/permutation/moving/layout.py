@@ -57,38 +57,29 @@ class Block:
     terms: tuple[Term, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Movement:
-    """A tensor seen as (rows, columns, inner), and what moves its rows and its columns.
-
-    Attributes:
-        row_blocks: Blocks, and the plain sizes of axes that stay, in order: together ``rows`` entries; empty if rows stay.
-        column_blocks: The same for columns.
-    """
-
-    rows: int
-    columns: int
-    inner: int
-    row_blocks: tuple[Block | int, ...]
-    column_blocks: tuple[Block | int, ...]
+Blocks = tuple[Block | int, ...]
+"""Neighbouring axes seen as one: blocks, and the plain sizes of axes that stay, in order."""
 
 
 @functools.cache
-def plan_movement(shape: tuple[int, ...], blocks: tuple[Block, ...]) -> Movement:
-    """Returns how to see a tensor so that moving it takes one pass: the last block gives its columns, all before its rows."""
+def plan_movement(shape: tuple[int, ...], blocks: tuple[Block, ...]) -> tuple[tuple[int, int, int], Blocks, Blocks]:
+    """Returns how to see a tensor so that moving it takes one pass: the last block gives its columns, all before its rows.
+
+    Returns:
+        Its sizes (rows, columns, inner), what moves the rows, and what moves the columns; empty for what stays.
+    """
     last = blocks[-1]
     inner = math.prod(shape[last.stop :])
     if len(blocks) == 1 and math.prod(shape[: last.start]) == 1 and inner > 1:
-        return Movement(last.size, inner, 1, (last,), ())
+        return (last.size, inner, 1), (last,), ()
     rows: list[Block | int] = []
     place = 0
-    for block in blocks:
-        if block.start > place:
-            rows.append(math.prod(shape[place : block.start]))
+    for block in blocks[:-1]:
+        rows += [math.prod(shape[place : block.start])] if block.start > place else []
         rows.append(block)
         place = block.stop
-    moving = tuple(rows[:-1]) if len(blocks) > 1 else ()
-    return Movement(math.prod(shape[: last.start]), last.size, inner, moving, (last,))
+    rows += [math.prod(shape[place : last.start])] if rows and last.start > place else []
+    return (math.prod(shape[: last.start]), last.size, inner), tuple(rows), (last,)
 
 
 def index_vector(block: Block, factors: Sequence[Factor], tables: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -130,7 +121,7 @@ class IndexVectors:
         self._factors, self._tables = factors, tables
         self._made: dict[Any, torch.Tensor] = {}
 
-    def of(self, blocks: tuple[Block | int, ...], device: torch.device) -> torch.Tensor | None:
+    def of(self, blocks: Blocks, device: torch.device) -> torch.Tensor | None:
         """Returns the index of neighbouring axes seen as one, None for none; equal blocks share it, wherever they lie."""
         if not blocks:
             return None

@@ -155,29 +155,25 @@ def _execute_words(moves: Sequence[Move], word: int) -> None:
     """Moves the words of one size: what can be moved where it lies, then waves by way of the scratch."""
     indices, offsets = _gather_indices(moves)
     moved_here: list[_Entry] = []
-    moved_away: list[tuple[Move, _Entry]] = []
+    moved_away: list[tuple[int, _Entry]] = []  # with the bytes that they need, so that all begin at a multiple of 16
     for move in moves:
         entry = _entry(move, offsets, word)
         if entry.staged and entry.row_offset < 0:
             moved_here.append(entry)
         else:
-            moved_away.append((move, entry))
-    _launch(moved_here, word, indices, scratch=indices)
-    scratch: torch.Tensor | None = None
-    for wave in sorted(waves(moved_away, lambda pair: pair[0].tensor.nbytes), key=_wave_bytes, reverse=True):
-        scratch = torch.empty(_wave_bytes(wave), dtype=torch.uint8, device=indices.device) if scratch is None else scratch
+            moved_away.append((-(-move.tensor.nbytes // 16) * 16, entry))
+    by_turns = list(waves(moved_away, lambda pair: pair[0]))
+    largest = max((sum(nbytes for nbytes, _ in wave) for wave in by_turns), default=16)
+    scratch = torch.empty(largest, dtype=torch.uint8, device=indices.device)
+    _launch(moved_here, word, indices, scratch)
+    for wave in by_turns:
         start, there, back = 0, [], []
-        for move, entry in wave:
+        for nbytes, entry in wave:
             there.append(entry._replace(target=-1 - start))
             back.append(_Entry(-1 - start, entry.source, -1, -1, entry.rows, entry.width, 1, staged=False))
-            start += -(-move.tensor.nbytes // 16) * 16
+            start += nbytes
         _launch(there, word, indices, scratch)
         _launch(back, word, indices, scratch)
-
-
-def _wave_bytes(wave: Sequence[tuple[Move, _Entry]]) -> int:
-    """Returns the scratch that a wave needs, every tensor at a multiple of 16 bytes."""
-    return sum(-(-move.tensor.nbytes // 16) * 16 for move, _ in wave)
 
 
 def _gather_indices(moves: Sequence[Move]) -> tuple[torch.Tensor, dict[int, int]]:

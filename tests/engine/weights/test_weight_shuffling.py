@@ -188,11 +188,11 @@ def test_sharded_parameters_are_refused_by_name(one_process):
 
     network = build("mlp")
     fully_shard(network[2], mesh=one_process)
-    with pytest.raises(ValueError, match=r"sharded parameters: 2 is FSDPLinear.*DistributedDataParallel"):
+    with pytest.raises(ValueError, match=r"sharded parameters: 2 is of class FSDPLinear.*DistributedDataParallel"):
         PrivacyEngine(accountant="rdp").make_private(**toy(network))
     network = build("mlp")
     network[2].weight = nn.Parameter(distribute_tensor(network[2].weight.detach(), one_process))
-    with pytest.raises(ValueError, match=r"sharded parameters: 2\.weight is a DTensor"):
+    with pytest.raises(ValueError, match=r"sharded parameters: 2\.weight is of class DTensor"):
         PrivacyEngine(accountant="rdp").make_private(**toy(network))
 
 
