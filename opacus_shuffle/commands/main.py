@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Sequence
 
 from opacus_shuffle._version import __version__
-from opacus_shuffle.commands import audit, epsilon, report, train
+from opacus_shuffle.commands import audit, epsilon, training
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 
 
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     everything = argparse.ArgumentParser(prog="opacus-shuffle", description="Shuffle-model differential privacy for Opacus.")
     everything.add_argument("--version", action="version", version=f"opacus-shuffle {__version__}")
     commands = everything.add_subparsers(required=True, metavar="{epsilon,noise,report,plot,train,audit}")
-    for family in (epsilon, report, train, audit):
+    for family in (epsilon, training, audit):
         family.add_to(commands)
     return everything
 

@@ -1,4 +1,4 @@
-"""The main job: the small CNN of Opacus's MNIST example, trained on real data in the shuffle model.
+"""``opacus-shuffle train``, the main job: the small CNN of Opacus's MNIST example, trained on real data in the shuffle model.
 
 >>> sum(parameter.numel() for parameter in SmallCNN(channels=1, size=28).parameters())
 26010
@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle.accountants.mechanisms import MECHANISMS, ShuffledWeights
 from opacus_shuffle.accountants.report import PrivacyReport
+from opacus_shuffle.commands import flags
 from opacus_shuffle.commands.flags import all_bounds, setting
 from opacus_shuffle.commands.image_datasets import DATASETS, load_image_dataset
+from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.validation import integer, one_of, open_unit_interval, positive
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
@@ -183,7 +186,6 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
     sgd.register_step_post_hook(lambda *_: falling.step())
     with tqdm(total=steps, desc="training", unit="step", disable=not progress, file=sys.stderr, mininterval=1.0) as bar:
         for epoch in range(epochs):
-            before = len(engine.accountant)
             with BatchMemoryManager(
                 data_loader=loader, max_physical_batch_size=PHYSICAL_BATCH, optimizer=optimizer
             ) as physical_loader:
@@ -191,8 +193,7 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
                     functional.cross_entropy(model(x.to(device)), y.to(device)).backward()  # type: ignore[no-untyped-call]
                     optimizer.step()
                     optimizer.zero_grad()
-                    bar.update(len(engine.accountant) - before)
-                    before = len(engine.accountant)
+                    bar.update(len(engine.accountant) - bar.n)
             if epoch % 10 == 9:
                 bar.set_postfix(test_accuracy=f"{accuracy(network, test_set, device):.1%}")
     return TrainingResult(
@@ -212,3 +213,38 @@ def accuracy(network: nn.Module, data: TensorDataset, device: torch.device) -> f
     hits = sum(int((network(x.to(device)).argmax(1) == y.to(device)).sum()) for x, y in DataLoader(data, batch_size=1000))
     network.train()
     return hits / len(data)
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command."""
+    job = commands.add_parser(
+        "train", help="train a small CNN on real images in the shuffle model; ends with accuracy and a table of epsilon"
+    )
+    flags.add_settings(job, TrainingSettings)
+    flags.add_json_flag(job)
+    job.set_defaults(command=run_training)
+
+
+def run_training(options: dict[str, Any]) -> None:
+    """Trains, and prints the accuracy, the noise and the report."""
+    as_json = options.pop("json")
+    settings = TrainingSettings(**options)
+    result = train(settings)
+    if as_json:
+        found = {"test_accuracy": result.accuracy, "noise_multiplier": result.noise_multiplier, **result.report.to_dict()}
+        print(json.dumps({"job": dataclasses.asdict(settings), **found}))
+        return
+    shown = round_up(result.noise_multiplier) if settings.target_epsilon is not None else f"{result.noise_multiplier:g}"
+    kind = "each record's own" if settings.local_noise else "the sum's"
+    print(f"\ntest accuracy: {result.accuracy:.1%} ({result.test_records} held-out images of {settings.data})")
+    print(f"noise multiplier: {shown} ({kind}), clipping norm {settings.max_grad_norm:g}\n")
+    print(result.report)
+    if settings.shuffle_weights:
+        print(f"the weights were permuted {result.permutations:,} times; no proved epsilon is smaller for it")
+    if settings.target_epsilon is not None and settings.bound not in (None, "certified"):
+        print(
+            f"the budget, {settings.target_epsilon:g}, is what the bound {settings.bound!r} says; what is certified for every "
+            "data set stands in the table"
+        )
+    if settings.seed is not None:
+        print(f"seed = {settings.seed}: whoever knows it knows the noise; leave it out for real data")

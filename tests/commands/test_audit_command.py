@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from opacus_shuffle.commands.audit import AuditSettings, audit_small_training
 from opacus_shuffle.commands.main import main
-from opacus_shuffle.commands.small_audits import AuditSettings, audit_small_training
 
 FEW = ["--trials", "1000", "--dimension", "1000", "--steps", "20", "--seed", "0"]
 
