@@ -4,10 +4,8 @@ SCO is Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation, whose p
 travels as g bits that say where on the grid it lies and b noise bits that are 1 with probability p.
 
 **published**: SCO Theorem A.6 (Claim A.8, Corollary A.9 with drop-outs), constants as printed. **tight**: p = ½, and for every
-b the largest g, that is the least noise in the value's own units, whose Gaussian bound
-(:mod:`opacus_shuffle.analysis.binomial_sums`) meets (ε, δ); b is the smallest with which the variance is within
-:data:`OVERHEAD` of the limit for infinitely many bits (rounding to the grid costs 1/b of the noise, the binomial's tails the
-rest). Both are proved for every data set; the variances are some hundred thousand times apart.
+b the largest g whose bound (:mod:`opacus_shuffle.analysis.binomial_sums`) meets (ε, δ); b is the smallest with which the
+variance is within :data:`OVERHEAD` of its limit for infinitely many bits.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 from opacus_shuffle.analysis import sampled_sums
 from opacus_shuffle.analysis.advanced_composition import step_budget
@@ -24,12 +21,11 @@ from opacus_shuffle.analysis.binomial_sums import (
     LOST_SHARE,
     MOST_TRIALS,
     BinomialNoise,
-    BinomialSum,
     gaussian_bound,
     hockey_stick,
     largest_mu,
 )
-from opacus_shuffle.core.validation import finite_number, integer, moderate, noise_level, one_of, positive, sampling_rate
+from opacus_shuffle.core.validation import finite_number, integer, moderate, one_of, positive, sampling_rate
 
 CALIBRATIONS = ("published", "tight")
 
@@ -64,10 +60,6 @@ class GridPlan:
         """What the honest users add to a coordinate's sum."""
         return BinomialNoise(trials=self.noise_bits * self.honest_users, probability=self.bit_probability)
 
-    def round(self, dimension: int) -> BinomialSum:
-        """The round as :mod:`opacus_shuffle.analysis.binomial_sums` accounts for it."""
-        return BinomialSum(noise=self.noise, shift=self.granularity, dimension=dimension)
-
     def variance(self, num_users: int) -> float:
         """Of a coordinate's sum of ``num_users`` reports, in grid steps squared: noise, and rounding at its worst."""
         return num_users * (0.25 + self.noise_bits * self.bit_probability * (1 - self.bit_probability))
@@ -87,20 +79,15 @@ class Promise:
     def __post_init__(self) -> None:
         if positive("epsilon", self.epsilon) > LARGEST_EPSILON:
             raise ValueError(
-                f"epsilon must not exceed {LARGEST_EPSILON:g}, got {self.epsilon!r}: SCO Theorem 3.2 says nothing beyond, and "
-                "e^15 is no protection worth its name; choose a smaller one"
+                f"epsilon must not exceed {LARGEST_EPSILON:g} (SCO Theorem 3.2), got {self.epsilon!r}: choose a smaller one"
             )
-        if positive("delta", self.delta) < SMALLEST_DELTA:
-            raise ValueError(f"delta must be at least {SMALLEST_DELTA:g}, below which tails are not known, got {self.delta!r}")
-        if self.delta >= 0.5:
+        if not SMALLEST_DELTA <= positive("delta", self.delta) < 0.5:
             raise ValueError(
-                f"delta must be below 1/2 (SCO Theorem 3.2), got {self.delta!r}; 1/num_users**1.1 is a usual choice"
+                f"delta must be at least {SMALLEST_DELTA:g} and below 1/2 (SCO Theorem 3.2), got {self.delta!r}; "
+                "1/num_users**1.1 is a usual choice"
             )
         if not SMALLEST_HONEST_FRACTION - 1e-12 <= finite_number("honest_fraction", self.honest_fraction) <= 1:
-            raise ValueError(
-                f"honest_fraction must lie in [1/3, 1], got {self.honest_fraction!r}: SCO Claim A.8 covers no smaller share of "
-                "honest users"
-            )
+            raise ValueError(f"honest_fraction must lie in [1/3, 1] (SCO Claim A.8), got {self.honest_fraction!r}")
         one_of("calibration", self.calibration, CALIBRATIONS)
         rate = sampling_rate("sample_rate", self.sample_rate)
         if rate < 1 and (self.calibration != "tight" or self.honest_fraction < 1):
@@ -117,28 +104,33 @@ class Promise:
         """What the tails of one round's coordinates may take of δ together."""
         return LOST_SHARE * self.delta / self.rounds
 
+    @property
+    def round_mu(self) -> float:
+        """μ, rounded down, of each of equal rounds that are (ε, δ)-DP together: of the same users, or of samples."""
+        if self.sample_rate < 1:
+            return sampled_sums.largest_mu(
+                epsilon=self.epsilon, delta=self.delta, rounds=self.rounds, sample_rate=self.sample_rate, lost=self.lost
+            )
+        return largest_mu(epsilon=self.epsilon, delta=self.delta * (1 - LOST_SHARE)) / math.sqrt(self.rounds)
+
+    @property
+    def published_round(self) -> tuple[float, float]:
+        """(ε, δ) of each of T rounds with the same users, as SCO Algorithm 5 prints it: ε/(2√(2T·ln(1/δ))), δ/(T + 1).
+
+        Where that is too much (the printed ln(1/δ) stands for ln((T+1)/δ), and the term in ε² was left out: T > 1/δ, or ε large
+        and δ near ½), the most that advanced composition allows at the same δ's. One round gets all of it.
+        """
+        epsilon, delta, rounds = self.epsilon, self.delta, self.rounds
+        if rounds == 1:
+            return epsilon, delta
+        printed = epsilon / (2 * math.sqrt(2 * rounds * -math.log(delta)))
+        allowed, _ = step_budget(epsilon=epsilon, delta=delta, steps=rounds, delta_split=rounds / (rounds + 1))
+        return min(printed, allowed), delta / (rounds + 1)
+
 
 def honest_users(num_users: int, honest_fraction: float) -> int:
     """Returns the fewest users that a fraction of them can mean."""
     return max(1, math.ceil(num_users * honest_fraction - 1e-9))
-
-
-def vector_plan(promise: Promise, *, num_users: int, dimension: int, max_norm: float) -> GridPlan:
-    """Returns the grid of each round of a vector sum."""
-    users: dict[str, Any] = {"num_users": num_users, "honest_fraction": promise.honest_fraction, "dimension": dimension}
-    run: dict[str, Any] = {"epsilon": promise.epsilon, "delta": promise.delta, "rounds": promise.rounds}
-    if promise.calibration == "tight":
-        return tight_vector_plan(**users, mu=round_mu(**run, sample_rate=promise.sample_rate), lost=promise.lost)
-    epsilon, delta = published_round_budget(**run)
-    return published_vector_plan(**users, max_norm=max_norm, epsilon=epsilon, delta=delta)
-
-
-def scalar_plan(promise: Promise, *, num_users: int, max_value: float) -> GridPlan:
-    """Returns the grid of a sum of numbers, one round."""
-    share = {"epsilon": promise.epsilon, "delta": promise.delta, "honest_fraction": promise.honest_fraction}
-    if promise.calibration == "tight":
-        return tight_scalar_plan(num_users=num_users, **share)
-    return published_scalar_plan(num_users=num_users, max_value=max_value, **share)
 
 
 def published_vector_plan(
@@ -148,11 +140,11 @@ def published_vector_plan(
 
     ``granularity`` is max(2Δ₂√n, √d, 4) as printed: it depends on the unit in which ``max_norm`` is measured.
     """
-    _check_drop_outs(epsilon, honest_fraction)
     share = delta / (dimension + 1)
     return _published_plan(
         granularity=max(2 * max_norm * math.sqrt(num_users), math.sqrt(dimension), 4.0),
-        epsilon=epsilon * honest_fraction / (18 * math.sqrt(-math.log(share))),
+        epsilon=epsilon,
+        split=18 * math.sqrt(-math.log(share)),
         delta=share,
         num_users=num_users,
         honest_fraction=honest_fraction,
@@ -167,32 +159,31 @@ def published_scalar_plan(
     Lemma 3.1 asks for g ≥ Δ√n alone, but its proof takes ln((1+α)/(1−α)) ≤ 3α with α = ε/(3g) "small": that needs α ≤ 0.858,
     so g ≥ ε/2.57 besides (at n = 1, Δ = 1, ε = 15 the printed g = 1 gives α = 5).
     """
-    _check_drop_outs(epsilon, honest_fraction)
-    local = epsilon * honest_fraction
+    least = max(epsilon * honest_fraction / 2.57, 3.0 if honest_fraction < 1 else 1.0)
     return _published_plan(
-        granularity=max(max_value * math.sqrt(num_users), local / 2.57, 3.0 if honest_fraction < 1 else 1.0),
-        epsilon=local,
+        granularity=max(max_value * math.sqrt(num_users), least),
+        epsilon=epsilon,
+        split=1.0,
         delta=delta,
         num_users=num_users,
         honest_fraction=honest_fraction,
     )
 
 
-def _check_drop_outs(epsilon: float, honest_fraction: float) -> None:
-    """Refuses what Claim A.8 does not cover: it is for ε ≤ 1 of a protocol in which all are honest."""
-    if honest_fraction < 1 and epsilon * honest_fraction > 1:
+def _published_plan(
+    *, granularity: float, epsilon: float, split: float, delta: float, num_users: int, honest_fraction: float
+) -> GridPlan:
+    """Takes the smallest b above 180g²ln(2/δ)/(ε²n), and p = 90g²ln(2/δ)/(bε²n), ε being a coordinate's: ε·γ/``split``."""
+    if honest_fraction < 1 and epsilon * honest_fraction > 1:  # Claim A.8 is for ε ≤ 1 of a protocol in which all are honest
         raise ValueError(
             f"calibration='published' with honest_fraction={honest_fraction!r} needs epsilon * honest_fraction <= 1 in each "
             f"round (SCO Corollary A.9), got epsilon={epsilon!r}: use calibration='tight' or a smaller epsilon"
         )
-
-
-def _published_plan(*, granularity: float, epsilon: float, delta: float, num_users: int, honest_fraction: float) -> GridPlan:
-    """Takes the smallest b above 180g²ln(2/δ)/(ε²n), and p = 90g²ln(2/δ)/(bε²n)."""
     if granularity > 2**40:
         raise ValueError(f"the paper's grid would have {granularity:.3g} steps: measure values in a larger unit")
     g = math.ceil(granularity - 1e-9)
-    half = 90 * g**2 * math.log(2 / delta) / (epsilon**2 * num_users)
+    local = epsilon * honest_fraction / split
+    half = 90 * g**2 * math.log(2 / delta) / (local**2 * num_users)
     if 2 * half * num_users > MOST_TRIALS:
         raise ValueError(
             f"calibration='published' would send {2 * half:.3g} noise bits per user and coordinate: use calibration='tight' or "
@@ -254,37 +245,6 @@ def _cheapest(num_users: int, honest: int, largest_granularity: Callable[[Binomi
     )
 
 
-def noise_multiplier_mu(noise_multiplier: float) -> float:
-    """Returns μ under replacement of a sum with this noise over the clipping norm, rounded down."""
-    if noise_level("noise_multiplier", noise_multiplier) < SMALLEST_MULTIPLIER:
-        raise ValueError(
-            f"noise_multiplier of a shuffled sum must be at least {SMALLEST_MULTIPLIER}, got {noise_multiplier!r}: below, "
-            "epsilon of a round is in the hundreds, and no tails are known so far out"
-        )
-    return math.nextafter(2 / math.nextafter(noise_multiplier, math.inf), 0.0)
-
-
-def round_mu(*, epsilon: float, delta: float, rounds: int = 1, sample_rate: float = 1.0) -> float:
-    """Returns μ, rounded down, of each of ``rounds`` equal rounds that are (ε, δ)-DP together: same users, or samples."""
-    if sample_rate < 1:
-        lost = LOST_SHARE * delta / rounds
-        return sampled_sums.largest_mu(epsilon=epsilon, delta=delta, rounds=rounds, sample_rate=sample_rate, lost=lost)
-    return largest_mu(epsilon=epsilon, delta=delta * (1 - LOST_SHARE)) / math.sqrt(integer("rounds", rounds))
-
-
-def published_round_budget(*, epsilon: float, delta: float, rounds: int) -> tuple[float, float]:
-    """Returns (ε, δ) of each of T rounds with the same users, as SCO Algorithm 5 prints it: ε/(2√(2T·ln(1/δ))), δ/(T + 1).
-
-    Where that is too much (the printed ln(1/δ) stands for ln((T+1)/δ), and the term in ε² was left out: T > 1/δ, or ε large
-    and δ near ½), the most that advanced composition allows at the same δ's. One round gets all of it.
-    """
-    if rounds == 1:
-        return epsilon, delta
-    printed = epsilon / (2 * math.sqrt(2 * rounds * -math.log(delta)))
-    allowed, _ = step_budget(epsilon=epsilon, delta=delta, steps=rounds, delta_split=rounds / (rounds + 1))
-    return min(printed, allowed), delta / (rounds + 1)
-
-
 def noise_variance(*, dimension: int, max_norm: float, epsilon: float, delta: float, calibration: str = "tight") -> float:
     """Returns each coordinate's variance as the number of users and bits grows, in units of ``max_norm`` squared.
 
@@ -298,8 +258,8 @@ def noise_variance(*, dimension: int, max_norm: float, epsilon: float, delta: fl
         calibration: ``"published"`` or ``"tight"``.
     """
     dimension, norm = integer("dimension", dimension), moderate("max_norm", max_norm)
-    Promise(epsilon, delta, calibration)
+    promise = Promise(epsilon, delta, calibration)
     if calibration == "tight":
-        return (2 * norm / round_mu(epsilon=epsilon, delta=delta)) ** 2
+        return (2 * norm / promise.round_mu) ** 2
     share = delta / (dimension + 1)
     return (2 * norm) ** 2 * 90 * math.log(2 / share) / 2 * 18**2 * -math.log(share) / epsilon**2

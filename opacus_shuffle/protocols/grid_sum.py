@@ -7,7 +7,6 @@ plus one binomial per coordinate has the same distribution as what the bits add 
 
 from __future__ import annotations
 
-import functools
 import math
 import reprlib
 from abc import ABC, abstractmethod
@@ -18,11 +17,11 @@ import numpy as np
 import torch
 
 from opacus_shuffle.analysis import binomial_sums, sampled_sums
-from opacus_shuffle.analysis.binomial_sums import LOST_SHARE, BinomialSum, gaussian_equivalent
+from opacus_shuffle.analysis.binomial_sums import BinomialSum, gaussian_equivalent
 from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.core.guarantees import InconsistentBound
 from opacus_shuffle.core.validation import instance_of, integer, one_of
-from opacus_shuffle.protocols.calibration import GridPlan, Promise, published_round_budget
+from opacus_shuffle.protocols.calibration import GridPlan, Promise
 from opacus_shuffle.protocols.messages import Messages, shuffled
 from opacus_shuffle.protocols.random_rounding import draws_of, numpy_draws, round_at_random
 from opacus_shuffle.protocols.statement import PrivacyStatement
@@ -33,29 +32,21 @@ TOLERANCE = 1e-5
 
 
 class GridSum(ABC):
-    """Sums over ``num_users`` users of points in ``[low, low + span]^dimension``; subclasses say which points are allowed."""
+    """Sums over ``num_users`` users of points in ``[low, low + span]^dimension``; subclasses say which points are allowed.
+
+    Attributes:
+        granularity: g, grid steps from end to end of a coordinate's range.
+        noise_bits: b, noise bits per user and coordinate.
+        bit_probability: p, that a noise bit is 1.
+    """
 
     def __init__(self, num_users: int, dimension: int, promise: Promise, plan: GridPlan, *, low: float, span: float) -> None:
         self.num_users, self.dimension = num_users, dimension
         self.epsilon, self.delta = promise.epsilon, promise.delta
         self.calibration, self.honest_fraction = promise.calibration, promise.honest_fraction
         self.rounds, self.sample_rate = promise.rounds, promise.sample_rate
-        self._plan, self._low, self._span = plan, low, span
-
-    @property
-    def granularity(self) -> int:
-        """g, grid steps from end to end of a coordinate's range."""
-        return self._plan.granularity
-
-    @property
-    def noise_bits(self) -> int:
-        """b, noise bits per user and coordinate."""
-        return self._plan.noise_bits
-
-    @property
-    def bit_probability(self) -> float:
-        """p, that a noise bit is 1."""
-        return self._plan.bit_probability
+        self.granularity, self.noise_bits, self.bit_probability = plan.granularity, plan.noise_bits, plan.bit_probability
+        self._promise, self._plan, self._low, self._span = promise, plan, low, span
 
     @property
     def bits_per_user(self) -> int:
@@ -75,7 +66,7 @@ class GridSum(ABC):
     @property
     def sum_round(self) -> BinomialSum:
         """One round, as :mod:`opacus_shuffle.analysis.binomial_sums` accounts for it; honest users' noise alone."""
-        return self._plan.round(self.dimension)
+        return BinomialSum(noise=self._plan.noise, shift=self.granularity, dimension=self.dimension)
 
     @property
     def mu(self) -> float:
@@ -94,26 +85,21 @@ class GridSum(ABC):
 
     @property
     def _equivalent(self) -> tuple[float, float]:
-        return gaussian_equivalent(self.sum_round, lost=LOST_SHARE * self.delta / self.rounds)
-
-    @property
-    def round_epsilon(self) -> float:
-        """ε at :attr:`round_delta` of one round that everyone takes part in, by the protocol's calibration."""
-        return self._round_budget[0]
+        return gaussian_equivalent(self.sum_round, lost=self._promise.lost)
 
     @property
     def round_delta(self) -> float:
         """One round's share of δ."""
-        return self._round_budget[1]
+        return self.delta if self.rounds == self.sample_rate == 1 else self.delta / (self.rounds + 1)
 
-    @functools.cached_property
-    def _round_budget(self) -> tuple[float, float]:
+    @property
+    def round_epsilon(self) -> float:
+        """ε at :attr:`round_delta` of one round that everyone takes part in, by the protocol's calibration."""
         if self.calibration == "published":
-            return published_round_budget(epsilon=self.epsilon, delta=self.delta, rounds=self.rounds)
-        if self.rounds == 1 and self.sample_rate == 1:
-            return self.epsilon, self.delta
-        delta = self.delta / (self.rounds + 1)
-        return binomial_sums.compute_epsilon([(self.sum_round, 1)], delta=delta), delta
+            return self._promise.published_round[0]
+        if self.rounds == self.sample_rate == 1:
+            return self.epsilon
+        return binomial_sums.compute_epsilon([(self.sum_round, 1)], delta=self.round_delta)
 
     def exact_epsilon(self, delta: float | None = None, *, rounds: int | None = None) -> tuple[float, float]:
         """Computes what the noise really gives: a lower value by one pair of data sets, and a proved one for all of them.
@@ -173,9 +159,8 @@ class GridSum(ABC):
                 f"rounds_per_user={each} is more than this protocol is made for ({self.rounds}): let every user take part in "
                 f"fewer, or make a vector protocol for as many (rounds={each})"
             )
-        if each > whole:
-            raise ValueError(f"rounds_per_user={each} is more than there are rounds, rounds={whole}: leave it out")
-        if (kind == "one round" and whole != 1) or (kind == "full" and each != whole):
+        fits = {"one round": each == whole == 1, "full": each == whole, "sequential": each <= whole}
+        if not fits[kind]:
             raise ValueError(
                 f"interaction={kind!r} does not go with rounds={whole} and rounds_per_user={each}: say 'sequential' where a "
                 "user takes part in some rounds only"
@@ -198,10 +183,9 @@ class GridSum(ABC):
     def _randomize(self, point: torch.Tensor, generator: torch.Generator | None) -> Messages:
         """One user's messages for a checked point of shape (d,)."""
         draws = draws_of(generator)
-        ones = self._round(point.unsqueeze(0), draws)[0].numpy() + numpy_draws(draws).binomial(
-            self.noise_bits, self.bit_probability, self.dimension
-        )
-        return Messages.of(ones, bits_per_report=self.granularity + self.noise_bits, granularity=self.granularity)
+        rounded = round_at_random(self._place(point), draws).numpy()
+        noise = numpy_draws(draws).binomial(self.noise_bits, self.bit_probability, self.dimension)
+        return Messages.of(rounded + noise, bits_per_report=self.granularity + self.noise_bits, granularity=self.granularity)
 
     def shuffle(self, messages: Sequence[Messages], generator: torch.Generator | None = None) -> Messages:
         """Returns all users' messages in random order: what the analyzer, and the adversary, gets to see.
@@ -266,7 +250,7 @@ class GridSum(ABC):
     def _encode(self, points: Any, draws: torch.Generator) -> tuple[torch.Tensor, int]:
         """The sum and the number of rows."""
         if isinstance(points, torch.Tensor | np.ndarray):
-            return self._encode_block(real_numbers("X", points), draws)
+            points = [points]
         if isinstance(points, str | bytes) or not isinstance(points, Iterable):
             raise ValueError(f"X must be a tensor of shape (n, {self.dimension}) or blocks of such rows, got {points!r}")
         total, rows = torch.zeros(self.dimension, dtype=torch.int64), 0
@@ -275,47 +259,47 @@ class GridSum(ABC):
                 raise ValueError(
                     f"X must be a tensor or hold tensors of shape (rows, {self.dimension}), got a {type(block).__name__} in it"
                 )
-            counts, more = self._encode_block(real_numbers("X", block), draws)
-            total, rows = total + counts, rows + more
+            numbers = real_numbers("X", block)
+            if numbers.ndim != 2 or numbers.shape[1] != self.dimension:
+                raise ValueError(f"X must have shape (n, {self.dimension}), got {tuple(numbers.shape)}")
+            rows += len(numbers)
+            if len(numbers):
+                total += self._encode_block(numbers, draws)
         return total, rows
 
-    def _encode_block(self, block: torch.Tensor, draws: torch.Generator) -> tuple[torch.Tensor, int]:
-        """One block of rows."""
-        if block.ndim != 2 or block.shape[1] != self.dimension:
-            raise ValueError(f"X must have shape (n, {self.dimension}), got {tuple(block.shape)}")
-        if block.layout == torch.sparse_coo and block.dense_dim():
-            raise ValueError("X must be sparse in both dimensions, got a hybrid tensor: pass X.to_dense()")
-        rows, total = len(block), torch.zeros(self.dimension, dtype=torch.int64)
-        if rows == 0:
-            return total, 0
+    def _encode_block(self, block: torch.Tensor, draws: torch.Generator) -> torch.Tensor:
+        """The sum of one block of rows."""
         if block.layout != torch.strided:
-            return self._encode_sparse(block, draws), rows
-        if block.stride(0) == 0 and rows > 1:  # one row over and over: n coins for the same fraction are one binomial
-            place = self._place(self._checked(block[:1]))[0]
-            whole = place.floor()
-            coins = numpy_draws(draws).binomial(rows, (place - whole).numpy())
-            return rows * whole.long() + torch.from_numpy(coins), rows
-        step = max(1, _CHUNK // self.dimension)
-        for start in range(0, rows, step):
-            total += self._round(self._checked(block[start : start + step]), draws).sum(0)
-        return total, rows
+            return self._encode_sparse(block, draws)
+        if block.stride(0) == 0 and len(block) > 1:
+            return self._round_copies(self._place(self._checked(block[:1]))[0], len(block), draws)
+        total = torch.zeros(self.dimension, dtype=torch.int64)
+        for rows in torch.split(block, max(1, _CHUNK // self.dimension)):
+            total += round_at_random(self._place(self._checked(rows)), draws).sum(0)
+        return total
 
     def _encode_sparse(self, block: torch.Tensor, draws: torch.Generator) -> torch.Tensor:
-        """Rows of which only some entries are not zero: the zeros of a coordinate are one binomial."""
+        """Rows of which only some entries are not zero."""
+        if block.layout == torch.sparse_coo and block.dense_dim():
+            raise ValueError("X must be sparse in both dimensions, got a hybrid tensor: pass X.to_dense()")
         # Anew: a tensor may be marked as coalesced, and CSR always is, while an entry is there twice.
         found = block.to_sparse_coo()  # type: ignore[no-untyped-call]
         entries = torch.sparse_coo_tensor(found._indices(), found._values(), found.shape, is_coalesced=False).coalesce()
         (row, column), values = entries.indices().cpu(), entries.values().to("cpu", torch.float64)
-        values = self._checked_entries(row, values, len(block))
-        place = (values - self._low) * (self.granularity / self._span)
+        place = self._place(self._checked_entries(row, values, len(block)))
         whole = place.floor()
         rounded = whole + (torch.rand(len(place), generator=draws, dtype=torch.float64) < place - whole)
-        total = torch.zeros(self.dimension, dtype=torch.int64).index_add_(0, column, rounded.clamp(0, self.granularity).long())
+        total = torch.zeros(self.dimension, dtype=torch.int64).index_add_(0, column, rounded.long())
         zeros = len(block) - torch.bincount(column, minlength=self.dimension)
-        place_of_zero = -self._low * self.granularity / self._span
-        fraction = place_of_zero - math.floor(place_of_zero)
-        coins = torch.from_numpy(numpy_draws(draws).binomial(zeros.numpy(), fraction))
-        return total + zeros * math.floor(place_of_zero) + coins
+        zero = torch.full((self.dimension,), -self._low * self.granularity / self._span, dtype=torch.float64)
+        return total + self._round_copies(zero, zeros, draws)
+
+    @staticmethod
+    def _round_copies(place: torch.Tensor, copies: Any, draws: torch.Generator) -> torch.Tensor:
+        """The sum of so many roundings of each place: coins for the same fraction are one binomial."""
+        whole = place.floor()
+        coins = numpy_draws(draws).binomial(copies, (place - whole).numpy())
+        return copies * whole.long() + torch.from_numpy(coins)
 
     def draw_noise(self, num_reports: int, generator: torch.Generator | None = None) -> torch.Tensor:
         """Draws the noise bits of so many users, added up: int64, shape (d,)."""
@@ -342,16 +326,11 @@ class GridSum(ABC):
         counts, reports = self._encode(points, draws)
         if not reports:
             raise ValueError("X must hold one row per user, got none")
-        self._check_reports(reports)
         return self.decode(counts + self.draw_noise(reports, draws), reports)
 
     def _place(self, points: torch.Tensor) -> torch.Tensor:
         """Where points lie on the grid, in steps."""
         return ((points - self._low) * (self.granularity / self._span)).clamp_(0, self.granularity)
-
-    def _round(self, points: torch.Tensor, draws: torch.Generator) -> torch.Tensor:
-        """Points on the grid, rounded at random: int64."""
-        return round_at_random(self._place(points), draws)
 
     @abstractmethod
     def _checked(self, points: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-_CHUNK = 2**24
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Messages:
@@ -36,21 +34,12 @@ class Messages:
     @classmethod
     def of(cls, ones: npt.NDArray[np.int64], *, bits_per_report: int, granularity: int) -> Messages:
         """One user's messages: so many ones in each coordinate, then zeros."""
-        position = 8 * np.arange(-(-bits_per_report // 8), dtype=np.int64)
-        bits = np.empty((len(ones), len(position)), np.uint8)
-        rows = max(1, _CHUNK // max(len(position), 1))
-        for start in range(0, len(ones), rows):
-            filled = np.clip(ones[start : start + rows, None] - position[None, :], 0, 8)
-            bits[start : start + rows] = (0xFF00 >> filled) & 0xFF
-        return cls(bits, bits_per_report, granularity)
+        place = np.arange(bits_per_report)
+        return cls(np.stack([np.packbits(place < count) for count in ones]), bits_per_report, granularity)
 
     def ones(self) -> npt.NDArray[np.int64]:
         """How many bits of each coordinate are 1, shape (d,)."""
-        found = np.zeros(len(self.bits), np.int64)
-        columns = max(1, _CHUNK // max(len(self.bits), 1))
-        for start in range(0, self.bits.shape[1], columns):
-            found += _POPULATION[self.bits[:, start : start + columns]].sum(axis=1, dtype=np.int64)
-        return found
+        return np.array([np.count_nonzero(np.unpackbits(row)) for row in self.bits], np.int64)
 
 
 def shuffled(messages: Sequence[Messages], generator: np.random.Generator) -> Messages:
@@ -66,6 +55,3 @@ def shuffled(messages: Sequence[Messages], generator: np.random.Generator) -> Me
         generator.shuffle(pooled)
         bits[coordinate] = np.packbits(pooled)
     return Messages(bits, first.bits_per_report, first.granularity, reports)
-
-
-_POPULATION = np.array([value.bit_count() for value in range(256)], np.uint8)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from opacus_shuffle.core.validation import integer, moderate
-from opacus_shuffle.protocols.calibration import Promise, scalar_plan
+from opacus_shuffle.protocols.calibration import Promise, published_scalar_plan, tight_scalar_plan
 from opacus_shuffle.protocols.grid_sum import TOLERANCE, GridSum, real_numbers
 from opacus_shuffle.protocols.messages import Messages
 
@@ -48,7 +48,12 @@ class ShuffleScalarSum(GridSum):
     ) -> None:
         users, top = integer("num_users", num_users), moderate("max_value", max_value)
         promise = Promise(epsilon, delta, calibration, honest_fraction)
-        super().__init__(users, 1, promise, scalar_plan(promise, num_users=users, max_value=top), low=0.0, span=top)
+        share = {"epsilon": promise.epsilon, "delta": promise.delta, "honest_fraction": promise.honest_fraction}
+        if promise.calibration == "tight":
+            plan = tight_scalar_plan(num_users=users, **share)
+        else:
+            plan = published_scalar_plan(num_users=users, max_value=top, **share)
+        super().__init__(users, 1, promise, plan, low=0.0, span=top)
 
     @property
     def max_value(self) -> float:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from opacus_shuffle.core.guarantees import EVERY_DATA_SET, SHUFFLER, Adjacency, Guarantee, PrivacyBound
+from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Adjacency, Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_down, round_up
 
 ADVERSARIES = {
     "one round": "sees every shuffled message of the round (bits with their coordinate)",
-    "sequential": "sees every shuffled message of every round (bits with their coordinate); each user takes part in one",
-    "full": "sees every shuffled message of every round (bits with their coordinate); a user takes part in many",
+    "sequential": "sees every shuffled message of every round (bits with their coordinate)",
+    "full": "sees every shuffled message of every round (bits with their coordinate)",
     "pan": "sees the algorithm's whole inner state once, at a time of its choice, and the output",
 }
-TRUSTED = {"pan": "the algorithm, but for that one intrusion"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,7 @@ class PrivacyStatement(PrivacyBound):
         sample_rate: γ: if below 1, every round's users are a fresh, secret, uniform sample of that share of all.
     """
 
-    mechanism: str = ""
+    mechanism: str = "shuffled_sums"
     bound: str = "certified"
     adjacency: Adjacency | str = Adjacency.REPLACE
     guarantee: Guarantee = Guarantee.PROVED
@@ -47,9 +46,10 @@ class PrivacyStatement(PrivacyBound):
     sample_rate: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mechanism", "pan_private_sums" if self.interaction == "pan" else "shuffled_sums")
         object.__setattr__(self, "adversary", ADVERSARIES[self.interaction])
-        object.__setattr__(self, "trusted", TRUSTED.get(self.interaction, SHUFFLER))
+        if self.interaction == "pan":
+            object.__setattr__(self, "mechanism", "pan_private_sums")
+            object.__setattr__(self, "trusted", "the algorithm, but for that one intrusion")
         super().__post_init__()
 
     def __str__(self) -> str:

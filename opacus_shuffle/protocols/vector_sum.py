@@ -4,25 +4,18 @@ This is Algorithm 2 of Cheu, Joseph, Mao and Peng's shuffle-private convex optim
 vector, shifted by Δ₂ into [0, 2Δ₂], is rounded at random to a grid of g steps and sent as that many ones among g bits, with b
 noise bits besides; all bits carry their coordinate's label. Shuffled, a coordinate's bits tell their number of ones and nothing
 else: the sum of the rounded values plus Bin(b·n, p).
-
->>> import torch
->>> protocol = ShuffleVectorSum(1000, 20, 1.0, epsilon=1.0, delta=1e-6)
->>> vectors = torch.nn.functional.normalize(torch.ones(1000, 20, dtype=torch.float64), dim=1)
->>> answer = protocol.simulate(vectors, torch.Generator().manual_seed(0))
->>> bool((answer - vectors.sum(0)).abs().max() < 5 * protocol.variance**0.5), round(protocol.variance**0.5, 1)
-(True, 8.6)
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import numpy as np
 import torch
 
 from opacus_shuffle.analysis import binomial_sums
-from opacus_shuffle.core.validation import integer, moderate
-from opacus_shuffle.protocols.calibration import Promise, noise_multiplier_mu, tight_vector_plan, vector_plan
+from opacus_shuffle.core.validation import integer, moderate, noise_level
+from opacus_shuffle.protocols.calibration import SMALLEST_MULTIPLIER, Promise, published_vector_plan, tight_vector_plan
 from opacus_shuffle.protocols.grid_sum import TOLERANCE, GridSum, real_numbers
 from opacus_shuffle.protocols.messages import Messages
 
@@ -78,7 +71,12 @@ class ShuffleVectorSum(GridSum):
     ) -> None:
         users, entries, norm = integer("num_users", num_users), integer("dimension", dimension), moderate("max_norm", max_norm)
         promise = Promise(epsilon, delta, calibration, honest_fraction, rounds, sample_rate)
-        plan = vector_plan(promise, num_users=users, dimension=entries, max_norm=norm)
+        sizes: dict[str, Any] = {"num_users": users, "dimension": entries, "honest_fraction": promise.honest_fraction}
+        if promise.calibration == "tight":
+            plan = tight_vector_plan(**sizes, mu=promise.round_mu, lost=promise.lost)
+        else:
+            round_epsilon, round_delta = promise.published_round
+            plan = published_vector_plan(**sizes, max_norm=norm, epsilon=round_epsilon, delta=round_delta)
         super().__init__(users, entries, promise, plan, low=-norm, span=2 * norm)
 
     @classmethod
@@ -112,13 +110,18 @@ class ShuffleVectorSum(GridSum):
         """
         users, entries, norm = integer("num_users", num_users), integer("dimension", dimension), moderate("max_norm", max_norm)
         promise = Promise(1.0, delta, "tight", honest_fraction, rounds)
-        mu = noise_multiplier_mu(noise_multiplier)
+        if noise_level("noise_multiplier", noise_multiplier) < SMALLEST_MULTIPLIER:
+            raise ValueError(
+                f"noise_multiplier of a shuffled sum must be at least {SMALLEST_MULTIPLIER}, got {noise_multiplier!r}: below, "
+                "epsilon of a round is in the hundreds, and no tails are known so far out"
+            )
+        mu = math.nextafter(2 / math.nextafter(noise_multiplier, math.inf), 0.0)
         plan = tight_vector_plan(
             num_users=users, dimension=entries, mu=mu, lost=promise.lost, honest_fraction=promise.honest_fraction
         )
         protocol = cls.__new__(cls)
         GridSum.__init__(protocol, users, entries, promise, plan, low=-norm, span=2 * norm)
-        protocol.epsilon = binomial_sums.compute_epsilon([(plan.round(entries), promise.rounds)], delta=promise.delta)
+        protocol.epsilon = binomial_sums.compute_epsilon([(protocol.sum_round, promise.rounds)], delta=promise.delta)
         return protocol
 
     @property
@@ -163,26 +166,21 @@ class ShuffleVectorSum(GridSum):
 
     def _checked(self, points: torch.Tensor) -> torch.Tensor:
         points = points.to("cpu", torch.float64)
-        norms = torch.linalg.vector_norm(points, dim=1)
-        scale = self._scale(norms)
-        return points if scale is None else points * scale.unsqueeze(1)
+        return points * self._factors(torch.linalg.vector_norm(points, dim=1)).unsqueeze(1)
 
     def _checked_entries(self, row: torch.Tensor, values: torch.Tensor, rows: int) -> torch.Tensor:
         norms = torch.zeros(rows, dtype=torch.float64).index_add_(0, row, values**2).sqrt()
-        scale = self._scale(norms)
-        return values if scale is None else values * scale[row]
+        return values * self._factors(norms)[row]
 
-    def _scale(self, norms: torch.Tensor) -> torch.Tensor | None:
-        """Returns the factors that bring norms above the bound by rounding back to it; None if there are none."""
+    def _factors(self, norms: torch.Tensor) -> torch.Tensor:
+        """What takes norms that are above the bound by rounding back to it: 1 for all others."""
         largest = float(norms.max())
-        if largest <= self.max_norm:
-            return None
-        if not largest <= self.max_norm * (1 + TOLERANCE):
+        if not math.isfinite(largest):
+            raise ValueError(f"vectors must be finite, got one of norm {largest}")
+        if largest > self.max_norm * (1 + TOLERANCE):
             raise ValueError(
                 f"max_norm is {self.max_norm:g}, got a vector of norm {largest:.6g}: clip vectors first, or raise max_norm "
                 "(and with it the noise)"
-                if np.isfinite(largest)
-                else f"vectors must be finite, got one of norm {largest}"
             )
         return (self.max_norm / norms).clamp(max=1.0)
 

@@ -18,10 +18,8 @@ from opacus_shuffle.protocols.calibration import (
     Promise,
     honest_users,
     noise_variance,
-    published_round_budget,
     published_scalar_plan,
     published_vector_plan,
-    round_mu,
     tight_scalar_plan,
     tight_vector_plan,
 )
@@ -151,7 +149,7 @@ def test_a_third_of_three_million_users_is_a_million():
 @pytest.mark.parametrize(("n", "d"), [(1, 1), (30, 3), (10_000, 500)])
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 1e-2), (1.0, 1e-6), (8.0, 1e-9)])
 def test_the_tight_vector_plan_is_within_its_overhead_and_its_mu(n, d, epsilon, delta, fraction):
-    mu, lost = round_mu(epsilon=epsilon, delta=delta), 1e-6 * delta
+    mu, lost = Promise(epsilon, delta).round_mu, 1e-6 * delta
     plan = tight_vector_plan(num_users=n, dimension=d, mu=mu, lost=lost, honest_fraction=fraction)
     honest = math.ceil(fraction * n - 1e-9)
     assert plan.noise.trials == plan.noise_bits * honest
@@ -182,7 +180,7 @@ def test_the_tight_scalar_plan_meets_delta_and_would_not_with_one_step_more(n, e
 
 @pytest.mark.parametrize("rounds", [1, 7, 1000])
 def test_rounds_of_the_tight_mu_together_are_a_gaussian_that_is_private_enough(rounds):
-    mu = round_mu(epsilon=1.0, delta=1e-5, rounds=rounds)
+    mu = Promise(1.0, 1e-5, rounds=rounds).round_mu
     assert gaussian.log_delta(mu=mu * math.sqrt(rounds), epsilon=1.0) <= math.log(1e-5)
 
 
@@ -203,7 +201,7 @@ def optimal_composition(epsilon_each, delta_each, rounds, epsilon):
 @pytest.mark.parametrize("delta", [0.49, 0.1, 1e-3, 1e-6, 1e-10])
 @pytest.mark.parametrize("epsilon", [0.01, 0.5, 1.0, 4.0, 15.0])
 def test_rounds_of_the_papers_budget_stay_within_the_whole(epsilon, delta, rounds):
-    each, each_delta = published_round_budget(epsilon=epsilon, delta=delta, rounds=rounds)
+    each, each_delta = Promise(epsilon, delta, rounds=rounds).published_round
     assert each_delta == delta / (rounds + 1)
     assert each <= epsilon / (2 * math.sqrt(2 * rounds * math.log(1 / delta))) * (1 + 1e-12)
     # Advanced composition with the δ that is left.
@@ -215,9 +213,9 @@ def test_rounds_of_the_papers_budget_stay_within_the_whole(epsilon, delta, round
 
 def test_the_printed_split_stands_where_it_is_enough():
     for epsilon, delta, rounds in ((1.0, 1e-6, 50), (0.3, 1e-8, 1000), (1.0, 1e-5, 2)):
-        each, _ = published_round_budget(epsilon=epsilon, delta=delta, rounds=rounds)
+        each, _ = Promise(epsilon, delta, rounds=rounds).published_round
         assert each == pytest.approx(epsilon / (2 * math.sqrt(2 * rounds * math.log(1 / delta))), rel=1e-12)
-    assert published_round_budget(epsilon=1.0, delta=1e-6, rounds=1) == (1.0, 1e-6)
+    assert Promise(1.0, 1e-6).published_round == (1.0, 1e-6)
 
 
 # ---- planning ---------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from opacus_shuffle.protocols import messages as module
 from opacus_shuffle.protocols.messages import Messages, shuffled
 
 # The seeds are fixed; a right shuffler would fail for one seed in a million.
@@ -40,13 +39,11 @@ def test_a_report_has_the_announced_bits_and_ones(bits, data):
     assert np.unpackbits(messages.bits, axis=1)[:, bits:].sum() == 0
 
 
-def test_large_reports_are_built_and_counted_in_pieces(monkeypatch):
-    ones = np.arange(0, 500, 7)
-    whole = report(ones, 500)
-    monkeypatch.setattr(module, "_CHUNK", 100)
-    pieces = report(ones, 500)
-    np.testing.assert_array_equal(whole.bits, pieces.bits)
-    np.testing.assert_array_equal(pieces.ones(), ones)
+def test_large_reports_hold_their_ones_and_then_zeros():
+    ones = np.arange(0, 100_000, 7_001)
+    large = report(ones, 100_000)
+    np.testing.assert_array_equal(unpacked(large), np.arange(100_000) < ones[:, None])
+    np.testing.assert_array_equal(large.ones(), ones)
 
 
 @given(bits=st.integers(1, 20), users=st.integers(1, 6), seed=st.integers(0, 2**32), data=st.data())

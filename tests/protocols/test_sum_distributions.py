@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from opacus_shuffle.protocols import random_rounding
-from opacus_shuffle.protocols.calibration import GridPlan
+from opacus_shuffle.protocols.calibration import GridPlan, Promise
+from opacus_shuffle.protocols.grid_sum import GridSum
 from opacus_shuffle.protocols.messages import Messages
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
@@ -31,7 +32,8 @@ PLAN = GridPlan(41, 6, 0.3, 4)
 def small_protocol(dimension, users=4, plan=PLAN, fraction=1.0):
     """A protocol with a grid coarse and noise small enough to see every rounding."""
     protocol = ShuffleVectorSum(users, dimension, 1.0, 1.0, 1e-2, "tight", fraction)
-    protocol._plan = dataclasses.replace(plan, honest_users=math.ceil(users * fraction - 1e-9))
+    plan = dataclasses.replace(plan, honest_users=math.ceil(users * fraction - 1e-9))
+    GridSum.__init__(protocol, users, dimension, Promise(1.0, 1e-2, "tight", fraction), plan, low=-1.0, span=2.0)
     return protocol
 
 
@@ -261,7 +263,6 @@ def test_a_seed_repeats_a_simulation_and_no_seed_does_not():
 )
 @settings(max_examples=60, deadline=None)
 def test_rounding_by_sixteen_bits_and_a_tie_break_keeps_the_mean_exactly(fraction, whole):
-    protocol = small_protocol(1)
     place = torch.full((65_536, 1), whole + fraction, dtype=torch.float64)
     exact = float(place[0, 0]) - whole  # what the sum above can hold
     coarse = math.floor(exact * 65_536)
@@ -277,11 +278,10 @@ def test_rounding_by_sixteen_bits_and_a_tie_break_keeps_the_mean_exactly(fractio
 
     ups = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(protocol, "_place", lambda points: points.clone())
         patch.setattr(random_rounding, "_sixteen_bits", lambda draws, count: np.arange(count, dtype=np.uint16))
         for value in {0.0, max(1 - rest - 2.0**-40, 0.0), min(1 - rest, 1 - 2.0**-53), 1 - 2.0**-53}:
             patch.setattr(torch, "rand", later_bits(value))
-            result = protocol._round(place, torch.Generator().manual_seed(0))
+            result = random_rounding.round_at_random(place.clone(), torch.Generator().manual_seed(0))
             assert set(result.unique().tolist()) <= {whole, whole + 1}
             ups[value] = int((result == whole + 1).sum())
     # Of the 2^16 draws so many decide for above whatever the rest is, and one asks for it: P(above) is (coarse + rest)/2^16.

@@ -14,7 +14,8 @@ from scipy.signal import fftconvolve
 
 from opacus_shuffle.accountants.bounds.registry import Guarantee
 from opacus_shuffle.analysis import binomial_sums
-from opacus_shuffle.protocols.calibration import GridPlan
+from opacus_shuffle.protocols.calibration import GridPlan, Promise
+from opacus_shuffle.protocols.grid_sum import GridSum
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
@@ -96,7 +97,7 @@ def exact_delta(pairs, epsilon, budget=1e-9):
 
 def test_the_enumeration_agrees_with_a_sum_over_every_pair_of_outcomes():
     protocol = ShuffleVectorSum(2, 2, 1.0, 1.0, 0.1, "tight")
-    protocol._plan = GridPlan(5, 40, 0.3, 2)
+    GridSum.__init__(protocol, 2, 2, Promise(1.0, 0.1), GridPlan(5, 40, 0.3, 2), low=-1.0, span=2.0)
     pairs = views(protocol, [0.6, -0.3], [-0.4, 0.55])
     (p, q), (r, s) = pairs
     for epsilon in (0.0, 0.5, 2.0):

@@ -11,7 +11,7 @@ import torch
 
 from opacus_shuffle.analysis import binomial_sums, gaussian
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyBound
-from opacus_shuffle.protocols.calibration import round_mu
+from opacus_shuffle.protocols.calibration import Promise
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
@@ -310,7 +310,7 @@ def test_a_protocol_made_for_a_noise_multiplier_has_it_or_a_little_more(noise_mu
 @pytest.mark.parametrize(("epsilon", "rounds", "fraction"), [(1.0, 1, 1.0), (4.0, 100, 1.0), (2.0, 7, 0.5)])
 def test_a_budget_and_the_noise_multiplier_it_buys_make_the_same_protocol(epsilon, rounds, fraction):
     bought = ShuffleVectorSum(200, 30, 1.0, epsilon, 1e-6, honest_fraction=fraction, rounds=rounds)
-    multiplier = 2 / round_mu(epsilon=epsilon, delta=1e-6, rounds=rounds)
+    multiplier = 2 / Promise(epsilon, 1e-6, rounds=rounds).round_mu
     asked = ShuffleVectorSum.with_noise_multiplier(
         200, 30, 1.0, multiplier, delta=1e-6, honest_fraction=fraction, rounds=rounds
     )
