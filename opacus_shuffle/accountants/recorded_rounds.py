@@ -235,15 +235,19 @@ class RecordedRounds(IAccountant):
                 f"state_dict speaks of {_run(saved)}, this accountant of {_run(self)}: load it into an engine made private "
                 "with the same data set and the same kind of noise"
             )
-        planned, warned = self.planned, self._warned
+        saved.planned, saved.batch_size = self.planned or saved.planned, saved.batch_size or self.batch_size
+        saved._fields, saved._warned = {**self._fields, **saved._fields}, self._warned
         self.__dict__.update(saved.__dict__)
-        self.planned, self._warned = planned or saved.planned, warned
 
     def _contradicts(self, saved: RecordedRounds) -> bool:
         """Whether the other one is of another run than this one is known to account for, or of several."""
         if self.num_users is not None and saved.num_users != self.num_users:
             return True
         if (self.num_users is not None or self.planned is not None) and saved.emulated != self.emulated:
+            return True
+        if self.batch_size and saved.batch_size and saved.batch_size != self.batch_size:
+            return True
+        if any(saved._fields.get(name, value) != value for name, value in self._fields.items()):
             return True
         kind, ran = self.mechanism_class, [mechanism for mechanism, _ in saved._rounds]
         if kind.sampling is not None and saved.num_users is not None and any(m.num_users != saved.num_users for m in ran):
@@ -254,8 +258,9 @@ class RecordedRounds(IAccountant):
     @staticmethod
     def _may_be(mechanism: Mechanism, planned: Mechanism) -> bool:
         """Whether a round is one of the planned run; where batches were accumulated, its sample is larger."""
-        rate = planned.sample_rate
-        return mechanism.sample_rate >= rate and dataclasses.replace(mechanism, sample_rate=rate).same_run_as(planned)
+        if mechanism.num_users != planned.num_users or mechanism.sample_rate < planned.sample_rate:
+            return False
+        return dataclasses.replace(mechanism, sample_rate=planned.sample_rate).same_run_as(planned)
 
     def _restored(self, fields: Any) -> Mechanism:
         """A mechanism from its saved fields, through its validators."""
@@ -267,7 +272,7 @@ class RecordedRounds(IAccountant):
     def _known_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The same, unless a name is no field that a step leaves open."""
         names = [name for name in self.mechanism_class.field_names() if name not in _TOLD_BY_OPACUS]
-        unknown = {name: value for name, value in fields.items() if name not in names}
+        unknown = {str(name): value for name, value in fields.items() if name not in names}
         known = ["bound", "adjacency", "orders", "num_users", "batch_size", *names]
         reject_unknown(self.mechanism(), unknown, known, parameters=known)
         return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
@@ -302,4 +307,6 @@ def _pairs(name: str, value: Any) -> list[tuple[Any, Any]]:
 
 def _run(accountant: RecordedRounds) -> str:
     """What an accountant accounts for, in words."""
-    return f"num_users={accountant.num_users}, emulated={accountant.emulated}, {accountant.planned or accountant._rounds[-1:]}"
+    known = {"num_users": accountant.num_users, "batch_size": accountant.batch_size, "emulated": accountant.emulated}
+    said = ", ".join(f"{name}={value}" for name, value in {**known, **accountant._fields}.items())
+    return f"{said}, {accountant.planned or accountant._rounds[-1:]}"

@@ -208,6 +208,7 @@ def test_state_survives_and_shares_nothing(accountant_class):
         lambda state: {**state, "rounds": [3]},
         lambda state: {**state, "planned": {"noise_multiplier": 2.0}},
         lambda state: {**state, "fields": {"sigma": 1.0}},
+        lambda state: {**state, "fields": {3: 1.0}},
         lambda state: {**state, "num_users": 999},
         lambda state: {**state, "num_users": "x"},
         lambda state: {**state, "batch_size": -1},
@@ -241,6 +242,18 @@ def test_a_saved_round_of_another_run_than_its_own_plan_or_population_is_refused
         state["rounds"] = [({**state["rounds"][0][0], **change}, 5)]
         with pytest.raises(ValueError, match="state_dict speaks of"):
             accountant_class().load_state_dict(state)
+
+
+@every_accountant
+def test_a_saved_run_keeps_what_its_accountant_was_told_or_is_refused(accountant_class):
+    told = {"dimension": 50} if "dimension" in accountant_class.mechanism_class.field_names() else {}
+    accountant = accountant_class(batch_size=60, **told)
+    for spoilt in [{"batch_size": 1}, *({**told, name: 2} for name in told)]:
+        other = accountant_class(**{"batch_size": 60, **told, **spoilt}).state_dict()
+        with pytest.raises(ValueError, match="state_dict speaks of"):
+            accountant.load_state_dict(other)
+    accountant.load_state_dict(accountant_class().state_dict())
+    assert (accountant.batch_size, accountant.state_dict()["fields"]) == (60, told)
 
 
 @every_accountant
