@@ -33,11 +33,6 @@ def described(text: str, metavar: str, *, varies: bool = False, **options: Any) 
     return dataclasses.field(metadata={"help": text, "metavar": metavar, "varies": varies}, **options)
 
 
-def whole_reports(expected: float) -> int:
-    """A product n·γ as a whole count: rounding noise forgiven, any other fraction dropped (fewer reports hide less)."""
-    return round(expected) if abs(expected - round(expected)) < 1e-6 else math.floor(expected)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mechanism:
     """One round.
@@ -109,7 +104,7 @@ class Mechanism:
             ValueError: If a field is unknown, missing or out of range.
         """
         names = cls.field_names()
-        reject_unknown(cls.name, {name: value for name, value in fields.items() if name not in names}, names, parameters=names)
+        reject_unknown(cls.name, {name: value for name, value in fields.items() if name not in names}, names)
         missing = [name for name in cls.required_fields() if name not in fields]
         if missing:
             raise ValueError(f"{cls.name} needs {', '.join(missing)}: pass {', '.join(f'{name}=...' for name in missing)}")
@@ -139,7 +134,8 @@ class Mechanism:
         if emulated:
             noise_multiplier = noise_multiplier / math.sqrt(max(1, num_users * sample_rate, batch_size or 1))
         if cls.sampling is None:
-            num_users, sample_rate = whole_reports(num_users * sample_rate), 1.0
+            # Rounding noise of n·γ is forgiven, any other fraction dropped: fewer reports hide less.
+            num_users, sample_rate = math.floor(num_users * sample_rate + 1e-6), 1.0
         return cls(noise_multiplier=noise_multiplier, num_users=num_users, sample_rate=sample_rate, **fields)
 
     def with_noise(self, noise_multiplier: float) -> Mechanism:

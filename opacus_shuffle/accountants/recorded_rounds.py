@@ -274,7 +274,7 @@ class RecordedRounds(IAccountant):
         names = [name for name in self.mechanism_class.field_names() if name not in _TOLD_BY_OPACUS]
         unknown = {str(name): value for name, value in fields.items() if name not in names}
         known = ["bound", "adjacency", "orders", "num_users", "batch_size", *names]
-        reject_unknown(self.mechanism(), unknown, known, parameters=known)
+        reject_unknown(self.mechanism(), unknown, known)
         return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 

@@ -16,7 +16,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from opacus_shuffle.accountants.bounds.registry import Rounds, baselines_of, bounds_of, kind_of, ladder
+import numpy as np
+
+from opacus_shuffle.accountants.bounds.registry import Rounds, baselines_of, bounds_of, find_bound, kind_of, ladder
 from opacus_shuffle.accountants.mechanism import Mechanism
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound, finite
 from opacus_shuffle.core.rounding import round_down, round_up
@@ -38,6 +40,9 @@ HOW_IT_RAN = {
     "simulated": "in one process, which sees every record and plays the records' owners and the shuffler",
     "emulated": "the noise was added once to the sum, not to each report, in batches of the expected size",
 }
+
+POINTS = 9
+"""Of each curve of the picture."""
 
 HEAD = ("trusted", "bound", "epsilon", "holds for", "status")
 
@@ -123,7 +128,7 @@ class PrivacyReport:
         )
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """ε over the number of rounds for each bound, on logarithmic axes, the gap between one pair and certified shaded.
+        """Draws ε over the rounds for each bound, on logarithmic axes, the gap between one pair and certified shaded.
 
         Args:
             ax: Axes to draw on; by default a new figure's. Needs ``opacus_shuffle[plots]``.
@@ -131,9 +136,43 @@ class PrivacyReport:
         Returns:
             The axes. ``ax.figure.savefig(...)`` writes them.
         """
-        from opacus_shuffle.accountants.report_figure import draw
-
-        return draw(self.rounds, delta=self.delta, adjacency=self.adjacency, ax=ax)
+        if ax is None:
+            try:
+                import matplotlib.pyplot as plt
+            except ImportError as error:
+                raise ImportError("plot needs matplotlib: pip install 'opacus_shuffle[plots]'") from error
+            ax = plt.subplots(figsize=(9.0, 4.6), layout="constrained")[1]
+        found = epsilons_over_rounds(self.rounds, delta=self.delta, adjacency=self.adjacency)
+        curves = {name: [(count, epsilon) for count, epsilon in points if epsilon > 0] for name, points in found.items()}
+        for name, points in curves.items():
+            entry = find_bound(self.kind, name)
+            ax.plot(
+                [count for count, _ in points],
+                [epsilon for _, epsilon in points],
+                color=entry.style.color,
+                linestyle=entry.style.line,
+                marker=entry.style.marker,
+                markersize=4,
+                linewidth=1.6,
+                label=f"{name}: {entry.legend or entry.covers}",
+            )
+        low, high = (dict(curves.get(name, ())) for name in ("pair", "certified"))
+        both = [count for count in low if count in high]
+        if both:
+            ax.fill_between(
+                both,
+                [low[count] for count in both],
+                [high[count] for count in both],
+                color="#56B4E9",
+                alpha=0.25,
+                linewidth=0,
+                label="the truth for the worst data set lies here",
+            )
+        ax.set(xscale="log", yscale="log", xlabel="rounds", ylabel=f"ε at δ = {self.delta:.3g}")
+        ax.set_title(f"{self.kind.name}, {self.adjacency} adjacency", fontsize=11)
+        ax.grid(which="major", alpha=0.3)
+        ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False)
+        return ax
 
     def _title(self) -> str:
         first = self.bounds[0]
@@ -195,3 +234,26 @@ def contradiction(estimate: PrivacyBound, pair: PrivacyBound) -> str:
         f"{estimate.bound} ({round_up(estimate.epsilon)}) is no upper bound here: the pair of data sets of {pair.bound!r} has "
         f"epsilon of at least {round_down(pair.lower)} at this delta."
     )
+
+
+def epsilons_over_rounds(
+    rounds: Rounds, *, delta: float, adjacency: str = "zero_out", points: int | None = None
+) -> dict[str, list[tuple[int, float]]]:
+    """Returns for each bound (rounds, ε) after the first 1, …, T rounds of the history, geometrically spaced."""
+    total = sum(count for _, count in rounds)
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for count in sorted({round(value) for value in np.geomspace(1, total, points or POINTS)}):
+        for bound in ladder(first_rounds(rounds, count), delta=delta, adjacency=adjacency):
+            curves.setdefault(bound.bound, []).append((count, bound.epsilon))
+    return curves
+
+
+def first_rounds(rounds: Rounds, count: int) -> Rounds:
+    """Returns the history's first ``count`` rounds."""
+    found = []
+    for mechanism, repetitions in rounds:
+        taken = min(repetitions, count)
+        if taken:
+            found.append((mechanism, taken))
+        count -= taken
+    return found

@@ -10,7 +10,7 @@ import difflib
 import math
 import numbers
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,15 +22,15 @@ class UnknownKeywordError(ValueError, TypeError):
 
 
 def reject_unknown(
-    function: str, unknown: Mapping[str, Any], known: Iterable[str] = (), *, parameters: Iterable[str] = ()
+    function: str, unknown: Mapping[str, Any], known: Collection[str] = (), *, parameters: Mapping[str, str] | None = None
 ) -> None:
     """Refuses leftover keywords, which stock Opacus would swallow without effect.
 
     Args:
         function: What was called.
         unknown: The leftover keywords.
-        known: All that would have been right, to be listed.
-        parameters: Of these the one with the likest name is suggested; a mapping says how to write it.
+        known: All that would have been right: they are listed, the one with the likest name is suggested.
+        parameters: How each is written, where they are too many to be listed.
     """
     if unknown:
         plain = bool | int | float | str | tuple | list | dict | None  # short to print
@@ -39,7 +39,7 @@ def reject_unknown(
             for name, value in unknown.items()
         )
         hint = ", ".join(sorted(known))
-        written = parameters if isinstance(parameters, Mapping) else {name: name for name in parameters}
+        written = parameters or {name: name for name in known}
         close = [written[match] for name in unknown for match in difflib.get_close_matches(name, list(written), 1)]
         raise UnknownKeywordError(
             f"{function} got unknown keyword(s): {names}; remove or correct them"

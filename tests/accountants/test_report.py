@@ -12,7 +12,7 @@ import opacus_shuffle
 from opacus_shuffle import Guarantee, PrivacyReport
 from opacus_shuffle.accountants import baselines_of, bounds_of
 from opacus_shuffle.accountants.mechanisms import MECHANISMS, ShuffledCheckIn, ShuffleGauss
-from opacus_shuffle.accountants.report_figure import epsilons_over_rounds, first_rounds
+from opacus_shuffle.accountants.report import epsilons_over_rounds, first_rounds
 from opacus_shuffle.core.tables import WIDTH
 
 # shuffled_sums is described by its protocol (tests/test_shuffled_sums_accountant.py), the others by plain numbers.
@@ -200,7 +200,7 @@ def test_the_curves_end_at_the_report_s_own_values_and_rise():
 def test_the_picture_has_log_axes_a_line_per_bound_and_the_shaded_region(monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
-    monkeypatch.setattr("opacus_shuffle.accountants.report_figure.POINTS", 3)
+    monkeypatch.setattr("opacus_shuffle.accountants.report.POINTS", 3)
     ax = PrivacyReport(CHECK_IN, delta=1e-5).plot()
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
     assert len(ax.lines) == len(LADDER)
@@ -217,7 +217,7 @@ def test_the_picture_has_log_axes_a_line_per_bound_and_the_shaded_region(monkeyp
 
 def test_shuffled_weights_are_drawn_too(monkeypatch):
     pytest.importorskip("matplotlib").use("Agg")
-    monkeypatch.setattr("opacus_shuffle.accountants.report_figure.POINTS", 3)
+    monkeypatch.setattr("opacus_shuffle.accountants.report.POINTS", 3)
     ax = report_of("shuffled_fw").plot()
     assert [line.get_label().partition(":")[0] for line in ax.lines] == list(RUNGS_OF_WEIGHTS)
     styles = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in ax.lines}
