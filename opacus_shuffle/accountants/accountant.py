@@ -51,8 +51,6 @@ class ShuffleAccountant(RecordedRounds):
         bound: str = "certified",
         adjacency: str = "zero_out",
         orders: Iterable[float] | None = None,
-        num_users: int | None = None,
-        batch_size: int | None = None,
         **fields: Any,
     ) -> float:
         """Returns ε spent so far; the first one that does not cover every data set warns and names the value that does.
@@ -62,9 +60,8 @@ class ShuffleAccountant(RecordedRounds):
             bound: ``"certified"``, ``"pair"``, ``"published"``, or another that the mechanism has.
             adjacency: ``"zero_out"`` or ``"replace"``, for which some bounds have no value.
             orders: Rényi orders in place of the adaptive grid, for bounds that use any.
-            num_users: n, if the accountant does not know it (Opacus's own calibration passes it here).
-            batch_size: B, likewise.
-            **fields: Other fields of the mechanism, likewise.
+            **fields: What the accountant does not know: ``num_users``, n (Opacus's own calibration passes it here),
+                ``batch_size``, B, and other fields of the mechanism.
 
         Returns:
             ε, rounded up; 0 if nothing ran.
@@ -72,7 +69,7 @@ class ShuffleAccountant(RecordedRounds):
         Raises:
             ValueError: If something is unknown, out of range or contradicts what is known, or a keyword is unknown.
         """
-        told = self._told({"num_users": num_users, "batch_size": batch_size, **fields})
+        told = self._told(fields)
         open_unit_interval("delta", delta)
         one_of("bound", bound, bounds_of(self.mechanism_class))
         Adjacency(adjacency)
@@ -176,7 +173,7 @@ def assumption(answer: PrivacyBound, certified: PrivacyBound, *, emulated: bool 
     """Returns the one sentence that goes with an ε that is not proved for every data set."""
     how = " (and the noise was added once to the sum, emulating batches of the expected size)" if emulated else ""
     return (
-        f"epsilon={round_up(answer.epsilon)} (bound={answer.bound!r}, delta={answer.delta:.3g}) covers {answer.covers}"
-        f"{how}, which is no guarantee "
-        f"for every data set; proved for every data set is epsilon={round_up(certified.epsilon)} (bound={certified.bound!r})"
+        f"epsilon={round_up(answer.epsilon)} (bound={answer.bound!r}, delta={answer.delta:.3g}) covers {answer.covers}{how}, "
+        "which is no guarantee for every data set; proved for every data set is "
+        f"epsilon={round_up(certified.epsilon)} (bound={certified.bound!r})"
     )

@@ -1,7 +1,7 @@
 """The one calibrator: the smallest noise that keeps a run within its budget.
 
 >>> from opacus_shuffle.analysis import gaussian
->>> sigma = smallest_noise_for(lambda noise: gaussian.compute_epsilon(mu=1 / noise, delta=1e-6), target_epsilon=1.0)
+>>> sigma = smallest_noise(lambda noise: gaussian.compute_epsilon(mu=1 / noise, delta=1e-6), target_epsilon=1.0)
 >>> round(sigma, 3)
 4.225
 """
@@ -13,65 +13,42 @@ import math
 import warnings
 from collections.abc import Callable
 
-from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound
 from opacus_shuffle.analysis.composition import OrderCapWarning
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.solve import bracket, safe_root
-from opacus_shuffle.core.validation import open_unit_interval, positive
+from opacus_shuffle.core.validation import positive
 
 LOWEST, HIGHEST = 1e-3, 1e9
 RELATIVE_TOLERANCE = 1e-7
 
 
-def smallest_noise(
-    make: Callable[[float], Rounds],
-    *,
-    target_epsilon: float,
-    target_delta: float,
-    bound: str = "certified",
-    adjacency: str = "zero_out",
-    lowest: float = LOWEST,
-) -> float:
-    """Returns the smallest noise multiplier (to 1e-7, rounded up) whose run stays within the budget.
+def smallest_noise(epsilon: Callable[[float], float], *, target_epsilon: float, lowest: float = LOWEST) -> float:
+    """Returns the smallest noise multiplier (to 1e-7, rounded up) whose ε stays within a target.
 
     Args:
-        make: The run at a noise multiplier: mechanisms with their numbers of rounds. More noise must not cost more.
+        epsilon: ε of a run at a noise multiplier; more noise must not cost more.
         target_epsilon: ε to stay within, above 0.
-        target_delta: δ in (0, 1).
-        bound: Which ε is meant.
-        adjacency: Between which data sets.
         lowest: The least multiplier to try.
 
     Returns:
-        A multiplier whose ε was computed and found within the budget; ``lowest`` if that is enough.
+        A multiplier whose ε was computed and found within the target; ``lowest`` if that is enough.
 
     Raises:
-        ValueError: If an argument is out of range, or no multiplier up to 1e9 meets the budget (a bound by RDP has a floor,
-            about log(1/δ)/16384).
-    """
-    delta = open_unit_interval("target_delta", target_delta)
-
-    def epsilon(noise_multiplier: float) -> float:
-        return compute_bound(make(noise_multiplier), delta=delta, bound=bound, adjacency=adjacency).epsilon
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", OrderCapWarning)
-        return smallest_noise_for(epsilon, target_epsilon=target_epsilon, lowest=lowest)
-
-
-def smallest_noise_for(epsilon: Callable[[float], float], *, target_epsilon: float, lowest: float = LOWEST) -> float:
-    """Returns the same for an ε that is any falling function of the noise multiplier.
-
-    Raises:
-        ValueError: If no multiplier up to 1e9 meets the target, or ε is NaN.
+        ValueError: If no multiplier up to 1e9 meets the target (a bound by RDP has a floor, about log(1/δ)/16384), or ε is NaN.
     """
     target = positive("target_epsilon", target_epsilon)
 
     @functools.cache
-    def excess(log_sigma: float) -> float:
-        value = epsilon(math.exp(log_sigma))
+    def spent(sigma: float) -> float:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", OrderCapWarning)
+            value = epsilon(sigma)
         if math.isnan(value):
-            raise ValueError(f"epsilon is NaN at noise_multiplier={math.exp(log_sigma):.6g}")
+            raise ValueError(f"epsilon is NaN at noise_multiplier={sigma:.6g}")
+        return value
+
+    def excess(log_sigma: float) -> float:
+        value = spent(math.exp(log_sigma))
         difference = math.log(max(value, 1e-300)) - math.log(target)
         return max(difference, 1e-16) if value > target else difference  # logarithms may agree where the numbers do not
 
@@ -79,7 +56,7 @@ def smallest_noise_for(epsilon: Callable[[float], float], *, target_epsilon: flo
     more = [start + quarter, start + 2 * quarter, start + 3 * quarter]
     unsafe, safe = bracket(excess, start, towards_safe=more, towards_unsafe=_steps(start, math.log(lowest), -quarter))
     if safe is None:  # before many costly steps: does the end of the range meet it?
-        floor = epsilon(HIGHEST)
+        floor = spent(HIGHEST)
         if floor > target:
             raise ValueError(
                 f"no noise_multiplier up to {HIGHEST:g} meets target_epsilon={target}: by this bound epsilon stays at "

@@ -15,27 +15,18 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound
+from opacus_shuffle.accountants.bounds.registry import compute_bound
 from opacus_shuffle.accountants.calibrate import smallest_noise
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning, PrivacyBound
-from opacus_shuffle.core.validation import integer, one_of
+from opacus_shuffle.core.validation import integer, one_of, open_unit_interval
 
 
-def privacy_bound(
-    mechanism: Mechanism | str,
-    *,
-    steps: int,
-    delta: float,
-    bound: str = "certified",
-    adjacency: str = "zero_out",
-    orders: Iterable[float] | None = None,
-    **fields: Any,
-) -> PrivacyBound:
-    """Returns what :func:`compute_epsilon` does, with its meaning attached and no warning; at least one step."""
-    rounds = [(_mechanism(mechanism, fields), integer("steps", steps))]
-    return compute_bound(rounds, delta=delta, bound=bound, adjacency=adjacency, orders=orders)
+def privacy_bound(mechanism: Mechanism | str, *, steps: int, delta: float, **options: Any) -> PrivacyBound:
+    """Returns what :func:`compute_epsilon` does with these arguments, its meaning attached, no warning; at least one step."""
+    asked = {name: options.pop(name) for name in ("bound", "adjacency", "orders") if name in options}
+    return compute_bound([(_mechanism(mechanism, options), integer("steps", steps))], delta=delta, **asked)
 
 
 def privacy_report(
@@ -125,16 +116,17 @@ def compute_noise_multiplier(
     Warns:
         PrivacyAssumptionWarning: If the bound does not cover every data set.
     """
+    open_unit_interval("target_delta", target_delta)
     kind, count = MECHANISMS[one_of("mechanism", mechanism, MECHANISMS)], integer("steps", steps)
     if "noise_multiplier" in fields:
         raise ValueError("noise_multiplier is what compute_noise_multiplier finds: leave it out, or call compute_epsilon")
 
-    def make(noise_multiplier: float) -> Rounds:
-        return [(kind.build(noise_multiplier=noise_multiplier, **fields), count)]
+    def spent(noise_multiplier: float) -> PrivacyBound:
+        rounds = [(kind.build(noise_multiplier=noise_multiplier, **fields), count)]
+        return compute_bound(rounds, delta=target_delta, bound=bound, adjacency=adjacency)
 
-    budget: dict[str, Any] = {"bound": bound, "adjacency": adjacency}
-    sigma = smallest_noise(make, target_epsilon=target_epsilon, target_delta=target_delta, lowest=kind.least_noise, **budget)
-    _warn_of_assumption(compute_bound(make(sigma), delta=target_delta, **budget), "compute_noise_multiplier")
+    sigma = smallest_noise(lambda noise: spent(noise).epsilon, target_epsilon=target_epsilon, lowest=kind.least_noise)
+    _warn_of_assumption(spent(sigma), "compute_noise_multiplier")
     return sigma
 
 

@@ -140,8 +140,6 @@ class Mechanism:
 
     def with_noise(self, noise_multiplier: float) -> Mechanism:
         """Returns the same round at another σ."""
-        if noise_multiplier == self.noise_multiplier:
-            return self
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)
 
     def same_run_as(self, other: Mechanism) -> bool:

@@ -31,10 +31,8 @@ class RecordedRounds(IAccountant):
 
     Attributes:
         mechanism_class: What is accounted.
-        rounds: What ran, in order: mechanisms with their numbers of rounds.
         planned: What every round of a run is, but for its noise; None until :meth:`plan` says it.
-        emulated: Whether the noise of the reports is added once to their sum, so that ε describes the protocol that is
-            emulated.
+        emulated: Whether the noise of the reports is added once to their sum: ε describes the protocol that is emulated.
     """
 
     mechanism_class: ClassVar[type[Mechanism]]
@@ -148,8 +146,7 @@ class RecordedRounds(IAccountant):
     def history(self, triples: Iterable[Triple]) -> None:
         if not isinstance(triples, Iterable):
             raise ValueError(f"history must be a list of (noise_multiplier, sample_rate, steps) triples, got {triples!r}")
-        read = [_read(triple) for triple in triples]
-        self._rounds, self._unread = [], read
+        self._rounds, self._unread = [], [_read(triple) for triple in triples]
 
     def _unknown(self) -> list[str]:
         """What is needed to turn one of Opacus's steps into a round, and not known."""

@@ -154,13 +154,7 @@ class Budget:
 
     def smallest_noise(self, rounds: Callable[[float], Rounds]) -> float:
         """The smallest noise multiplier σ at which ``rounds(σ)`` stay within the budget."""
-        return smallest_noise(
-            rounds,
-            target_epsilon=self.target_epsilon,
-            target_delta=self.target_delta,
-            bound=self.bound,
-            adjacency=self.adjacency,
-        )
+        return smallest_noise(lambda sigma: self.spent(rounds(sigma)).epsilon, target_epsilon=self.target_epsilon)
 
     def spent(self, rounds: Rounds, bound: str | None = None) -> PrivacyBound:
         """What these rounds cost, by the budget's bound or another one."""

@@ -37,11 +37,8 @@ from opacus_shuffle.core.rounding import round_up
 MESSAGES = "sees every shuffled message of every round (bits with their coordinate)"
 Rounds = Sequence[tuple[ShuffledSums, int]]
 _LARGEST_PUBLISHED_EPSILON = 15.0
-_SECRET, _SEEN, _EVERYONE = (
-    "secret samples of fixed size, under replacement",
-    "samples that are seen",
-    "everyone in every round",
-)
+_SECRET, _SEEN = "secret samples of fixed size, under replacement", "samples that are seen"
+_EVERYONE = "everyone in every round"
 
 
 def round_epsilon(each: ShuffledSums, delta: float) -> float:

@@ -13,7 +13,7 @@ from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.bounds.shuffled_sums import gaussian_epsilons
-from opacus_shuffle.accountants.calibrate import smallest_noise_for
+from opacus_shuffle.accountants.calibrate import smallest_noise
 from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledSums
 from opacus_shuffle.accountants.mechanisms.shuffled_sums import ROUND_DELTA
 from opacus_shuffle.analysis.binomial_sums import LOST_SHARE
@@ -168,5 +168,5 @@ def _protocol_for(budget: Budget, steps: int, sampling: SamplingPlan, request: R
         rounds = [(SampledSum(mu=2 / noise_multiplier, sample_rate=sampling.sample_rate, lost=lost), steps)]
         return min(gaussian_epsilons(rounds, delta=delta, adjacency=Adjacency(budget.adjacency)).values())
 
-    sigma = smallest_noise_for(spent, target_epsilon=epsilon)
+    sigma = smallest_noise(spent, target_epsilon=epsilon)
     return ShuffleVectorSum.with_noise_multiplier(*sizes, sigma, delta=delta, rounds=steps)
