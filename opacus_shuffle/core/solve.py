@@ -17,17 +17,12 @@ from collections.abc import Callable, Iterable
 
 from scipy.optimize import brentq
 
-_SMALLEST_RELATIVE = 4 * math.ulp(1.0)
-"""What brentq asks for at least."""
+_FINEST = 4 * math.ulp(1.0)
+"""The relative error that brentq asks for at least."""
 
 
 def crossing(
-    function: Callable[[float], float],
-    low: float,
-    high: float,
-    *,
-    tolerance: float,
-    relative_tolerance: float = _SMALLEST_RELATIVE,
+    function: Callable[[float], float], low: float, high: float, *, tolerance: float, relative_tolerance: float = _FINEST
 ) -> float:
     """Returns where a continuous function changes its sign, on either side of the root within the tolerances; an end if zero.
 
@@ -43,7 +38,7 @@ def safe_root(
     unsafe: float,
     safe: float,
     tolerance: float,
-    relative_tolerance: float = _SMALLEST_RELATIVE,
+    relative_tolerance: float = _FINEST,
     step: float | None = None,
 ) -> float:
     """Returns a point where ``excess`` is not above zero, next to where it starts to be.

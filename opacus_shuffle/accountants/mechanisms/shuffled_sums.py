@@ -65,9 +65,9 @@ class ShuffledSums(Mechanism):
     lost: float = described("probability that the noise multiplier does not cover", "P", default=0.0, varies=True)
     honest_fraction: float = described("share of the reports that carry their noise for certain", "SHARE", default=1.0)
     round_epsilon: float | None = described(
-        "epsilon of one round by the published theorem", "EPSILON", default=None, varies=True
+        "one round's epsilon by the published theorem", "EPSILON", default=None, varies=True
     )
-    round_delta: float | None = described("delta of one round by the published theorem", "DELTA", default=None)
+    round_delta: float | None = described("one round's delta by the published theorem", "DELTA", default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()

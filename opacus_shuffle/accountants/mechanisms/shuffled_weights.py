@@ -41,9 +41,7 @@ class ShuffledWeights(Mechanism):
     )
     clip: float = described("clipping norm of one record's gradient", "C", default=1.0)
     batch_clip: float | None = described("clipping norm of a batch's sum (default: that of a record)", "C", default=None)
-    unshuffled_noise_multiplier: float | None = described(
-        "noise of parameters that stay where they are", "SIGMA", default=None, varies=True
-    )
+    unshuffled_noise_multiplier: float | None = described("noise of parameters that stay", "SIGMA", default=None, varies=True)
     orbit: int | None = described("fewest places that a permuted entry can get to (default: D)", "K", default=None)
 
     def __post_init__(self) -> None:
@@ -69,12 +67,10 @@ class ShuffledWeights(Mechanism):
 
     def with_noise(self, noise_multiplier: float) -> Mechanism:
         """Returns the same step at another σ, σ₀ in proportion."""
-        if noise_multiplier == self.noise_multiplier or self.unshuffled_noise_multiplier is None:
-            return super().with_noise(noise_multiplier)
-        stays = noise_multiplier * (self.unshuffled_noise_multiplier / self.noise_multiplier)
-        return dataclasses.replace(
-            self, noise_multiplier=noise_multiplier, unshuffled_noise_multiplier=max(noise_multiplier, stays)
-        )
+        stays = self.unshuffled_noise_multiplier
+        if stays is not None and noise_multiplier != self.noise_multiplier:
+            stays = max(noise_multiplier, noise_multiplier * (stays / self.noise_multiplier))
+        return dataclasses.replace(self, noise_multiplier=noise_multiplier, unshuffled_noise_multiplier=stays)
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Refuses a clipping norm that is not the one accounted for."""
