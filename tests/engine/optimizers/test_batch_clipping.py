@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 
@@ -44,16 +45,22 @@ def algorithm(name="mlp", *, sigma=1e-6, **options):
     return prepare(name, sigma=sigma, **options)
 
 
+class Enough(Exception):
+    """What was waited for has been seen."""
+
+
 def first_gradients(run, *, physical=None):
-    """What the first logical batch's gradients are before the update, times the expected batch size, and who moves."""
+    """What the first logical batch's gradients are before the update, times the expected batch size."""
     seen = []
 
     def watch(optimizer):
         found = {name: each.grad.detach().clone() for name, each in run.network.named_parameters() if each.grad is not None}
         seen.append({name: each * optimizer.expected_batch_size for name, each in found.items()})
+        raise Enough
 
     run.optimizer.attach_step_hook(watch)
-    run.train(1, physical=physical)
+    with contextlib.suppress(Enough):
+        run.train(1, physical=physical)
     return seen[0]
 
 

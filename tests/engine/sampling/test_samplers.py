@@ -35,10 +35,20 @@ def test_the_fixed_size_sampler_draws_every_set_alike():
     assert sum((count - 2000) ** 2 / 2000 for count in counts.values()) < 39
 
 
-@every_accountant
+LENGTHS = [(930, 10), (98, 2), (49, 1), (99, 1), (75, 1), (100, 30), (7, 100)]
+
+
 @pytest.mark.parametrize(
-    ("records", "batch"),
-    [(930, 10), (98, 2), (49, 1), (99, 1), (75, 1), (100, 30), (7, 100)],
+    ("name", "records", "batch"),
+    # Of Poisson and of fixed-size batches, all lengths for one accountant each.
+    [(name, *LENGTHS[0]) for name in NAMES]
+    + [(name, *length) for name in ("shuffled_checkin", "subsampled_shuffle") for length in LENGTHS[1:]]
+    + [
+        pytest.param(name, *length, marks=pytest.mark.zoo)
+        for name in NAMES
+        if name not in ("shuffled_checkin", "subsampled_shuffle")
+        for length in LENGTHS[1:]
+    ],
 )
 def test_float_arithmetic_never_loses_a_step_or_a_record(name, records, batch):
     toy = make_toy(records=records, batch_size=batch)
