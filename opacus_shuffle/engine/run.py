@@ -46,14 +46,7 @@ OURS = ("local_noise", "shuffle_weights", "aggregator", "others")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """The keywords of ``make_private``, which describes them, each checked by itself.
-
-    Attributes:
-        others: What was given besides: the keywords of adaptive clipping.
-
-    Raises:
-        ValueError: If one of them is out of range or unknown.
-    """
+    """The keywords of ``make_private``, which describes them, each checked by itself."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -75,8 +68,8 @@ class Request:
     others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        unknown = {} if self.clipping == "adaptive" else dict(self.others)
-        unknown |= {name: value for name, value in self.others.items() if name not in ADAPTIVE_KEYWORDS}
+        known = ADAPTIVE_KEYWORDS if self.clipping == "adaptive" else ()
+        unknown = {name: value for name, value in self.others.items() if name not in known}
         reject_unknown("make_private", unknown, parameters=_hints())
         instance_of("module", self.module, (nn.Module,))
         instance_of("optimizer", self.optimizer, (torch.optim.Optimizer,))
@@ -134,11 +127,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What ``make_private_with_epsilon`` has to stay within.
-
-    Raises:
-        ValueError: If a number is out of range.
-    """
+    """What ``make_private_with_epsilon`` has to stay within; each number is checked by itself."""
 
     target_epsilon: float
     target_delta: float

@@ -49,11 +49,7 @@ class EncodedSum(DPOptimizer):
         self._agreed = (aggregator, float(self.noise_multiplier))
 
     def pre_step(self, closure: Any = None) -> bool | None:
-        """As Opacus's, which passes raw gradients on where nothing requires a gradient any more.
-
-        Raises:
-            ValueError: If parameters were frozen or thawed after ``make_private``.
-        """
+        """As Opacus's, which would pass raw gradients on where nothing requires a gradient any more."""
         self.check_agreement()
         return super().pre_step(closure)
 
@@ -65,7 +61,6 @@ class EncodedSum(DPOptimizer):
         """
         if self._released:
             raise ValueError("this batch has been released already: call optimizer.zero_grad() after optimizer.step()")
-        self.check_agreement()
         if self.accumulated_iterations != 1:
             raise ValueError(
                 f"gradients of {self.accumulated_iterations} batches were accumulated: a record might be in two of them; call "
@@ -73,8 +68,7 @@ class EncodedSum(DPOptimizer):
             )
         for parameter in self.params:
             refuse_used(parameter.grad_sample)
-        samples = self.grad_samples
-        entries = sum(parameter.numel() for parameter in self.params)
+        samples, entries = self.grad_samples, self.aggregator.dimension
         if not math.isclose(self.max_grad_norm, self.aggregator.max_norm, rel_tol=1e-6):
             raise ValueError(
                 f"max_grad_norm is {self.max_grad_norm}, the aggregator is made for max_norm={self.aggregator.max_norm}: its "

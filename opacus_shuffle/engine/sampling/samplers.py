@@ -68,11 +68,6 @@ class FixedSizeSampler(EpochStart, BatchSampler):
         self.steps = integer("steps", steps)
         self.generator = secret_generator("cpu") if generator is None else generator
 
-    @property
-    def sample_rate(self) -> float:
-        """γ = B/n."""
-        return self.batch_size / self.num_samples
-
     def __len__(self) -> int:
         return self.steps
 

@@ -89,7 +89,9 @@ class Scheme:
         self.refuse(request)
         sampling = self.plan_sampling(request)
         noise_multiplier = self.check_noise(request)
-        self.check_generator(request)
+        generator, device = request.noise_generator, self.noise_device(request)
+        if generator is not None and generator.device.type != device.type:
+            raise ValueError(f"noise_generator lives on {generator.device}, the noise is drawn on {device}: make one there")
         spec = self.find_spec(request)
         return Run(request, sampling, noise_multiplier, spec, self.plan_batch_clip(request, spec))
 
@@ -133,12 +135,6 @@ class Scheme:
             )
         kind: Kind = sampling or ("own" if poisson_sampling is False else "fixed_size")
         return plan_sampling(self.name, request.data_loader, kind)
-
-    def check_generator(self, request: Request) -> None:
-        """Refuses a noise generator that lives elsewhere than the noise."""
-        generator, device = request.noise_generator, self.noise_device(request)
-        if generator is not None and generator.device.type != device.type:
-            raise ValueError(f"noise_generator lives on {generator.device}, the noise is drawn on {device}: make one there")
 
     def noise_device(self, request: Request) -> torch.device:
         """Where the noise is drawn."""
@@ -248,24 +244,15 @@ class Scheme:
         return loader
 
     def build_optimizer(
-        self,
-        run: Run,
-        *,
-        expected_batch_size: float,
-        distributed: bool = False,
-        clipping: str = "flat",
-        noise_generator: torch.Generator | None = None,
-        grad_sample_mode: str = "hooks",
-        **keywords: Any,
+        self, run: Run, *, distributed: bool, clipping: str, grad_sample_mode: str, noise_generator: Any, **keywords: Any
     ) -> DPOptimizer:
-        """The optimizer that adds the noise that is accounted for."""
+        """The optimizer that adds the noise that is accounted for; its keywords are Opacus's."""
         base = get_optimizer_class(clipping=clipping, distributed=distributed, grad_sample_mode=grad_sample_mode)
-        return self.optimizer_class(base, run)(
-            expected_batch_size=expected_batch_size if distributed else run.sampling.batch_size,
-            generator=self.engine.secure_rng if self.engine.secure_mode else noise_generator,
-            secure_mode=self.engine.secure_mode,
-            **keywords,
-        )
+        if not distributed:
+            keywords["expected_batch_size"] = run.sampling.batch_size  # which Opacus rounds down
+        secure = self.engine.secure_mode
+        generator = self.engine.secure_rng if secure else noise_generator
+        return self.optimizer_class(base, run)(generator=generator, secure_mode=secure, **keywords)
 
     def optimizer_class(self, base: type[DPOptimizer], run: Run) -> Callable[..., DPOptimizer]:
         """Ours in the place of Opacus's class."""

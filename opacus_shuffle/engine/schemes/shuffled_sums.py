@@ -104,11 +104,7 @@ class VectorSums(Scheme):
             )
 
     def calibrate(self, request: Request, budget: Budget) -> dict[str, Any]:
-        """Builds the protocol of each round, by the calibration that its bound is about; one of your own is held to the budget.
-
-        Raises:
-            ValueError: If something does not go together, or the budget is not met.
-        """
+        """Builds the protocol of each round, by the calibration that its bound is about; your own is held to the budget."""
         one_of("bound", budget.bound, bounds_of(ShuffledSums))
         self.refuse(request)
         sampling = self.plan_sampling(request)

@@ -53,9 +53,6 @@ class ShuffledDPSGD(Scheme):
     def calibrate(self, request: Request, budget: Budget) -> dict[str, Any]:
         """Finds σ by the bound for the shuffled parameters, and σ₀ by the same bound without shuffling for the others.
 
-        Raises:
-            ValueError: If something does not go together, or no noise meets the budget.
-
         Warns:
             UserWarning: If σ ≥ σ₀ by the published bound: then it is plain DP-SGD with σ₀, neither shuffled nor clipped as a
                 batch (line 11).
