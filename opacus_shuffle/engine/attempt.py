@@ -49,6 +49,9 @@ class AttemptMixin(OpenEngine):
         try:
             yield attempt
         except BaseException:
+            shuffler = self.__dict__.get("shuffler")
+            if shuffler is not None and shuffler is not engine.get("shuffler"):
+                shuffler.end()
             for changed, before in ((self.accountant, accountant), (self, engine)):
                 changed.__dict__.clear()
                 changed.__dict__.update(before)

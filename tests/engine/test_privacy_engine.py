@@ -14,7 +14,9 @@ from helpers.toy import ONE_NOISE, make_toy, run_epoch, way_of
 from torch import nn
 from torch.utils.data import DataLoader
 
-from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine, ShuffleMixin, compute_epsilon
+from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine, ShuffleMixin, WeightShuffling, compute_epsilon
+from opacus_shuffle.engine.schemes.base import Scheme
+from opacus_shuffle.engine.schemes.gaussian_reports import GaussianReports
 
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
 NAMES = ONE_NOISE
@@ -373,6 +375,23 @@ def test_a_bound_that_is_not_proved_warns_and_the_default_does_not():
         engine.get_epsilon(1e-5)
         with pytest.raises(PrivacyAssumptionWarning):
             engine.get_epsilon(1e-5, bound="published")
+
+
+def test_an_error_after_the_shuffling_of_weights_was_attached_ends_it(monkeypatch):
+    def interrupted(scheme, run, made):
+        Scheme.attach(scheme, run, made)
+        raise KeyboardInterrupt
+
+    toy = make_toy()
+    engine = PrivacyEngine(accountant="shuffled_checkin")
+    monkeypatch.setattr(GaussianReports, "attach", interrupted, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        engine.make_private(**toy, noise_multiplier=1.0, shuffle_weights=WeightShuffling(mode="on_release"))
+    assert engine.shuffler is None
+    toy["module"](torch.randn(4, 5)).sum().backward()
+    toy["optimizer"].step()
+    for name, weight in toy["module"].named_parameters():
+        assert torch.equal(toy["module"].state_dict()[name], weight)
 
 
 def test_an_error_while_the_last_parts_are_attached_leaves_nothing_behind(monkeypatch):

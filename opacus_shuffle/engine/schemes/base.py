@@ -271,7 +271,6 @@ class Scheme:
         module, optimizer = made[0], made[1]
         if self.mechanisms:
             module.forbid_grad_accumulation()  # two batches could hold one record twice
-        self.engine.shuffler = _shuffler(run, module, optimizer)
         if run.batch_clip is not None:
             optimizer.clip_batch(
                 run.batch_clip.parameters,
@@ -286,6 +285,7 @@ class Scheme:
                 made[-1].batch_sampler.call_at_epoch_start(optimizer.discard_partial_batch)
         optimizer.step_hook = None  # Opacus's has the rate 1/L; a fixed-size batch has B/n
         optimizer.attach_step_hook(self.step_hook(run))
+        self.engine.shuffler = _shuffler(run, module, optimizer)  # last: it takes the place of an earlier one
 
     def step_hook(self, run: Run) -> Callable[[DPOptimizer], None]:
         """What records every round, between its noise and its update."""

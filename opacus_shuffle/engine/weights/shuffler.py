@@ -89,7 +89,7 @@ class WeightShuffler:
         for each in (self._network, self._optimizer):
             if (previous := _attached(each)) is not None:
                 self._changed |= previous._private
-                previous._end()
+                previous.end()
                 previous._changed, previous._plan = False, None  # it is ours now
             _ATTACHED[each] = weakref.ref(self)
         self._handles = after_each_update(self._optimizer, self._after_update)
@@ -130,14 +130,15 @@ class WeightShuffler:
             ValueError: As :meth:`release`.
         """
         self.release()
-        self._end()
+        self.end()
 
     @property
     def _private(self) -> bool:
         """Whether the weights in memory are other than those that were shown or permuted last."""
         return self._changed or self._plan is not None
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Removes all hooks, whatever was released."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
