@@ -158,6 +158,8 @@ def refuse_taken(what: str, holder: Any, newcomer: Any) -> None:
 
 
 def _definition(thing: Any) -> tuple[str, str]:
-    """Where a class or function is defined; a partial one counts as the function itself."""
+    """Where a class or function is defined; a partial one counts as the function itself, another object as its class."""
     thing = getattr(thing, "func", thing)
-    return thing.__module__, thing.__qualname__
+    thing = thing if hasattr(thing, "__qualname__") else type(thing)
+    line = f" in line {thing.__code__.co_firstlineno}" if thing.__name__ == "<lambda>" else ""  # which have no names
+    return thing.__module__, thing.__qualname__ + line

@@ -115,6 +115,20 @@ def test_a_newcomer_takes_nothing_from_others(laplace):
     assert after == before
 
 
+def test_a_bound_is_registered_for_all_its_mechanisms_or_none_and_lambdas_are_told_apart(laplace):
+    derived = type("Derived", (laplace.LaplaceReports,), {"name": "another"})
+    for kinds in ((derived, laplace.LaplaceReports), (derived,)):
+        guarantee = laplace.PROVED if len(kinds) == 2 else "proved"
+        with pytest.raises(ValueError, match=r"belongs to|guarantee must be a Guarantee"):
+            registry.register_bound(kinds, "certified", meaning="none", guarantee=guarantee)(lambda rounds, **options: None)
+        with pytest.raises(ValueError, match="Derived has no bounds"):
+            opacus_shuffle.compute_epsilon(derived(**RUN), steps=1, delta=1e-5)
+    fields = {"meaning": "nothing", "guarantee": laplace.ESTIMATE}
+    registry.register_bound(derived, "first", **fields)(lambda rounds, **options: None)
+    with pytest.raises(ValueError, match="'first' of another belongs to"):
+        registry.register_bound(derived, "first", **fields)(lambda rounds, **options: None)
+
+
 def test_a_mechanism_without_bounds_and_one_derived_from_another_are_refused_by_name(laplace):
     derived = type("Derived", (opacus_shuffle.ShuffledCheckIn,), {"name": "derived"})
     one = derived(noise_multiplier=5.0, num_users=100, sample_rate=0.1)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from opacus_shuffle.accountants.mechanism import Mechanism
 from opacus_shuffle.core.guarantees import ADVERSARY, EVERY_DATA_SET, SHUFFLER, Adjacency, Guarantee, NotCovered, PrivacyBound
-from opacus_shuffle.core.validation import integer, one_of, open_unit_interval, refuse_taken
+from opacus_shuffle.core.validation import instance_of, integer, one_of, open_unit_interval, refuse_taken
 
 Rounds = Sequence[tuple[Mechanism, int]]
 """What ran, in order: mechanisms of one kind, each with its number of rounds."""
@@ -95,6 +95,9 @@ class Bound:
     zero_out_only: bool = False
     uses_orders: bool = False
 
+    def __post_init__(self) -> None:
+        instance_of("guarantee", self.guarantee, (Guarantee,))
+
     @property
     def style(self) -> Style:
         """Its place in a report and its line in the picture."""
@@ -114,12 +117,15 @@ def register_bound(
         name: Of the bound.
         **entry: The other fields of :class:`Bound`; for ``meaning`` and ``guarantee`` there is no default.
     """
+    kinds = [mechanisms] if isinstance(mechanisms, type) else list(mechanisms)
 
     def register(function: BoundFunction) -> BoundFunction:
-        for mechanism in [mechanisms] if isinstance(mechanisms, type) else mechanisms:
-            held = _TABLE.setdefault(mechanism, {}).get(name)
+        bound = Bound(name=name, function=function, **entry)
+        for mechanism in kinds:
+            held = _TABLE.get(mechanism, {}).get(name)
             refuse_taken(f"bound {name!r} of {mechanism.name}", held and held.function, function)
-            _TABLE[mechanism][name] = Bound(name=name, function=function, **entry)
+        for mechanism in kinds:
+            _TABLE.setdefault(mechanism, {})[name] = bound
         return function
 
     return register
