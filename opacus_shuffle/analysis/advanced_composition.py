@@ -92,9 +92,6 @@ def step_budget(
         sample_rate: q in (0, 1].
         delta_split: The share of δ that goes to Σ δ_j.
 
-    Returns:
-        ``(ε_s, δ_s)``; δ_s is below 1.
-
     Raises:
         ValueError: If an argument is out of range.
     """

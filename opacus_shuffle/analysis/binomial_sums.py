@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import ndtri
@@ -30,7 +31,7 @@ from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import RatioDistribution
 from opacus_shuffle.core.solve import safe_root
-from opacus_shuffle.core.validation import finite_number, integer, open_unit_interval, sampling_rate
+from opacus_shuffle.core.validation import finite_number, integer, not_negative, open_unit_interval, sampling_rate
 
 RELATIVE_ERROR = 1e-9
 """Slopes and tails are enlarged by this fraction, or 2e-14·√m if that is more: above the error of SciPy's binomial distribution
@@ -80,36 +81,26 @@ class BinomialNoise:
         return BinomialNoise(trials=self.trials, probability=1 - self.probability)
 
 
-@dataclasses.dataclass(frozen=True)
-class GaussianBound:
-    """A sum that moves by w is no easier to notice than a Gaussian whose mean moves by ``slope``·‖w‖₂ standard deviations.
-
-    Attributes:
-        slope: c of Lemma 2.2, rounded up; ``inf`` where the noise has no room for the shift.
-        lost: What each coordinate adds to δ, per round.
-    """
+class GaussianBound(NamedTuple):
+    """c of Lemma 2.2, rounded up (``inf`` where the noise has no room for the shift), and what a coordinate adds to δ."""
 
     slope: float
     lost: float
 
 
 def hockey_stick(noise: BinomialNoise, *, shift: int, epsilon: float) -> float:
-    """Returns the exact δ(ε) of one coordinate that moves by ``shift``, the larger of the two directions, rounded up.
+    """Returns the exact δ(ε) in [0, 1] of one coordinate that moves by ``shift``, in the larger direction, rounded up.
 
     Args:
         noise: The binomial noise.
         shift: Whole number, at least 0, of grid steps.
         epsilon: ε ≥ 0.
 
-    Returns:
-        δ in [0, 1].
-
     Formal Guarantees:
         For d = 1 proved for every data set with values in [0, shift], replacement adjacency; exact for the worst (2.1).
     """
     shift = integer("shift", shift, minimum=0)
-    if finite_number("epsilon", epsilon) < 0:
-        raise ValueError(f"epsilon must not be negative, got {epsilon!r}")
+    epsilon = not_negative("epsilon", epsilon)
     return max(_upward(noise, shift, epsilon), _upward(noise.reflected, shift, epsilon))
 
 
@@ -246,14 +237,13 @@ def lower_epsilon(rounds: Rounds, *, delta: float, sample_rate: float = 1.0) -> 
     """
     delta = open_unit_interval("delta", delta)
     rate = sampling_rate("sample_rate", sample_rate)
-    if any(each.shift > each.noise.trials for each, _ in rounds):
-        if rate == 1:
-            return math.inf
-        rounds = [(each, count) for each, count in rounds if each.shift <= each.noise.trials]
-        if not rounds:
-            return 0.0
+    possible = [(each, count) for each, count in rounds if each.shift <= each.noise.trials]
+    if len(possible) < len(rounds) and rate == 1:
+        return math.inf
+    if not possible:
+        return 0.0
     each_way = [
-        [(Mixture.of(_shift_distribution(each, reflected).scaled(rate)), count) for each, count in rounds]
+        [(Mixture.of(_shift_distribution(each, reflected).scaled(rate)), count) for each, count in possible]
         for reflected in (False, True)
     ]
     return max(privacy_loss.lower_epsilon(distributions, delta=delta) for distributions in each_way)
@@ -277,8 +267,7 @@ def _shift_distribution(each: BinomialSum, reflected: bool) -> RatioDistribution
 def _cell_masses(ends: Vector, trials: int, probability: float) -> Vector:
     """Returns P(ends[i] < B ≤ ends[i + 1]), from whichever tail is the smaller."""
     below, above = binom.cdf(ends, trials, probability), binom.sf(ends, trials, probability)
-    masses: Vector = np.where(below[1:] < 0.5, np.diff(below), -np.diff(above))
-    return masses
+    return np.where(below[1:] < 0.5, np.diff(below), -np.diff(above))
 
 
 def largest_mu(*, epsilon: float, delta: float) -> float:

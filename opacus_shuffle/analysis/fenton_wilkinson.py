@@ -29,7 +29,7 @@ from scipy.special import log_ndtr, ndtr, ndtri
 
 from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.core.solve import safe_root
-from opacus_shuffle.core.validation import finite_number, integer, noise_level, open_unit_interval, positive
+from opacus_shuffle.core.validation import integer, noise_level, not_negative, open_unit_interval, positive
 
 Dimension = int | Sequence[int]
 Numbers = float | Vector
@@ -60,7 +60,7 @@ def compute_delta(
     Formal Guarantees:
         None: an approximation of a lower bound.
     """
-    epsilon = _not_negative("epsilon", epsilon)
+    epsilon = not_negative("epsilon", epsilon)
     ratio, norm = _scale(noise_std, clip, batch_clip)
     return max(float(_delta(epsilon, ratio, d, norm)) for d in dimensions(dimension))
 
@@ -124,17 +124,10 @@ def dimensions(dimension: Dimension) -> tuple[int, ...]:
     return tuple(integer("dimension", each) for each in layers)
 
 
-def _not_negative(name: str, value: float) -> float:
-    """Returns a finite float of at least 0."""
-    if finite_number(name, value) < 0:
-        raise ValueError(f"{name} must not be negative, got {value!r}")
-    return float(value)
-
-
 def _scale(noise_std: float, clip: float, batch_clip: float) -> tuple[float, float]:
     """Returns σ/c and c′/c: nothing else matters."""
     clip, noise_std = positive("clip", clip), positive("noise_std", noise_std)
-    norm = batch_clip if batch_clip == math.inf else _not_negative("batch_clip", batch_clip)
+    norm = batch_clip if batch_clip == math.inf else not_negative("batch_clip", batch_clip)
     return noise_level("noise_std / clip", noise_std / clip), norm / clip
 
 
@@ -157,8 +150,7 @@ def _delta(epsilon: Numbers, ratio: Numbers, d: int, norm: float) -> Vector:
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # s may be too small to divide by: then Φ is 0
         below = np.where(s1 > 0, s1 / 2 - (first + epsilon) / s1, -np.inf)
         above = np.where(s2 > 0, s2 / 2 - (second + inverse + epsilon) / s2, -np.inf)
-        found: Vector = ndtr(below) - np.exp(epsilon + log_ndtr(above))
-    return found
+        return ndtr(below) - np.exp(epsilon + log_ndtr(above))
 
 
 def _epsilon(ratio: float, delta: float, d: int, norm: float) -> float:

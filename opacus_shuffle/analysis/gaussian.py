@@ -17,7 +17,7 @@ import math
 from scipy.special import erfcx, log_ndtr
 
 from opacus_shuffle.core.solve import safe_root
-from opacus_shuffle.core.validation import finite_number, open_unit_interval
+from opacus_shuffle.core.validation import not_negative, open_unit_interval
 
 _SMALL = 1e-4
 RELATIVE_ERROR = 1e-8
@@ -44,14 +44,11 @@ def log_delta(*, mu: float, epsilon: float) -> float:
 
 
 def compute_epsilon(*, mu: float, delta: float) -> float:
-    """Returns the smallest ε with δ(ε) ≤ ``delta``, rounded up.
+    """Returns the smallest ε ≥ 0 with δ(ε) ≤ ``delta``, rounded up.
 
     Args:
         mu: Mean shift over standard deviation, Δ·sqrt(Σ 1/σ²), ≥ 0; Δ = 1 for zero-out and 2 for replacement adjacency.
         delta: δ in (0, 1).
-
-    Returns:
-        ε ≥ 0 (0 if ``mu`` is 0).
 
     Raises:
         ValueError: If an argument is out of range.
@@ -60,9 +57,7 @@ def compute_epsilon(*, mu: float, delta: float) -> float:
         Proved for every data set and exact for the worst one (Balle & Wang 2018, Theorem 8).
     """
     open_unit_interval("delta", delta)
-    if finite_number("mu", mu) < 0:
-        raise ValueError(f"mu must not be negative, got {mu!r}")
-    if mu == 0 or log_delta(mu=mu, epsilon=0.0) <= math.log(delta):
+    if not_negative("mu", mu) == 0 or log_delta(mu=mu, epsilon=0.0) <= math.log(delta):
         return 0.0
     # Φ(μ/2 − ε/μ) ≤ δ already at this end.
     high = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))

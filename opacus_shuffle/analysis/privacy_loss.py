@@ -70,11 +70,6 @@ class Mixture:
         return dataclasses.replace(self, parts=tuple((weight, part.clipped(budget, side)) for weight, part in self.parts))
 
     @property
-    def variance(self) -> float:
-        """Of the loss, roughly: the unit for grids."""
-        return sum(weight * distribution.scale**2 for weight, distribution in self.parts)
-
-    @property
     def span(self) -> float:
         """The range of finite losses."""
         logs = np.concatenate([distribution.log_ratios for _, distribution in self.parts])
@@ -86,8 +81,6 @@ Rounds = Sequence[tuple[Mixture, int]]
 
 def compute_epsilon(rounds: Rounds, *, delta: float, slack: tuple[float, float] = (0.0, 0.0)) -> float:
     """Returns the smallest ε with δ(ε) + slack₀ + e^ε·slack₁ ≤ δ in both directions, rounded up.
-
-    Callers have checked their numbers; what is composed is what they built.
 
     Args:
         rounds: Mixtures of **upper** distributions, each with its number of rounds.
@@ -112,7 +105,9 @@ def _epsilon(rounds: Rounds, delta: float, slack: tuple[float, float], side: Sid
     if not all(mixture.parts for mixture, _ in rounds):
         return math.inf
     rounds = [(mixture.clipped(_CLIPPED * delta / total, side), count) for mixture, count in rounds]
-    deviation = math.sqrt(sum(count * mixture.variance for mixture, count in rounds))
+    deviation = math.sqrt(
+        sum(count * sum(weight * part.scale**2 for weight, part in mixture.parts) for mixture, count in rounds)
+    )
     widest = max(mixture.span for mixture, _ in rounds)
     width = max(_STEP * deviation / math.sqrt(total), _WINDOW * deviation / _LARGEST_GRID, widest / _LARGEST_GRID)
     if width == 0:

@@ -3,7 +3,7 @@ r"""Computes what a secret sample of fixed size gains for noised sums, where a r
 Let the sum of a round be μ-Gaussian-private under replacement, but for a probability ``lost``. Every round draws its B of n
 records anew, without replacement; γ = B/n. Proved in docs/proofs/03_secret_samples.md: one round's hockey sticks are at most
 h(α) + γ·``lost``, h(α) = γ·H_{1+(α−1)/γ} of the μ-Gaussian for α ≥ 1 (Theorem 3.1), which is the curve of one pair with a known
-likelihood ratio (3.2); rounds compose (3.3). γ = 1 is the Gaussian mechanism. A record that becomes zero is a replacement too.
+likelihood ratio (3.2); rounds compose (3.3). A record that becomes zero is a replacement too.
 
 >>> rounds = [(SampledSum(mu=0.5, sample_rate=0.01), 1000)]
 >>> round(compute_epsilon(rounds, delta=1e-6), 3)

@@ -117,20 +117,16 @@ def enclosed(
 
 
 def unshuffled_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> float:
-    """Returns ε at δ for an adversary who sees who sends what, rounded up.
+    """Returns ε ≥ 0 at δ for an adversary who sees who sends what, rounded up.
 
     Args:
         rounds: As :func:`pair_epsilon`.
         delta: δ in (0, 1).
         distance: How far a record may move, in clipping norms: 1 for zero-out, 2 for replacement adjacency.
 
-    Returns:
-        ε ≥ 0.
-
     Formal Guarantees:
         Proved for every data set: what the shuffler does to these reports is post-processing. Exact for the worst one (up to
-        0.1 % where γ < 1). A user who takes part with probability γ loses nothing in the other rounds, so T rounds count as
-        little more than γT.
+        0.1 % where γ < 1, where T rounds count as little more than γT).
     """
     delta = open_unit_interval("delta", delta)
     rounds = merge(rounds)

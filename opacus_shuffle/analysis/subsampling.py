@@ -23,8 +23,6 @@ from opacus_shuffle.analysis import mean_ratio
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER, Vector, check_round, log_expm1, log_moments, logsumexp
 from opacus_shuffle.core.validation import finite_number, one_of, renyi_orders
 
-SubsamplingScheme = Literal["fixed_size", "poisson"]
-
 
 def compute_rdp(
     *,
@@ -32,13 +30,13 @@ def compute_rdp(
     num_users: int,
     sample_rate: float,
     orders: float | Iterable[float],
-    sampling: SubsamplingScheme,
+    sampling: Literal["fixed_size", "poisson"],
     chernoff_slack: float | None = None,
 ) -> Any:
     """Returns the RDP of one round by SG ICLR Theorem 2 (``"fixed_size"``) or Theorem 3 (``"poisson"``).
 
     Args:
-        noise_multiplier: Local σ: one report's noise over the clipping norm. In (0, ∞).
+        noise_multiplier: Local σ: one report's noise over the clipping norm.
         num_users: n, the whole population.
         sample_rate: γ in (0, 1]. Without replacement, m = round(γ·n) users take part and γ is m/n.
         orders: One order or several, each in (1, 16384]. The theorems hold at integers; between two of them log E[R^λ] is
@@ -55,9 +53,8 @@ def compute_rdp(
 
     Formal Guarantees:
         Theorem 2: an upper bound for one pair of data sets (everyone at zero against one record at norm C), none over all
-        data sets. Theorem 3 as printed is not quite that: it keeps the rate γ at every count, and where n·γ < 1 it can fall
-        below the exact value of its own pair (n = 2, γ = 1e-4, σ = 2, order 40: 0.0178 against 4.0708). The accountants
-        take the larger of the two.
+        data sets. Theorem 3 as printed can fall below the exact value of its own pair where n·γ < 1 (docs/errata.rst); the
+        accountants take the larger of the two.
 
     Source: SG ICLR Theorem 2 (Eq. 10, from Wang et al. 2019, Theorem 9) and Theorem 3 (Eq. 13).
     """

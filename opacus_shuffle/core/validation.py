@@ -69,6 +69,14 @@ def positive(name: str, value: Any) -> float:
     return number
 
 
+def not_negative(name: str, value: Any) -> float:
+    """A finite float of at least zero."""
+    number = finite_number(name, value)
+    if number < 0:
+        raise ValueError(f"{name} must not be negative, got {value!r}")
+    return number
+
+
 def moderate(name: str, value: Any) -> float:
     """A positive float in [1e-100, 1e100]: its square neither vanishes nor overflows."""
     number = positive(name, value)

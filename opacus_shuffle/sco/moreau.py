@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus_shuffle.core.validation import boolean, finite_number, instance_of, integer, positive
+from opacus_shuffle.core.validation import boolean, instance_of, integer, not_negative, positive
 from opacus_shuffle.sco.constraints import as_constraint, project_rows
 from opacus_shuffle.sco.each_record import EachRecord
 from opacus_shuffle.sco.losses import Function, Link, as_link
@@ -170,10 +170,7 @@ class MoreauEnvelope(Objective):
             raise ValueError(f"prox must be a callable prox(theta, batch), got {prox!r}")
         if iterations is not None:
             raise ValueError(f"iterations cannot be given with prox, which makes its own, got {iterations!r}")
-        promised = 0.0 if accuracy is None else finite_number("accuracy", accuracy)
-        if promised < 0:
-            raise ValueError(f"accuracy must not be negative, got {accuracy!r}")
-        return promised
+        return 0.0 if accuracy is None else not_negative("accuracy", accuracy)
 
     def _plan(self, accuracy: float | None, iterations: int | None) -> float:
         """Decides which solver makes how many steps, and returns the accuracy that they promise."""

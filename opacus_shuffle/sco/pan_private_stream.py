@@ -19,7 +19,7 @@ from torch import Tensor
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.solve import bracket, safe_root
-from opacus_shuffle.core.validation import boolean, finite_number, instance_of, integer, one_of, open_unit_interval, positive
+from opacus_shuffle.core.validation import boolean, instance_of, integer, not_negative, one_of, open_unit_interval, positive
 from opacus_shuffle.protocols.calibration import CALIBRATIONS
 from opacus_shuffle.protocols.random_rounding import draws_of
 from opacus_shuffle.sco.acceleration import AcceleratedIterates
@@ -124,9 +124,7 @@ class PanPrivateAcceleratedSGD:
         generator: torch.Generator | None = None,
     ) -> None:
         check_generator("generator", generator)
-        self._noise = finite_number("noise", noise)
-        if self._noise < 0:
-            raise ValueError(f"noise must not be negative, got {noise!r}")
+        self._noise = not_negative("noise", noise)
         self._generator = generator
         instance_of("objective", objective, (Objective,))
         self._reported = BoundedGradients(objective, positive("lipschitz", lipschitz), boolean("clip", clip))
