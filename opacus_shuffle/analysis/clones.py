@@ -174,8 +174,7 @@ def gaussian_epsilon(
         num_users: n ≥ 1, the reports shuffled together.
         delta: δ in (0, 1).
         adjacency: ``"replace"`` (user 1's two reports are up to 2C apart) or ``"zero_out"`` (up to C).
-        conversion: As in ``compute_epsilon``. Theorem 3.8 knows no zero-out adjacency: there it answers for
-            replacement, which includes it.
+        conversion: As in ``compute_epsilon``. For zero-out adjacency Theorem 3.8 answers for replacement, which includes it.
 
     Returns:
         ε ≥ 0, rounded up; never above the unshuffled ``gaussian.compute_epsilon``, which it is when n is too small for σ.

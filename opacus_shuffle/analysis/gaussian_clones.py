@@ -138,10 +138,7 @@ def _slack(rounds: Merged, margin: float, clones: Clones) -> tuple[float, float]
 
 
 def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float) -> float | None:
-    """Returns a t near the best one, by what a Gaussian of the mixtures' variance would give; ``None`` with hardly any clones.
-
-    ``guess`` is ε, for the slack's factor e^ε.
-    """
+    """Returns a t near the best one at ε near ``guess``, as if the mixtures were Gaussian; ``None`` with hardly any clones."""
 
     def pool(each: ShuffledRound, margin: float) -> float:
         return 1 + each.others * clone_probability(each.noise_multiplier, margin)

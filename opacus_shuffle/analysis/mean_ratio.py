@@ -63,8 +63,7 @@ def compute_rdp(
         Exact for one pair of data sets (everyone at zero against one record at norm C, zero-out adjacency) and one
         direction; the other was smaller wherever it was tried (5.6). Not an upper bound over all data sets.
 
-    Source: SG ICLR Theorem 1 (whose Algorithm 1 misprints e^{Σk²} for e^{Σk²/2σ²} and omits log(·)/(λ − 1)); the recurrences,
-    subsampling and check-in are this library's.
+    Source: SG ICLR Theorem 1; the recurrences, subsampling and check-in are this library's.
     """
     vector = renyi_orders(orders, maximum=MAX_ORDER)
     moments = log_moments(

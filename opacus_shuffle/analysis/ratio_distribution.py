@@ -120,7 +120,7 @@ def mean_distribution(
     resolution: float = RESOLUTION,
     tail: float = TAILS[0],
 ) -> RatioDistribution:
-    """Returns the distribution of R for one round.
+    """Returns the distribution of R for one round; its size is of order 20/resolution, whatever n is.
 
     Args:
         noise_multiplier: Local σ, at least 0.05 (less where a longer ``tail`` asks for more, see :func:`has_distribution`).
@@ -130,9 +130,6 @@ def mean_distribution(
         side: ``"upper"`` is above R in convex order, ``"lower"`` below.
         resolution: Grid step in standard deviations of log R; time grows with its inverse square, the error with its square.
         tail: Where the tails of one report end, in standard deviations.
-
-    Returns:
-        The distribution; its size is of order 20/resolution, whatever n is.
 
     Raises:
         ValueError: If an argument is out of range.

@@ -111,7 +111,7 @@ def _compute_epsilon(rounds: tuple[tuple[SampledSum, int], ...], delta: float) -
 
 
 def largest_mu(*, epsilon: float, delta: float, rounds: int, sample_rate: float, lost: float = 0.0) -> float:
-    """Returns the largest μ (to 1e-6, rounded down) of each of ``rounds`` sampled rounds that are (ε, δ)-DP together.
+    """Returns the largest μ (to 1e-6, rounded down) of each of ``rounds`` rounds that are (ε, δ)-DP together, sampled or not.
 
     Args:
         epsilon: ε > 0 of all rounds.
@@ -119,9 +119,6 @@ def largest_mu(*, epsilon: float, delta: float, rounds: int, sample_rate: float,
         rounds: T.
         sample_rate: γ.
         lost: Of each round.
-
-    Returns:
-        μ at which :func:`compute_epsilon`, or the Gaussian bound without any gain from sampling, was found within ε.
 
     Raises:
         ValueError: If an argument is out of range, or ``lost`` leaves nothing of δ.

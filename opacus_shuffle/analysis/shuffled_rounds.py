@@ -80,9 +80,8 @@ def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
         delta: δ in (0, 1).
 
     Returns:
-        ``(lower, upper)``: the smallest ε with δ(ε) ≤ ``delta`` lies between them; some tenths of a percent apart for
-        σ ≥ 0.5 (two percent for more than 40 different rounds, whose σ are rounded). Below σ = 0.05 the upper one is the
-        unshuffled Gaussian's and the lower one 0.
+        ``(lower, upper)``, some tenths of a percent apart for σ ≥ 0.5 (two percent for more than 40 different rounds, whose σ
+        are rounded). Below σ = 0.05 the upper one is the unshuffled Gaussian's and the lower one 0.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -153,14 +152,13 @@ def _participation_epsilon(rounds: Merged, delta: float, tail: float) -> float:
 
 
 def sampled_gaussian_epsilon(rounds: Rounds, *, delta: float) -> float:
-    """Returns ε at δ of DP-SGD: each round adds its noise to a sum that user 1's record enters with probability γ, in secret.
+    """Returns ε ≥ 0 at δ of DP-SGD, rounded up: user 1's record enters each round's noised sum with probability γ, in secret.
+
+    It is Opacus's PRV accountant's, but with a relative error (0.1 %) in place of an absolute one (0.01).
 
     Args:
         rounds: As :func:`pair_epsilon`; ``noise_multiplier`` is that of the **sum**, ``num_users`` is not used.
         delta: δ in (0, 1).
-
-    Returns:
-        ε ≥ 0, rounded up: Opacus's PRV accountant's, but with a relative error (0.1 %) in place of an absolute one (0.01).
 
     Formal Guarantees:
         Proved for every data set under Poisson sampling, add/remove (here: zero-out) adjacency.
