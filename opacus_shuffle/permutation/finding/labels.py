@@ -116,18 +116,6 @@ def concatenation(parts: Sequence[Axis]) -> Axis:
     return Axis(sum(part.size for part in parts), kind="sum", parts=list(parts))
 
 
-def split_product(axis: Axis, sizes: Sequence[int]) -> Factors:
-    """Sees the axis as a product, one factor per size."""
-    axis = axis.root
-    if axis.kind == "atom":
-        axis.kind, axis.parts = "product", [Axis(size, fixed=axis.fixed) for size in sizes]
-        return axis.parts
-    if axis.kind == "product":
-        return [product(each) if each else Axis(1) for each in regroup(axis.parts, sizes)]
-    fix_all([axis])
-    return [Axis(size, fixed=True) for size in sizes]
-
-
 def split_sum(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
     """Sees the axis as a concatenation, one part per size."""
     axis = axis.root
@@ -195,9 +183,9 @@ def _regroup_block(inside: Factors, outside: Sequence[int]) -> list[Factors]:
                 taken.append(axis)
                 left //= axis.size
             elif axis.size % left == 0 and axis.kind == "atom":
-                first, *rest = split_product(axis, [left, axis.size // left])
-                taken.append(first)
-                waiting.extendleft(reversed(rest))
+                axis.kind, axis.parts = "product", [Axis(left, fixed=axis.fixed), Axis(axis.size // left, fixed=axis.fixed)]
+                taken.append(axis.parts[0])
+                waiting.appendleft(axis.parts[1])
                 left = 1
             else:
                 raise IncompatibleError
@@ -232,24 +220,12 @@ def unify(one: Axis, other: Axis) -> None:
 
 def unify_all(ones: Iterable[Axis], others: Iterable[Axis]) -> None:
     """Makes two rows of factors of the same total size the same, refining both to common factors."""
-    left, right = deque(factors(ones)), deque(factors(others))
-    while left and right:
-        one, other = left.popleft().root, right.popleft().root
-        if one.kind == "product" or other.kind == "product":  # became one by an earlier step
-            left.extendleft(reversed(factors([one])))
-            right.extendleft(reversed(factors([other])))
-        elif one.size == other.size:
-            unify(one, other)
-        else:
-            large, small, rest = (one, other, left) if one.size > other.size else (other, one, right)
-            if large.size % small.size or large.kind == "sum":
-                fix_all([one, other, *left, *right])
-                return
-            first, *tail = split_product(large, [small.size, large.size // small.size])
-            unify(first, small)
-            rest.extendleft(reversed(tail))
-    if left or right:
-        fix_all([*left, *right])
+    left, right = factors(ones), factors(others)
+    if math.prod(axis.size for axis in left) != math.prod(axis.size for axis in right):
+        fix_all(left, right)
+        return
+    for row, other in zip(regroup(left, [axis.size for axis in right]), right, strict=True):
+        unify(product(row), other)
 
 
 def unify_dimensions(ones: Iterable[Factors], others: Iterable[Factors]) -> None:
