@@ -13,9 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from opacus_shuffle.core.validation import instance_of
 
-FLAT_STATE = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam)
-"""Optimizers of PyTorch whose state is factored or flat, or whose updates are sparse, so that it cannot follow."""
-
 
 def innermost(optimizer: Any) -> torch.optim.Optimizer:
     """Returns the optimizer inside of Opacus's."""
@@ -31,7 +28,7 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: It says what does not fit.
     """
-    if isinstance(optimizer, FLAT_STATE):
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.Adafactor | torch.optim.SparseAdam):
         raise ValueError(
             f"optimizer {type(optimizer).__name__} keeps factored, flat or sparse state, which cannot follow a permutation of "
             "the weights: use SGD, Adam, AdamW or RMSprop"

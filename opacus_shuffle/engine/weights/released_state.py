@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,27 +13,24 @@ from torch import nn
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 
 
+@dataclasses.dataclass(eq=False)
 class PartHook:
     """A hook of one module of the network; copies of it do nothing, since our optimizer does not train them.
 
-    Args:
+    Attributes:
         act: Called with the module and what its hook gets.
         part: The module.
         before_pickling: Called when the whole module is pickled, which no hook of a state dict sees in time.
     """
 
-    def __init__(
-        self,
-        act: Callable[..., None] | None = None,
-        part: nn.Module | None = None,
-        before_pickling: Callable[[], None] | None = None,
-    ) -> None:
-        self._act, self._part, self._before_pickling = act, part, before_pickling
+    act: Callable[..., None] | None = None
+    part: nn.Module | None = None
+    before_pickling: Callable[[], None] | None = None
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
         """Acts where it is called for the module itself."""
-        if self._act is not None and module is self._part:
-            self._act(module, *arguments)
+        if self.act is not None and module is self.part:
+            self.act(module, *arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartHook:
         """Returns a hook that does nothing."""
@@ -40,8 +38,8 @@ class PartHook:
 
     def __reduce__(self) -> Any:
         """Describes a hook that does nothing, for pickle."""
-        if self._before_pickling is not None:
-            self._before_pickling()
+        if self.before_pickling is not None:
+            self.before_pickling()
         return PartHook, ()
 
 

@@ -124,11 +124,7 @@ class WeightShuffler:
         self._changed, self._plan = False, None
 
     def detach(self) -> None:
-        """Stops shuffling, after a last :meth:`release`.
-
-        Raises:
-            ValueError: As :meth:`release`.
-        """
+        """Stops shuffling, after a last :meth:`release`."""
         self.release()
         self.end()
 
@@ -170,11 +166,7 @@ class WeightShuffler:
             raise ValueError("state was saved with a generator of your own and loaded without, or the reverse: use the same")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from :meth:`state_dict`, with the weights that were released then.
-
-        Raises:
-            ValueError: If :meth:`check_state_dict` refuses it.
-        """
+        """Goes on from :meth:`state_dict`, if it passes :meth:`check_state_dict`, with the weights that were released then."""
         self.check_state_dict(state)
         if self._generator is not None:
             self._generator.set_state(state["generator"])
@@ -196,8 +188,7 @@ class WeightShuffler:
         for name, part in self._network.named_modules():
             release = PartHook(functools.partial(self._release_part, name), part, self._refuse_pickling)
             handles.append(part.register_state_dict_post_hook(release))  # type: ignore[no-untyped-call]
-        # What is loaded may be what was shown, of one part alone: let the run be what was shown, too.
-        for part in self._network.modules():
+            # What is loaded may be what was shown, of one part alone: let the run be what was shown, too.
             handles.append(part.register_load_state_dict_pre_hook(PartHook(self._before_load, part)))  # type: ignore[no-untyped-call]
         return [
             *handles,

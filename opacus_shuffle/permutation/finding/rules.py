@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from opacus_shuffle.permutation.finding.labels import Dimensions, fix_all, fixed_dimensions, fixed_factors, unify_all
-from opacus_shuffle.permutation.finding.operation import Call
-from opacus_shuffle.permutation.finding.traced_run import TracedRun
+from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun
 
 Rule = Callable[[TracedRun, Call], None]
 RULES: dict[str, Rule] = {}

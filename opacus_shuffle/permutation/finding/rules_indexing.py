@@ -18,9 +18,8 @@ from opacus_shuffle.permutation.finding.labels import (
     unify_all,
     unify_dimensions,
 )
-from opacus_shuffle.permutation.finding.operation import Call
 from opacus_shuffle.permutation.finding.rules import rule, with_fixed
-from opacus_shuffle.permutation.finding.traced_run import TracedRun
+from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun
 
 
 @rule("index")

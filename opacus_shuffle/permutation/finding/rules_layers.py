@@ -18,9 +18,8 @@ from opacus_shuffle.permutation.finding.labels import (
     unify,
     unify_all,
 )
-from opacus_shuffle.permutation.finding.operation import Call
 from opacus_shuffle.permutation.finding.rules import as_list, rule
-from opacus_shuffle.permutation.finding.traced_run import TracedRun
+from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun
 
 
 @rule("mm bmm matmul mv dot vdot addmm baddbmm addmv linear")

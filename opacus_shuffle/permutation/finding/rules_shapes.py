@@ -23,9 +23,8 @@ from opacus_shuffle.permutation.finding.labels import (
     split_sum,
     unify_dimensions,
 )
-from opacus_shuffle.permutation.finding.operation import Call
 from opacus_shuffle.permutation.finding.rules import as_list, rule, with_fixed
-from opacus_shuffle.permutation.finding.traced_run import Stacked, TracedRun
+from opacus_shuffle.permutation.finding.traced_run import Call, Stacked, TracedRun
 
 Rearrangement = Callable[[Call, Dimensions], Dimensions]
 

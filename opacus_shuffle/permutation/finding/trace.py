@@ -13,9 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opacus_shuffle.permutation.finding import rules_indexing, rules_layers, rules_shapes  # noqa: F401  (they register their rules)
-from opacus_shuffle.permutation.finding.operation import bind
 from opacus_shuffle.permutation.finding.rules import find_rule
-from opacus_shuffle.permutation.finding.traced_run import TracedRun
+from opacus_shuffle.permutation.finding.traced_run import TracedRun, bind
 from opacus_shuffle.permutation.network import plain_attention
 
 RESTRIDE = (torch.ops.aten.as_strided, torch.ops.aten.as_strided_)

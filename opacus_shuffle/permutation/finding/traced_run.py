@@ -10,9 +10,11 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from opacus_shuffle.permutation.finding.labels import (
@@ -30,7 +32,6 @@ from opacus_shuffle.permutation.finding.labels import (
     summands,
     unify_dimensions,
 )
-from opacus_shuffle.permutation.finding.operation import Call
 
 Packing = tuple[int, int, int, int]
 """A piece of an axis laid out as (offset, majors, packed parts, size of a part): query, key and value in one matrix of 3d rows
@@ -52,6 +53,38 @@ VIEWS = (
     *("squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_to_copy", "_unsafe_view", "unsafe_split"),
 )
 """Operations whose results have equal entries if their input has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One operation: its arguments by their names in the operator's schema, and what came out."""
+
+    name: str
+    arguments: dict[str, Any]
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    written: list[torch.Tensor]
+    pointwise: bool
+
+    def __getitem__(self, argument: str) -> Any:
+        return self.arguments[argument]
+
+    @property
+    def out(self) -> torch.Tensor:
+        """The first tensor that came out."""
+        return self.outputs[0]
+
+
+def bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Call:
+    """Returns the call of an ATen operator, defaults filled in."""
+    schema = func._schema.arguments
+    arguments = {each.name: each.default_value if each.has_default_value() else None for each in schema}
+    arguments |= {each.name: value for each, value in zip(schema, args, strict=False)} | kwargs
+    changed = [arguments[each.name] for each in schema if each.alias_info is not None and each.alias_info.is_write]
+    inputs, outputs, written = (
+        [leaf for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor)] for each in ((args, kwargs), result, changed)
+    )
+    return Call(str(func.overloadpacket), arguments, inputs, outputs, written, torch.Tag.pointwise in func.tags)
 
 
 class TracedRun:
