@@ -1,8 +1,7 @@
 """The re-aligning adversary: reads the permutation between two releases off them, and undoes it.
 
 Weight shuffling releases W_t and W_{t+1} = P[W_t + a small update]. Whoever sees both finds, for each row of the second, the
-row of the first that is nearest. So shuffled weights hide little from an adversary who follows a run; how little is what
-:func:`align` shows.
+row of the first that is nearest: shuffled weights hide little from an adversary who follows a run.
 
 >>> import torch
 >>> from opacus_shuffle.permutation import find_permutations
@@ -102,10 +101,9 @@ class Aligner:
     """Finds the permutation between two releases of a network's weights, from the weights alone.
 
     Slices are paired along one factor at a time, by the assignment of the smallest total squared distance, tensors weighted by
-    how much they changed. Where a tensor is permuted along other axes, too, those not known yet are sorted (the multiset of a
-    row's entries is the same whatever the permutation); when every factor has a guess, each is matched again with the others
-    undone, until nothing changes (as in the weight matching of Ainsworth et al. 2023). Factors inside of others (the units of a
-    head, channels of a group) follow those.
+    how much they changed. Axes permuted by factors not known yet are sorted, which no permutation changes; when every factor
+    has a guess, each is matched again with the others undone, until nothing changes (as in the weight matching of Ainsworth et
+    al. 2023). Factors inside of others (the units of a head, channels of a group) follow those.
 
     Args:
         spec: The group, which is public: it follows from the architecture.
@@ -128,8 +126,7 @@ class Aligner:
         It is a guess: no part of it is guaranteed, and :meth:`Alignment.recovered` measures it where the truth is known.
 
         Args:
-            before: W_t, by parameter name; names may carry the prefixes of Opacus's and PyTorch's wrappers. Buffers may be
-                missing.
+            before: W_t, by parameter name, with or without prefixes of Opacus's and PyTorch's wrappers; buffers may be missing.
             after: W_{t+1}, with the same tensors.
 
         Raises:
@@ -170,8 +167,6 @@ class Aligner:
             _twins=equal,
         )
 
-    # Steps --------------------------------------------------------------------------------------------------------------------
-
     def _grids(self, argument: str, tensors: StateDict) -> dict[str, torch.Tensor]:
         """Returns the tensors that move, by their names in the specification, in at least single precision."""
         found: dict[str, torch.Tensor] = {}
@@ -181,9 +176,9 @@ class Aligner:
             if not bool(torch.isfinite(wide).all()):
                 raise ValueError(f"{argument}[{key!r}] must be finite everywhere: a run that diverged cannot be aligned")
             found[name] = wide
-        missing = [name for name in self.spec.shapes if name not in found and name not in self.spec.buffers]
-        if missing:
-            raise ValueError(f"{argument} must hold every parameter that moves, {missing[0]} is missing: pass a state_dict")
+        for name in self.spec.shapes:
+            if name not in found and name not in self.spec.buffers:
+                raise ValueError(f"{argument} must hold every parameter that moves, {name} is missing: pass a state_dict")
         return found
 
     def _first_guess(

@@ -1,8 +1,8 @@
 """``GradientCanary``: one more record in the sum of a DP optimizer's batch, or not, as a secret coin says.
 
 The white-box audit of Nasr et al. 2023 ("Tight Auditing of Differentially Private Machine Learning") with their Dirac canary:
-the record's gradient is zero but for one entry, of the clipping norm's size. It works on stock Opacus optimizers as on ours, in
-every grad-sample mode: it is put into the sum just before noise is added, before a batch clipping too.
+the record's gradient is zero but for one entry, of the clipping norm's size. It is put into the sum just before noise is added
+(before a batch clipping too), so it works on stock Opacus optimizers as on ours, in every grad-sample mode.
 
 >>> import torch
 >>> from opacus import GradSampleModule
@@ -84,9 +84,9 @@ class GradientCanary:
         ValueError: If the optimizer is distributed or holds another canary, or there is no such entry.
 
     Note:
-        With batch clipping to c′ (WS Algorithm 1) a sum f with the canary is projected on a ball: where ‖f + canary‖ > c′ its
-        size shrinks by c′/‖f + canary‖, and f with it. :attr:`CanaryTrial.background` is the entry of f clipped *without* the
-        canary, so the score without it is pure noise, and with it is smaller than ``size``.
+        With batch clipping to c′ (WS Algorithm 1) the sum f with the canary shrinks by c′/‖f + canary‖ where that is below 1.
+        :attr:`CanaryTrial.background` is the entry of f clipped *without* the canary: the score without it is pure noise, and
+        with it is smaller than ``size``.
     """
 
     def __init__(

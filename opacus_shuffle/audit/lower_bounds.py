@@ -1,10 +1,9 @@
 r"""From the mistakes of one test to a lower bound on ε: what the counts of an audit prove, and how surely.
 
-An audit runs a mechanism with and without a record and lets a test guess which it was. Whatever the test, (ε, δ)-differential
-privacy limits how well it can do: with α = P(says "present" though absent) and β = P(says "absent" though present),
-1 − β ≤ e^ε α + δ and 1 − α ≤ e^ε β + δ, for the test is post-processing. So a mechanism whose test does better has an ε of at
-least what these say (Eq. 45 of Yang, Ji and Xiang's weight shuffling, WS). Rates are not seen but counted; Clopper and
-Pearson's limits say how large they can be, given the counts.
+An audit runs a mechanism with and without a record and lets a test guess which it was. As the test is post-processing,
+(ε, δ)-differential privacy limits its α = P(says "present" though absent) and β = P(says "absent" though present):
+1 − β ≤ e^ε α + δ and 1 − α ≤ e^ε β + δ. A mechanism whose test does better has an ε of at least what these say (Eq. 45 of Yang,
+Ji and Xiang's weight shuffling, WS). Clopper and Pearson's limits say how large α and β can be, given the counts.
 
 >>> bound = epsilon_lower_bound(false_positives=0, false_negatives=500, trials=1000, delta=1e-5)
 >>> round(float(bound), 3), bound.confidence
@@ -99,8 +98,7 @@ def epsilon_lower_bound(
         trials: Independent runs under each hypothesis, or a pair: runs without the record, runs with it. At least 1.
         delta: δ in (0, 1).
         confidence: In (0, 1).
-        method: ``"clopper_pearson"``, or ``"gdp"``, larger but valid **only if** the mechanism's trade-off curve is that of
-            two Gaussians.
+        method: ``"clopper_pearson"``, or ``"gdp"``, larger but valid **only if** the trade-off curve is that of two Gaussians.
 
     Returns:
         The bound, rounded down. With no false positive in n runs at 95 % confidence it cannot exceed ln(n/3.7).
@@ -123,8 +121,7 @@ def epsilon_lower_bound(
     false_positives = _count("false_positives", false_positives, runs[0], "without")
     false_negatives = _count("false_negatives", false_negatives, runs[1], "with")
     tail = (1 - confidence) / 2
-    score = _rank(np.array([false_positives]), np.array([false_negatives]), runs, delta=delta, tail=tail, method=method)
-    value = max(float(score[0]), 0.0)
+    value = max(float(_rank(false_positives, false_negatives, runs, delta=delta, tail=tail, method=method)), 0.0)
     return LowerBound(
         value if method == "clopper_pearson" else _gaussian_epsilon(value, delta),
         confidence=confidence,
@@ -185,24 +182,14 @@ def audit_scores(
 
 
 def choose_threshold(null: Vector, alternative: Vector, *, delta: float, confidence: float, method: Method) -> float:
-    """Returns the threshold at which these scores' own lower bound is largest.
-
-    Ranks are tried that are dense at both ends of both samples, at a higher confidence than is asked for (``_CAUTION``).
-    What is claimed must still be counted on other scores.
-    """
+    """Returns the threshold at which these scores' own lower bound is largest, at a higher confidence (``_CAUTION``)."""
     null, alternative = np.sort(null), np.sort(alternative)
     # The largest null score is a candidate: above it lies no false positive. So are alternatives beyond it.
     thresholds = np.unique(np.concatenate([null[_ranks(len(null))], alternative[_ranks(len(alternative))]]))
     false_positives = len(null) - np.searchsorted(null, thresholds, side="right")
     false_negatives = np.searchsorted(alternative, thresholds, side="right")
-    scores = _rank(
-        false_positives,
-        false_negatives,
-        (len(null), len(alternative)),
-        delta=delta,
-        tail=_CAUTION * (1 - confidence) / 2,
-        method=method,
-    )
+    runs, tail = (len(null), len(alternative)), _CAUTION * (1 - confidence) / 2
+    scores = _rank(false_positives, false_negatives, runs, delta=delta, tail=tail, method=method)
     return float(thresholds[np.argmax(scores)])
 
 
@@ -240,11 +227,8 @@ def _rank(
     specificity = lower_limit(runs[0] - np.asarray(false_positives), runs[0], tail=tail)
     power = lower_limit(runs[1] - np.asarray(false_negatives), runs[1], tail=tail)
     with np.errstate(divide="ignore"):
-        if method == "gdp":
-            # Both rates are estimated, each where its quantile keeps its digits.
-            absent = np.where(alpha < 0.5, -ndtri(alpha), ndtri(specificity))
-            present = np.where(beta < 0.5, -ndtri(beta), ndtri(power))
-            best = absent + present
+        if method == "gdp":  # each quantile where it keeps its digits
+            best = np.where(alpha < 0.5, -ndtri(alpha), ndtri(specificity)) + np.where(beta < 0.5, -ndtri(beta), ndtri(power))
         else:
             best = np.log(np.maximum([(specificity - delta) / beta, (power - delta) / alpha], 0.0)).max(axis=0)
     return np.where(best > 0, best * (1 - RELATIVE_ERROR), best)

@@ -53,8 +53,7 @@ def audit_gaussian(
 ) -> AuditResult:
     """Audits one Gaussian step, where everything is known: a test of the audit itself.
 
-    N(0, σ²) against N(1, σ²), in units of the clipping norm: the noised sum with nothing in it but the record, projected on the
-    record's direction.
+    N(0, σ²) against N(1, σ²), in clipping norms: the noised sum of nothing but the record, projected on its direction.
 
     Args:
         noise_multiplier: σ over the clipping norm.
@@ -115,8 +114,7 @@ def audit_shuffle_gauss(
         record: User 1's value, in [−1, 1], not 0.
         steps: Rounds, with fresh noise and a fresh permutation each.
         adjacency: ``"zero_out"``: user 1's value becomes 0; ``"replace"``: −``record``.
-        trials: Runs under each hypothesis, at least 1000; each costs n reports a round. By default 4·10⁸ reports in all, but no
-            more than a million runs and no fewer than 1000.
+        trials: Runs under each hypothesis, at least 1000; by default as many as take 4·10⁸ reports, up to a million.
         confidence: In (0, 1).
         generator: A CPU generator, for repeatable audits; by default a secret one.
 
@@ -208,10 +206,7 @@ def gaussian_step(sigma: float, delta: float) -> Claim:
 def likelihood_ratios(
     *, present: float, absent: float, users: int, steps: int, trials: int, rng: np.random.Generator
 ) -> tuple[Vector, Vector]:
-    """Draws the log likelihood ratio of all shuffled rounds, per run, without the record and with it.
-
-    ``present`` and ``absent`` are user 1's two values, less the others', over the noise's standard deviation.
-    """
+    """Draws the log likelihood ratio of all rounds, per run, without the record and with it; values are (a − v)/σ."""
     totals = np.zeros(trials), np.zeros(trials)
     for moved, total in zip((absent, present), totals, strict=True):
         for part in chunks(trials, users):

@@ -62,10 +62,9 @@ def audit_permuted_gaussian(
     r"""Runs the mechanism with and without the record, and shows what one test tells.
 
     Per step the adversary sees d noised coordinates in uniformly random order. ``"one_coordinate"``: the test goes by the
-    largest coordinate of all steps, whose distribution is closed, so a run takes a few random numbers whatever d is: with
-    K ~ Bin(T, q) steps that the record takes part in, the largest of T·d − K coordinates of noise, and the largest of K around
-    c. Else it goes by the likelihood ratio of the T sums of coordinates. Any test is post-processing: a better one can only
-    show a larger ε.
+    largest coordinate of all steps, drawn from its closed distribution: with K ~ Bin(T, q) steps that the record takes part in,
+    the largest of T·d − K coordinates of noise, and the largest of K around c. Else it goes by the likelihood ratio of the T
+    sums of coordinates. A better test can only show a larger ε.
 
     Args:
         noise_multiplier: σ/c, of the **sum** (as DP-SGD's).
@@ -75,8 +74,8 @@ def audit_permuted_gaussian(
         sample_rate: q, with which the record takes part in a step (Poisson sampling; the adversary is not told).
         batch_clip: c′/c, the norm that the sum is clipped to before the noise: below 1 it shrinks the record's gradient.
         pair: ``"one_coordinate"``, ``"all_but_one"`` or ``"oblique"``.
-        trials: Runs under each hypothesis, at least 1000. Half of them choose the test. By default 10⁷, or for
-            the other two as many as take 2·10⁸ random numbers, one per step.
+        trials: Runs under each hypothesis, at least 1000, half of them to choose the test. By default 10⁷, for the other two
+            pairs no more than take 2·10⁸ random numbers, one per step.
         confidence: In (0, 1).
         generator: A CPU generator, for repeatable audits; by default a secret one.
 

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from opacus.optimizers import DPOptimizer
 from torch import nn
@@ -22,23 +24,22 @@ _CERTAIN = 64
 """Permutations after which an orbit is complete but for a chance of 2^-64."""
 
 
+@dataclasses.dataclass(eq=False)
 class ReleasedWeights:
     """Reads off shuffled weights what an adversary can, step after step, and how much of it is right."""
 
-    def __init__(
-        self,
-        network: nn.Module,
-        optimizer: DPOptimizer,
-        shuffler: WeightShuffler,
-        name: str,
-        parameter: torch.Tensor,
-        place: tuple[int, ...],
-    ) -> None:
-        self._network, self._optimizer, self._shuffler = network, optimizer, shuffler
-        self._name, self._parameter, self._place = name, parameter, place
-        self._align = Aligner(shuffler.spec)
-        self.orbit = orbit(shuffler.spec, name, parameter, place)
-        self._group = next(g for g in innermost(optimizer).param_groups if any(p is parameter for p in g["params"]))
+    network: nn.Module
+    optimizer: DPOptimizer
+    shuffler: WeightShuffler
+    name: str
+    parameter: torch.Tensor
+    place: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self._align = Aligner(self.shuffler.spec)
+        self.orbit = orbit(self.shuffler.spec, self.name, self.parameter, self.place)
+        groups = innermost(self.optimizer).param_groups
+        self._group = next(group for group in groups if any(each is self.parameter for each in group["params"]))
         self._before = self._weights()
         self._drawn: PermutationPlan | None = None
         self.largest: list[float] = []
@@ -47,39 +48,39 @@ class ReleasedWeights:
 
     def __enter__(self) -> ReleasedWeights:
         # Notes the permutations from now on: the auditor needs the truth, the adversary does not get it.
-        draw = self._shuffler._draw
+        draw = self.shuffler._draw
 
         def noted() -> PermutationPlan:
             self._drawn = draw()
             return self._drawn
 
-        self._shuffler._draw = noted  # type: ignore[method-assign]
+        self.shuffler._draw = noted  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._shuffler.__dict__.pop("_draw", None)
+        self.shuffler.__dict__.pop("_draw", None)
 
     def look(self, background: float) -> None:
         """Notes one step's scores."""
         assert self._drawn is not None
-        assert self._parameter.grad is not None
+        assert self.parameter.grad is not None
         scale = 1.0
-        if self._optimizer.loss_reduction == "mean":
-            scale = float(self._optimizer.expected_batch_size * self._optimizer.accumulated_iterations)
+        if self.optimizer.loss_reduction == "mean":
+            scale = float(self.optimizer.expected_batch_size * self.optimizer.accumulated_iterations)
         # The shuffler has permuted the gradient with the weights; among all places it may have got to the largest stays.
-        self.largest.append(float(self._parameter.grad[self.orbit].max()) * scale)
+        self.largest.append(float(self.parameter.grad[self.orbit].max()) * scale)
         after = self._weights()
         alignment = self._align(self._before, after)
-        undone = alignment.undo({self._name: after[self._name]})[self._name]
-        step = float(self._before[self._name][self._place] - undone[self._place])
+        undone = alignment.undo({self.name: after[self.name]})[self.name]
+        step = float(self._before[self.name][self.place] - undone[self.place])
         self.differences.append(step / self._group["lr"] * scale - background)
         self.recovered.append(alignment.recovered(self._drawn))
         self._before = after
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """What is released: a copy."""
-        tensors = dict(self._shuffler.spec.tensors(self._network))
-        tensors.setdefault(self._name, self._parameter)
+        tensors = dict(self.shuffler.spec.tensors(self.network))
+        tensors.setdefault(self.name, self.parameter)
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 

@@ -1,8 +1,7 @@
 """Slices of tensors along the factors of a ``PermutationSpec``, and how to pair those of two releases.
 
 A tensor is cut into *cells*: grids with one dimension per factor (or per axis that stays), so that the slices of a factor are
-read off by moving one dimension to the front. Dimensions whose order is not known are sorted: what remains is the same
-whatever the permutation of them was.
+read off by moving one dimension to the front. Dimensions whose order is not known are sorted.
 
 >>> import torch
 >>> from opacus_shuffle.permutation import find_permutations
@@ -127,11 +126,8 @@ def cut(spec: PermutationSpec) -> list[Cell]:
 def pair(after: torch.Tensor, before: torch.Tensor, *, limit: int) -> torch.Tensor:
     """Returns, for each row of ``after``, the row of ``before`` that it is: a permutation.
 
-    Args:
-        after: ``(count, entries)``.
-        before: As ``after``.
-        limit: Up to this many rows the assignment of the smallest total squared distance is found (Jonker & Volgenant); beyond,
-            each row takes the nearest one, the closest first where several want the same.
+    Up to ``limit`` rows, the assignment of the smallest total squared distance (Jonker & Volgenant); beyond, each row takes the
+    nearest one, the closest first where several want the same.
     """
     rows, columns = np.arange(len(after)), np.arange(len(before))
     table = np.empty(len(after), dtype=np.int64)

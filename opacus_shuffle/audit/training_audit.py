@@ -1,8 +1,7 @@
 r"""A white-box audit of a training run: how much of one record its released weights give away, step by step.
 
-WS is Yang, Ji and Xiang's weight shuffling.
 A :class:`~opacus_shuffle.audit.canary.GradientCanary` is in a step's sum or not, as a coin says, and adversaries who see more
-or less of the step guess which it was.
+or less of the step guess which it was. WS is Yang, Ji and Xiang's weight shuffling.
 
 >>> import opacus_shuffle
 >>> from torch.utils.data import DataLoader, TensorDataset
@@ -81,11 +80,9 @@ def audit_training(
     * *shuffled gradient* sees the noised sum with its entries permuted, by itself: the adversary of WS Theorem 6. Its score is
       the largest entry among those that the canary's can get to, the same for every permutation.
     * *re-aligned* sees the weights before and after the step, as released. It matches them
-      (:func:`~opacus_shuffle.audit.alignment.align`), undoes the permutation, takes the difference, divides by the learning
-      rate and goes on as the first.
+      (:func:`~opacus_shuffle.audit.alignment.align`), takes the difference over the learning rate, and goes on as the first.
 
-    The audited step has the canary in it **for certain**: what is bounded is ε of one step without sampling. (WS Table VI says
-    of its audit neither this nor what the adversary sees.)
+    The audited step has the canary in it **for certain**: what is bounded is ε of one step without sampling.
 
     Args:
         model: As ``make_private`` returned it, in training mode. It is trained, with a canary among its records, and the
@@ -115,22 +112,20 @@ def audit_training(
             weight decay or another update rule with shuffled weights (its releases do not tell the gradient so simply).
 
     Formal Guarantees:
-        Conditionally on the past (weights, batch, earlier coins) one step is (ε, δ)-DP in its coin, whatever the adaptivity; so
-        1 − α_t − δ ≤ e^ε β_t for the mistakes of any test, and as this is linear, for their averages over steps, of which the
-        coins choose a fair sample for each rate. The threshold comes from the first half of the trials and is constant in the
-        second. *gradient*, and *re-aligned* where every permutation was found: without batch clipping the scores are
-        independent and identically distributed under each hypothesis, since what varies is subtracted; so counts are binomial,
-        and the finding has its confidence. Otherwise the rates vary with the step: for independent trials with unequal rates,
-        limits made for equal ones are conservative (Hoeffding 1956, once a trial away from the mean), and trials that depend
-        on earlier ones by their rates alone are treated as such, an approximation (not needed for *gradient* with batch
-        clipping: its null scores are pure noise still, and a canary that is shrunk is only missed more often). Only the
-        canary's entry is audited, not other records, other entries or the rest of the pipeline. Nor is sampling: a step that
-        the record enters in secret has a smaller ε. What many such steps would have together is a note, under its assumption.
+        Given the past (weights, batch, earlier coins) one step is (ε, δ)-DP in its coin, so 1 − α_t − δ ≤ e^ε β_t for the
+        mistakes of any test, and as this is linear, for their averages over steps, of which the coins choose a fair sample for
+        each rate. The first half of the trials chooses the threshold, the second is counted. *gradient*, and *re-aligned* where
+        every permutation was found: without batch clipping the scores are independent and identically distributed under each
+        hypothesis, since what varies is subtracted; so counts are binomial, and the finding has its confidence. Otherwise the
+        rates vary with the step: for independent trials limits made for equal rates are conservative (Hoeffding 1956, once a
+        trial away from the mean), and trials whose rates depend on earlier ones are treated as such, an approximation (not
+        needed for *gradient* with batch clipping: its null scores are pure noise still, and a canary that is shrunk is only
+        missed more often). Only the canary's entry is audited, not the rest of the pipeline, and not sampling: a step that the
+        record enters in secret has a smaller ε. What many such steps would have together is a note, under its assumption.
 
     Note:
-        With batch clipping to c′ (WS Algorithm 1) the canary shrinks with the sum that it is in, by c′/‖f + canary‖: where the
-        other records' gradients add up to much more than c′, every view sees little of it, and the findings are small though
-        the worst pair of data sets is no better off. A loss of zero shows that pair.
+        With batch clipping to c′ the canary shrinks with the sum that it is in. Where the other records' gradients add up to
+        much more than c′, the findings are small though the worst pair of data sets is no better off; a loss of zero shows it.
     """
     instance_of("model", model, (nn.Module,))
     instance_of("optimizer", optimizer, (DPOptimizer,))
@@ -300,10 +295,9 @@ def _claims(
 ) -> tuple[Claim, ...]:
     """Returns what is claimed of one step with the record in it for certain."""
     certified = gaussian_step(sigma, delta)
-    accountant = None if engine is None else engine.accountant
+    planned = getattr(getattr(engine, "accountant", None), "planned", None)
     if shuffler is not None and name not in shuffler.spec.blocks:
         return (certified,)  # this tensor stays where it is
-    planned = getattr(accountant, "planned", None)
     if isinstance(planned, ShuffledWeights):
         step = dataclasses.replace(planned, noise_multiplier=sigma, sample_rate=1.0, unshuffled_noise_multiplier=None)
     elif shuffler is not None:
