@@ -20,17 +20,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import torch
 
-from opacus_shuffle.audit.slices import Cell, cut, pair, twins
+from opacus_shuffle.audit.slices import Cell, Tables, cut, pair, twins
 from opacus_shuffle.core.validation import instance_of, integer
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 from opacus_shuffle.permutation.moving.layout import on_grid
 from opacus_shuffle.permutation.network import plain_name
 
 StateDict = Mapping[str, torch.Tensor]
+Axes = list[tuple[Cell, int]]
+Grids = Mapping[Cell, tuple[torch.Tensor, torch.Tensor]]
+"""Every cell of the two releases."""
 
 _FLOOR = 1e-9
 """Displacements below this fraction of the mean square count as this much: rounding is no displacement."""
@@ -135,23 +138,22 @@ class Aligner:
         old, new = self._grids("before", before), self._grids("after", after)
         if old.keys() != new.keys():
             raise ValueError(f"before and after must hold the same tensors, only one has {sorted(old.keys() ^ new.keys())[0]}")
-        cells = [cell for cell in self._cells if cell.name in old]
-        places = {
-            n: [(cell, axis) for cell in cells for axis, each in enumerate(cell.factors) if each == n] for n in self._inner
-        }
-        tables = self._first_guess(places, old, new)
+        grids = {cell: (cell.of(old[cell.name]), cell.of(new[cell.name])) for cell in self._cells if cell.name in old}
+        axes = [(cell, axis) for cell in grids for axis in range(len(cell.sizes))]
+        places = {number: [(cell, axis) for cell, axis in axes if cell.factors[axis] == number] for number in self._inner}
+        tables = self._first_guess(places, grids)
         order = sorted(self._inner, key=lambda number: len(self.spec.factors[number].inside))
-        unexplained, residual = self._fit(cells, old, new, tables)
+        unexplained, residual = self._fit(grids, tables)
         for _ in range(self._sweeps):
             changed = False
             for number in order:
-                table = self._match(number, places[number], old, new, tables, self._inner[number], unexplained)
+                table = self._match(number, places[number], grids, tables, self._inner[number], unexplained)
                 changed |= not torch.equal(table, tables[number])
                 tables[number] = table
             if not changed:
                 break
-            unexplained, residual = self._fit(cells, old, new, tables)
-        equal = {number: self._twins(number, places[number], old) for number in order}
+            unexplained, residual = self._fit(grids, tables)
+        equal = {number: self._twins(number, places[number], grids) for number in order}
         for number in order:  # what is inside of something untellable is, too
             inside = self.spec.factors[number].inside
             for place, outer in enumerate(inside):
@@ -181,35 +183,32 @@ class Aligner:
                 raise ValueError(f"{argument} must hold every parameter that moves, {name} is missing: pass a state_dict")
         return found
 
-    def _first_guess(
-        self, places: Mapping[int, list[tuple[Cell, int]]], old: StateDict, new: StateDict
-    ) -> dict[int, torch.Tensor]:
+    def _first_guess(self, places: Mapping[int, Axes], grids: Grids) -> dict[int, torch.Tensor]:
         """Matches one factor after the other, those first of whose entries most are told apart by what is known already."""
         tables: dict[int, torch.Tensor] = {}
         while len(tables) < len(places):
             unknown = frozenset(places) - frozenset(tables)
             ready = [n for n in sorted(unknown) if not unknown.intersection(self.spec.factors[n].inside)]
             best = max(ready, key=lambda n: sum(c.known_entries(axis, unknown) for c, axis in places[n]))
-            tables[best] = self._match(best, places[best], old, new, tables, unknown, None)
+            tables[best] = self._match(best, places[best], grids, tables, unknown)
         return tables
 
     def _match(
         self,
         number: int,
-        places: list[tuple[Cell, int]],
-        old: StateDict,
-        new: StateDict,
-        tables: Mapping[int, torch.Tensor],
-        unknown: frozenset[int],
-        unexplained: Mapping[Cell, float] | None,
+        places: Axes,
+        grids: Grids,
+        tables: Tables,
+        unknown: Set[int],
+        unexplained: Mapping[Cell, float] | None = None,
     ) -> torch.Tensor:
         """Returns a factor's table, given those of others; whatever is unknown is sorted."""
         if self.spec.factors[number].size == 1 or not places:
             return self._identity[number].clone()
         ones, others = [], []
         for cell, axis in places:
-            one = cell.slices(cell.of(new[cell.name]), axis, unknown)
-            other = cell.slices(cell.moved(cell.of(old[cell.name]), tables, axis, unknown), axis, unknown)
+            old, new = grids[cell]
+            one, other = cell.slices(new, axis, unknown), cell.slices(cell.moved(old, tables, axis, unknown), axis, unknown)
             middle = other.mean(1, keepdim=True)  # what all slices share says nothing, and would cost digits
             one, other = one - middle, other - middle
             # Weighted least squares: divided by the spread of what happened in between; at first that of the slices, too.
@@ -221,24 +220,22 @@ class Aligner:
         found = [pair(a, b, limit=self._limit) for a, b in zip(after, before, strict=True)]
         return torch.stack(found).reshape_as(self._identity[number])
 
-    def _fit(
-        self, cells: list[Cell], old: StateDict, new: StateDict, tables: Mapping[int, torch.Tensor]
-    ) -> tuple[dict[Cell, float], float]:
+    def _fit(self, grids: Grids, tables: Tables) -> tuple[dict[Cell, float], float]:
         """Returns, for every cell, the mean square that the permutation leaves, and the relative distance over all cells."""
         unexplained = {}
         distance = first = second = 0.0
-        for cell in cells:
-            moved, seen = cell.moved(cell.of(old[cell.name]), tables), cell.of(new[cell.name])
+        for cell, (old, seen) in grids.items():
+            moved = cell.moved(old, tables)
             off, one, two = (float(x.square().sum(dtype=torch.float64)) for x in (seen - moved, moved, seen))
             distance, first, second = distance + off, first + one, second + two
             unexplained[cell] = max(off, _FLOOR * two) / max(moved.numel(), 1)
         length = max(first, second)
         return unexplained, math.sqrt(distance / length) if length > 0 else 0.0
 
-    def _twins(self, number: int, places: list[tuple[Cell, int]], old: StateDict) -> torch.Tensor:
+    def _twins(self, number: int, places: Axes, grids: Grids) -> torch.Tensor:
         """Returns which old coordinates of a factor have an equal slice beside them."""
         unknown = self._inner[number] | {number}
-        slices = [cell.slices(cell.of(old[cell.name]), axis, unknown) for cell, axis in places]
+        slices = [cell.slices(grids[cell][0], axis, unknown) for cell, axis in places]
         if not slices:
             return torch.full_like(self._identity[number], self.spec.factors[number].size > 1, dtype=torch.bool)
         return twins(torch.cat([each.to(slices[0].device) for each in slices], 2)).reshape_as(self._identity[number])

@@ -132,15 +132,11 @@ class GradientCanary:
 
     def remove(self) -> None:
         """Leaves the optimizer as it was; :attr:`trials` stay. Calling it twice is harmless."""
-        if not self._attached:
-            return
         self._attached = False  # if someone has wrapped us meanwhile, we pass everything on
-        if getattr(self._optimizer.__dict__.get("add_noise"), "__self__", None) is not self:
-            return
-        if self._shadowed is None:
+        if getattr(self._optimizer.__dict__.get("add_noise"), "__self__", None) is self:
             del self._optimizer.add_noise
-        else:
-            self._optimizer.add_noise = self._shadowed
+            if self._shadowed is not None:
+                self._optimizer.add_noise = self._shadowed
 
     def __enter__(self) -> GradientCanary:
         return self

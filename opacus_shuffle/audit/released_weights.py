@@ -1,11 +1,4 @@
-"""What adversaries read off a run whose weights are shuffled: of each step its permuted gradient, or the weights around it.
-
->>> import torch
->>> from opacus_shuffle.permutation import find_permutations
->>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
->>> int(orbit(find_permutations(network), "0.weight", network[0].weight, (5, 1)).sum())
-6
-"""
+"""What adversaries read off a run whose weights are shuffled: of each step its permuted gradient, or the weights around it."""
 
 from __future__ import annotations
 

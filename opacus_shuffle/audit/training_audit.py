@@ -217,19 +217,13 @@ def _tensor(
 ) -> tuple[str, torch.Tensor]:
     """Returns the canary's tensor and its name, in the specification if it moves."""
     trained = {id(each) for each in optimizer.params}
-    candidates: dict[str, torch.Tensor] = {
-        name: each for name, each in network.named_parameters(remove_duplicate=False) if id(each) in trained
-    }
-    moving = {} if shuffler is None else shuffler.spec.tensors(network)
-    names = {id(each): name for name, each in moving.items()}
-    if parameter is not None:
-        one_of("parameter", parameter, candidates)
-        chosen = candidates[parameter]
-        return names.get(id(chosen), parameter), chosen
-    if names:
-        candidates = {name: each for name, each in moving.items() if id(each) in trained}
-    name = max(candidates, key=lambda each: candidates[each].numel())
-    return name, candidates[name]
+    candidates = {name: each for name, each in network.named_parameters(remove_duplicate=False) if id(each) in trained}
+    shuffled = {} if shuffler is None else shuffler.spec.tensors(network)
+    moving = {name: each for name, each in shuffled.items() if id(each) in trained}
+    if parameter is None:
+        return max((moving or candidates).items(), key=lambda item: item[1].numel())
+    chosen = candidates[one_of("parameter", parameter, candidates)]
+    return next((name for name, each in moving.items() if each is chosen), parameter), chosen
 
 
 def _moving_entry(shuffler: WeightShuffler | None, name: str) -> int:
