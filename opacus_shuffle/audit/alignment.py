@@ -35,9 +35,6 @@ Axes = list[tuple[Cell, int]]
 Grids = Mapping[Cell, tuple[torch.Tensor, torch.Tensor]]
 """Every cell of the two releases."""
 
-_FLOOR = 1e-9
-"""Displacements below this fraction of the mean square count as this much: rounding is no displacement."""
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Alignment:
@@ -228,7 +225,7 @@ class Aligner:
             moved = cell.moved(old, tables)
             off, one, two = (float(x.square().sum(dtype=torch.float64)) for x in (seen - moved, moved, seen))
             distance, first, second = distance + off, first + one, second + two
-            unexplained[cell] = max(off, _FLOOR * two) / max(moved.numel(), 1)
+            unexplained[cell] = max(off, 1e-9 * two) / max(moved.numel(), 1)  # rounding is no displacement
         length = max(first, second)
         return unexplained, math.sqrt(distance / length) if length > 0 else 0.0
 

@@ -69,9 +69,6 @@ class LowerBound(float):
         vars(bound).update(facts)
         return bound
 
-    def __getnewargs_ex__(self) -> tuple[tuple[float], dict[str, Any]]:
-        return (float(self),), dict(vars(self))
-
     def __repr__(self) -> str:
         facts = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"LowerBound({float(self)!r}, {facts})"

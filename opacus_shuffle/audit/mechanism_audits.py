@@ -71,7 +71,7 @@ def audit_gaussian(
     """
     sigma = noise_level("noise_multiplier", noise_multiplier)
     delta, trials, confidence = common(delta, trials, confidence)
-    rng = numpy_generator("generator", generator)
+    rng = numpy_generator(generator)
     null = rng.standard_normal(trials)
     alternative = rng.standard_normal(trials) + 1 / sigma
     sees = "sees the noised sum"
@@ -145,7 +145,7 @@ def audit_shuffle_gauss(
     if trials is None:
         trials = min(1_000_000, max(FEWEST, _REPORTS // (2 * users * steps)))
     delta, trials, confidence = common(delta, trials, confidence)
-    rng = numpy_generator("generator", generator)
+    rng = numpy_generator(generator)
     scores = likelihood_ratios(
         present=(present - others) / sigma, absent=(absent - others) / sigma, users=users, steps=steps, trials=trials, rng=rng
     )
@@ -163,9 +163,9 @@ def audit_shuffle_gauss(
     )
 
 
-def numpy_generator(name: str, generator: torch.Generator | None) -> np.random.Generator:
+def numpy_generator(generator: torch.Generator | None) -> np.random.Generator:
     """Returns NumPy's faster generator, keyed by 256 bits drawn from the torch one (from a secret one if it is None)."""
-    check_generator(name, generator)
+    check_generator("generator", generator)
     source = secret_generator("cpu") if generator is None else generator
     return np.random.default_rng(torch.randint(0, 2**32, (8,), dtype=torch.int64, generator=source).tolist())
 

@@ -102,7 +102,7 @@ def audit_permuted_gaussian(
     if trials is None:
         trials = _RUNS if single else min(_RUNS, max(1000, _DRAWS // (2 * steps)))
     delta, trials, confidence = common(delta, trials, confidence)
-    rng = numpy_generator("generator", generator)
+    rng = numpy_generator(generator)
     shift = mechanism.record_norm / mechanism.noise_multiplier
     test = "largest coordinate" if single else "sum of coordinates"
     if single:

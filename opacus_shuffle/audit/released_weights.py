@@ -13,9 +13,6 @@ from opacus_shuffle.engine.weights.optimizers import innermost
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 
-_CERTAIN = 64
-"""Permutations after which an orbit is complete but for a chance of 2^-64."""
-
 
 @dataclasses.dataclass(eq=False)
 class ReleasedWeights:
@@ -84,7 +81,7 @@ def orbit(spec: PermutationSpec, name: str, tensor: torch.Tensor, place: tuple[i
     if name not in spec.blocks:
         return reached.bool().to(tensor.device)
     generator = torch.Generator().manual_seed(0)  # any permutations will do
-    for _ in range(_CERTAIN):
+    for _ in range(64):  # then it is complete but for a chance of 2^-64
         moved = reached.clone()
         spec.move({name: [moved]}, spec.sample(generator))
         reached = torch.maximum(reached, moved)

@@ -25,21 +25,13 @@ from opacus_shuffle.core.validation import finite_number, instance_of, open_unit
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ABOUT = {
-    Guarantee.PROVED: "every data set",
-    Guarantee.PAIR: "one pair of data sets",
-    Guarantee.ESTIMATE: "(estimate)",
+ROWS = {
+    Guarantee.PROVED: ("every data set", "#0072B2", "s", "claimed, proved: ε at most"),
+    Guarantee.PAIR: ("one pair of data sets", "#D55E00", "D", "claimed, one pair of data sets: ε at most"),
+    Guarantee.ESTIMATE: ("(estimate)", "#CC79A7", "^", "claimed, estimate: ε at most"),
+    None: ("the pair audited", "#000000", ">", "found by the audit: ε at least"),
 }
-
-STYLES = {
-    Guarantee.PROVED: ("#0072B2", "s", "claimed, proved: ε at most"),
-    Guarantee.PAIR: ("#D55E00", "D", "claimed, one pair of data sets: ε at most"),
-    Guarantee.ESTIMATE: ("#CC79A7", "^", "claimed, estimate: ε at most"),
-    None: ("#000000", ">", "found by the audit: ε at least"),
-}
-"""Colour (Okabe and Ito's palette, which differ in brightness too), marker, legend."""
-
-TITLE_WIDTH = 64
+"""Per worth of a claim, and a finding: what it is about, colour (Okabe and Ito's; brightness differs too), marker, legend."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +59,6 @@ class Claim:
     def epsilon(self) -> float:
         """The bound's ε."""
         return self.bound.epsilon
-
-    @property
-    def guarantee(self) -> Guarantee:
-        """What it is worth."""
-        return self.bound.guarantee
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +177,7 @@ class AuditResult:
             ImportError: If matplotlib is missing.
         """
         rows: list[tuple[str, float, str, Guarantee | None]]
-        rows = [(claim.name, claim.epsilon, round_up(claim.epsilon), claim.guarantee) for claim in self.claims]
+        rows = [(claim.name, claim.epsilon, round_up(claim.epsilon), claim.bound.guarantee) for claim in self.claims]
         rows += [(finding.name, float(finding.lower), round_down(finding.lower), None) for finding in self.findings]
         if ax is None:
             try:
@@ -202,7 +189,7 @@ class AuditResult:
         left, right = min(drawable) / 3, max(drawable) * 3
         seen = set()
         for position, (_, epsilon, text, guarantee) in enumerate(rows):
-            color, marker, legend = STYLES[guarantee]
+            _, color, marker, legend = ROWS[guarantee]
             # No logarithm of zero: such a row stands at the left edge, with its number.
             place = epsilon if epsilon > 0 else left
             label = None if legend in seen else legend
@@ -212,23 +199,26 @@ class AuditResult:
             ax.plot(ends, [position, position], color=color, linewidth=1.5, alpha=0.5)
             ax.annotate(text, (place, position), (0, 7), textcoords="offset points", ha="center", fontsize=9, color=color)
         if self.largest.lower > 0:
-            ax.axvline(self.largest.lower, color=STYLES[None][0], linewidth=0.8, linestyle=":")
+            ax.axvline(self.largest.lower, color=ROWS[None][1], linewidth=0.8, linestyle=":")
         ax.set_xscale("log")
         ax.set_xlim(left, right)
         ax.set_ylim(len(rows) - 0.5, -0.7)
         ax.set_yticks(range(len(rows)), [name for name, *_ in rows])
         ax.set_xlabel(f"ε at δ = {self.delta:.3g}")
-        ax.set_title("\n".join(textwrap.wrap(self.title, TITLE_WIDTH)), fontsize=10)
+        ax.set_title("\n".join(textwrap.wrap(self.title, 64)), fontsize=10)
         ax.grid(axis="x", which="major", alpha=0.3)
         ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False)
         return ax
 
     def _cells(self) -> list[tuple[str, str, str, str]]:
         """The table's rows as text: claims rounded up, findings down."""
-        cells = [(f"claimed: {c.name}", f"<= {round_up(c.epsilon)}", ABOUT[c.guarantee], c.guarantee.name) for c in self.claims]
+        cells = [
+            (f"claimed: {c.name}", f"<= {round_up(c.epsilon)}", ROWS[c.bound.guarantee][0], c.bound.guarantee.name)
+            for c in self.claims
+        ]
         for finding in self.findings:
             status = f"{_percent(finding.lower.confidence)} confidence"
-            cells.append((f"found: {finding.name}", f">= {round_down(finding.lower)}", "the pair audited", status))
+            cells.append((f"found: {finding.name}", f">= {round_down(finding.lower)}", ROWS[None][0], status))
         return cells
 
     def _sentences(self) -> list[str]:
@@ -248,7 +238,6 @@ class AuditResult:
         return [*sentences, *self.notes]
 
     def _evidence(self, finding: Finding) -> str:
-        """What was counted."""
         bound = finding.lower
         counts = (
             f"Found ({finding.name}; adversary: {finding.adversary}): {bound.false_positives:,} false positives in "
@@ -263,12 +252,12 @@ class AuditResult:
     def _verdict(self, claim: Claim) -> str:
         """One claim against the largest finding."""
         name = f"{claim.name!r} ({claim.bound.proof})" if claim.bound.proof else f"{claim.name!r}"
-        says = f"Bound {name} says at most {round_up(claim.epsilon)} ({claim.bound.covers}: {claim.guarantee.value})."
+        says = f"Bound {name} says at most {round_up(claim.epsilon)} ({claim.bound.covers}: {claim.bound.guarantee.value})."
         beyond = [each.name for each in self.findings if claim.epsilon < each.lower and not _faces(claim, each)]
         more = f" Found above it, by adversaries who see more than it speaks of: {', '.join(beyond)}." if beyond else ""
         if claim not in self.contradicted:
             return f"{says} It is not contradicted.{more}"
-        if claim.guarantee is not Guarantee.PROVED:
+        if claim.bound.guarantee is not Guarantee.PROVED:
             return f"{says} The audit is above it: that value is no upper bound here.{more}"
         return (
             f"{says} The audit is above it: either what was audited is not what the bound was computed for, or this is one of "

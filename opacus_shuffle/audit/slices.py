@@ -24,16 +24,11 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from opacus_shuffle.permutation.moving.layout import Block, nearest, on_grid
+from opacus_shuffle.permutation.moving.layout import nearest, on_grid
 from opacus_shuffle.permutation.spec import PermutationSpec
 
 Tables = Mapping[int, torch.Tensor]
 """Per factor whose permutation is known (by number) its table: new coordinates to old ones."""
-
-_CHUNK = 2**24
-"""Distances computed at a time where there are too many slices for an exact assignment."""
-_SLOW = 0.01
-"""A round of nearest neighbours that pairs a smaller fraction than this of what is left has nothing to go by."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +91,8 @@ def cut(spec: PermutationSpec) -> list[Cell]:
     cells = []
     for name, blocks in spec.blocks.items():
         shape = spec.shapes[name]
-        pieces: list[Block | int] = []
-        place = 0
-        for block in blocks:
-            pieces += [*range(place, block.start), block]
-            place = block.stop
-        pieces += range(place, len(shape))
+        blocked = {axis: block for block in blocks for axis in range(block.start, block.stop)}
+        pieces = [blocked.get(axis, axis) for axis in range(len(shape)) if axis not in blocked or axis == blocked[axis].start]
         for terms in itertools.product(*(block.terms for block in blocks)):
             waiting = iter(terms)
             dimensions: list[tuple[int, int, int, tuple[int, ...]]] = []  # as Cell has them: size, stride, factor, outer
@@ -138,7 +129,7 @@ def pair(after: torch.Tensor, before: torch.Tensor, *, limit: int) -> torch.Tens
         winners = closest[first]
         table[rows[winners]] = columns[taken]
         rows, columns = np.delete(rows, winners), np.delete(columns, taken)
-        if len(taken) < _SLOW * len(rows):
+        if len(taken) < 0.01 * len(rows):  # nothing to go by
             table[rows] = columns
             return torch.from_numpy(table)
     # Squared norms are the same for every assignment, so products decide.
@@ -151,7 +142,7 @@ def _nearest(after: torch.Tensor, before: torch.Tensor) -> tuple[np.ndarray, np.
     """Returns, for each row of ``after``, the nearest row of ``before`` and its squared distance."""
     norms = before.square().sum(1)
     best, distance = [], []
-    for part in torch.split(after, max(1, _CHUNK // len(before))):
+    for part in torch.split(after, max(1, 2**24 // len(before))):  # distances held at a time
         found = torch.addmm(norms, part, before.T, alpha=-2).min(dim=1)
         best.append(found.indices)
         distance.append(found.values + part.square().sum(1))

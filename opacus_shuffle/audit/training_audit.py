@@ -52,9 +52,6 @@ from opacus_shuffle.engine.weights.optimizers import innermost
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
 from opacus_shuffle.permutation.network import unwrap
 
-FEWEST = 100
-"""Steps below which an audit shows nothing."""
-
 
 def audit_training(
     *,
@@ -129,7 +126,7 @@ def audit_training(
     """
     instance_of("model", model, (nn.Module,))
     instance_of("optimizer", optimizer, (DPOptimizer,))
-    steps = integer("steps", steps, minimum=FEWEST)
+    steps = integer("steps", steps, minimum=100)
     delta, confidence = open_unit_interval("delta", delta), open_unit_interval("confidence", confidence)
     one_of("method", method, METHODS)
     check_generator("generator", generator)

@@ -108,7 +108,7 @@ def test_a_finding_that_assumes_a_curve_says_so():
 def test_a_privacy_bound_is_a_claim():
     bound = privacy_bound("shuffle_gauss", noise_multiplier=9.48, num_users=60_000, steps=7, delta=DELTA, bound="certified")
     claimed = Claim(bound)
-    assert (claimed.name, claimed.epsilon, claimed.guarantee) == ("certified", bound.epsilon, Guarantee.PROVED)
+    assert (claimed.name, claimed.epsilon, claimed.bound.guarantee) == ("certified", bound.epsilon, Guarantee.PROVED)
 
 
 def test_a_claim_is_held_against_the_adversaries_it_speaks_of_alone():

@@ -83,9 +83,9 @@ def test_chunks_cover_every_run_once():
 
 
 def test_a_generator_repeats_itself_and_none_does_not():
-    assert numpy_generator("g", seeded(1)).random() == numpy_generator("g", seeded(1)).random()
-    assert numpy_generator("g", seeded(1)).random() != numpy_generator("g", seeded(2)).random()
-    assert numpy_generator("g", None).random() != numpy_generator("g", None).random()
+    assert numpy_generator(seeded(1)).random() == numpy_generator(seeded(1)).random()
+    assert numpy_generator(seeded(1)).random() != numpy_generator(seeded(2)).random()
+    assert numpy_generator(None).random() != numpy_generator(None).random()
 
 
 # ---- the Gaussian mechanism -------------------------------------------------------------------------------------------------
@@ -165,17 +165,18 @@ def best_of_the_largest_coordinate(*, noise_multiplier, dimension, delta, steps=
     return best
 
 
-def test_the_test_is_hardly_weaker_than_any_other_at_the_papers_settings():
+@pytest.mark.parametrize("changed", [{}, {"steps": 1, "sample_rate": 1.0, "delta": 2.5e-7}])
+def test_the_test_is_hardly_weaker_than_any_other_at_the_papers_settings(changed):
     # So the likelihood ratio of all steps would find little more.
-    for settings in (VIT, {**VIT, "steps": 1, "sample_rate": 1.0, "delta": 2.5e-7}):
-        step = ShuffledRound(
-            noise_multiplier=settings["noise_multiplier"],
-            num_users=settings["dimension"],
-            sample_rate=settings["sample_rate"],
-            sampling="poisson",
-        )
-        lower, upper = permuted_pair([(step, settings["steps"])], delta=settings["delta"])
-        assert 0.97 * lower <= best_of_the_largest_coordinate(**settings) <= upper
+    settings = {**VIT, **changed}
+    step = ShuffledRound(
+        noise_multiplier=settings["noise_multiplier"],
+        num_users=settings["dimension"],
+        sample_rate=settings["sample_rate"],
+        sampling="poisson",
+    )
+    lower, upper = permuted_pair([(step, settings["steps"])], delta=settings["delta"])
+    assert 0.97 * lower <= best_of_the_largest_coordinate(**settings) <= upper
 
 
 def test_the_papers_vit_run_has_more_than_its_formula_says():
@@ -261,7 +262,7 @@ def test_one_user_is_the_gaussian_mechanism():
 
 def test_others_at_the_edge_show_more_than_the_papers_pair_has_and_no_more_than_the_certificate():
     result = audit_shuffle_gauss(
-        noise_multiplier=1.0, num_users=300, delta=1e-3, others=-1.0, trials=100_000, generator=seeded(1)
+        noise_multiplier=1.0, num_users=100, delta=1e-3, others=-1.0, trials=100_000, generator=seeded(1)
     )
     assert [claim.name for claim in result.claims] == ["published", "pair", "certified"]
     assert "pair" in [claim.name for claim in result.contradicted]
@@ -294,7 +295,7 @@ def test_by_default_an_audit_of_many_reports_has_fewer_trials(monkeypatch):
     monkeypatch.setattr(mechanism_audits, "_REPORTS", 1_000_000)
     few = audit_shuffle_gauss(noise_multiplier=2.0, num_users=100, delta=1e-2, steps=2, generator=seeded(1))
     assert few.largest.lower.trials == (1250, 1250)
-    fewest = audit_shuffle_gauss(noise_multiplier=2.0, num_users=3000, delta=1e-2, generator=seeded(1))
+    fewest = audit_shuffle_gauss(noise_multiplier=2.0, num_users=600, delta=1e-2, generator=seeded(1))
     assert fewest.largest.lower.trials == (500, 500)
 
 
