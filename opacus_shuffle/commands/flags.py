@@ -19,9 +19,12 @@ import typing
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import torch
+
 from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.mechanisms import MECHANISMS, Mechanism
 from opacus_shuffle.core.guarantees import Adjacency
+from opacus_shuffle.core.validation import integer
 
 
 def all_bounds() -> tuple[str, ...]:
@@ -78,6 +81,11 @@ def add_run_flags(parser: argparse.ArgumentParser, *, without: Collection[str] =
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     """Adds ``--json``."""
     parser.add_argument("--json", action="store_true", help="for machines, unrounded")
+
+
+def generator_of(seed: int | None, stream: int, device: torch.device | str = "cpu") -> torch.Generator | None:
+    """Returns repeatable randomness for one use of a ``--seed``, or None for secret."""
+    return None if seed is None else torch.Generator(device).manual_seed(integer("seed", seed, minimum=0) + stream)
 
 
 def fields_of_run(options: dict[str, Any], *, without: Collection[str] = ()) -> dict[str, Any]:

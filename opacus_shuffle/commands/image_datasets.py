@@ -8,10 +8,6 @@ fashion-mnist  IDX files (Debian: ``dataset-fashion-mnist``)            60,000 +
 mnist          IDX files in ``root`` or ``root/MNIST/raw``, .gz or not  60,000 + 10,000
 cifar10        pickles in ``root`` or ``root/cifar-10-batches-py``      50,000 + 10,000
 ============== ======================================================== ===========================
-
->>> train, test = load_image_dataset("mnist-5k")
->>> len(train), len(test), tuple(train[0][0].shape)
-(4000, 1000, (1, 28, 28))
 """
 
 from __future__ import annotations

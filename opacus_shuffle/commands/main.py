@@ -1,15 +1,4 @@
-"""``opacus-shuffle``: ε, noise, and private training, from the command line.
-
->>> main(["epsilon", "--mechanism", "shuffle_gauss", "--noise-multiplier", "9.48", "--num-users", "60000", "--steps", "7",
-...       "--delta", "1e-5"])
-0.003260
-epsilon of 7 rounds of shuffle_gauss at delta = 1e-05 (bound certified, zero_out adjacency)
-PROVED: a differential-privacy guarantee for every data set
-covers every data set
-the adversary sees every shuffled report of every round
-the proof that gives it: truncated clones
-0
-"""
+"""``opacus-shuffle``: ε, noise, and private training, from the command line."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus_shuffle.accountants.mechanisms import MECHANISMS, ShuffledWeights
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.commands import flags
-from opacus_shuffle.commands.flags import all_bounds, setting
+from opacus_shuffle.commands.flags import all_bounds, generator_of, setting
 from opacus_shuffle.commands.image_datasets import DATASETS, load_image_dataset
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.validation import integer, one_of, open_unit_interval, positive
@@ -142,11 +142,6 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
         raise ValueError("train needs the package tqdm: pip install 'opacus-shuffle[tutorials]'") from None
 
     train_set, test_set = load_image_dataset(settings.data, settings.data_root)
-    noise_generator = sampling_generator = None
-    if settings.seed is not None:
-        integer("seed", settings.seed, minimum=0)
-        noise_generator = torch.Generator(device).manual_seed(settings.seed + 1)
-        sampling_generator = torch.Generator().manual_seed(settings.seed + 2)
     images = train_set.tensors[0]
     if batch_size > len(images):
         raise ValueError(f"batch_size must not exceed the {len(images)} training images, got {batch_size}")
@@ -154,18 +149,20 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
         torch.manual_seed(0)  # the first weights are public: the same ones every time make runs comparable
         network = SmallCNN(channels=images.shape[1], size=images.shape[2]).to(device)
     sgd = torch.optim.SGD(network.parameters(), lr=settings.learning_rate)
-    data_loader = DataLoader(train_set, batch_size=batch_size, shuffle=True, generator=sampling_generator)
+    data_loader = DataLoader(train_set, batch_size=batch_size, shuffle=True, generator=generator_of(settings.seed, 2))
 
-    shuffling: bool | WeightShuffling = bool(settings.shuffle_weights)
-    if settings.batch_clip is not None:
-        shuffling = WeightShuffling(groups=bool(settings.shuffle_weights), batch_clip=settings.batch_clip)
+    shuffling = WeightShuffling(
+        groups=bool(settings.shuffle_weights),
+        generator=generator_of(settings.seed, 3) if settings.shuffle_weights else None,
+        batch_clip=settings.batch_clip,
+    )
     engine = PrivacyEngine(accountant=settings.accountant)
     run: dict[str, Any] = {
         "module": network,
         "optimizer": sgd,
         "data_loader": data_loader,
         "max_grad_norm": settings.max_grad_norm,
-        "noise_generator": noise_generator,
+        "noise_generator": generator_of(settings.seed, 1, device),
         "local_noise": settings.local_noise,
         "shuffle_weights": shuffling,
     }

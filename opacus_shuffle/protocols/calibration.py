@@ -29,11 +29,7 @@ from opacus_shuffle.core.validation import finite_number, integer, moderate, one
 
 CALIBRATIONS = ("published", "tight")
 
-LARGEST_EPSILON = 15.0
-SMALLEST_HONEST_FRACTION = 1 / 3
-SMALLEST_DELTA = 1e-200
 SMALLEST_MULTIPLIER = 0.1
-
 OVERHEAD = 0.05
 """How far above its limit the variance of the tight calibration may stay for the sake of fewer bits."""
 _PACE = 1.25
@@ -77,16 +73,11 @@ class Promise:
     sample_rate: float = 1.0
 
     def __post_init__(self) -> None:
-        if positive("epsilon", self.epsilon) > LARGEST_EPSILON:
-            raise ValueError(
-                f"epsilon must not exceed {LARGEST_EPSILON:g} (SCO Theorem 3.2), got {self.epsilon!r}: choose a smaller one"
-            )
-        if not SMALLEST_DELTA <= positive("delta", self.delta) < 0.5:
-            raise ValueError(
-                f"delta must be at least {SMALLEST_DELTA:g} and below 1/2 (SCO Theorem 3.2), got {self.delta!r}; "
-                "1/num_users**1.1 is a usual choice"
-            )
-        if not SMALLEST_HONEST_FRACTION - 1e-12 <= finite_number("honest_fraction", self.honest_fraction) <= 1:
+        if positive("epsilon", self.epsilon) > 15:
+            raise ValueError(f"epsilon must not exceed 15 (SCO Theorem 3.2), got {self.epsilon!r}: choose a smaller one")
+        if not 1e-200 <= positive("delta", self.delta) < 0.5:  # smaller tails are not known
+            raise ValueError(f"delta must be at least 1e-200 and below 1/2 (SCO Theorem 3.2), got {self.delta!r}")
+        if not 1 / 3 - 1e-12 <= finite_number("honest_fraction", self.honest_fraction) <= 1:
             raise ValueError(f"honest_fraction must lie in [1/3, 1] (SCO Claim A.8), got {self.honest_fraction!r}")
         one_of("calibration", self.calibration, CALIBRATIONS)
         rate = sampling_rate("sample_rate", self.sample_rate)

@@ -71,7 +71,7 @@ class GridSum(ABC):
     @property
     def mu(self) -> float:
         """One round is a μ-Gaussian mechanism under replacement, but for a probability of :attr:`lost`."""
-        return self._equivalent[0]
+        return gaussian_equivalent(self.sum_round, lost=self._promise.lost)[0]
 
     @property
     def noise_multiplier(self) -> float:
@@ -81,11 +81,7 @@ class GridSum(ABC):
     @property
     def lost(self) -> float:
         """The probability that :attr:`mu` does not cover, one round."""
-        return self._equivalent[1]
-
-    @property
-    def _equivalent(self) -> tuple[float, float]:
-        return gaussian_equivalent(self.sum_round, lost=self._promise.lost)
+        return gaussian_equivalent(self.sum_round, lost=self._promise.lost)[1]
 
     @property
     def round_delta(self) -> float:
@@ -162,8 +158,8 @@ class GridSum(ABC):
         fits = {"one round": each == whole == 1, "full": each == whole, "sequential": each <= whole}
         if not fits[kind]:
             raise ValueError(
-                f"interaction={kind!r} does not go with rounds={whole} and rounds_per_user={each}: say 'sequential' where a "
-                "user takes part in some rounds only"
+                f"interaction={kind!r} does not go with rounds={whole} and rounds_per_user={each}: a user takes part in the "
+                "one round, in some ('sequential') or in all ('full')"
             )
         return PrivacyStatement(
             epsilon=self.epsilon,
@@ -181,9 +177,9 @@ class GridSum(ABC):
     # One user, the shuffler, the analyzer
 
     def _randomize(self, point: torch.Tensor, generator: torch.Generator | None) -> Messages:
-        """One user's messages for a checked point of shape (d,)."""
+        """One user's messages for a point of shape (1, d)."""
         draws = draws_of(generator)
-        rounded = round_at_random(self._place(point), draws).numpy()
+        rounded = round_at_random(self._place(self._checked(point))[0], draws).numpy()
         noise = numpy_draws(draws).binomial(self.noise_bits, self.bit_probability, self.dimension)
         return Messages.of(rounded + noise, bits_per_report=self.granularity + self.noise_bits, granularity=self.granularity)
 
@@ -286,7 +282,8 @@ class GridSum(ABC):
         found = block.to_sparse_coo()  # type: ignore[no-untyped-call]
         entries = torch.sparse_coo_tensor(found._indices(), found._values(), found.shape, is_coalesced=False).coalesce()
         (row, column), values = entries.indices().cpu(), entries.values().to("cpu", torch.float64)
-        place = self._place(self._checked_entries(row, values, len(block)))
+        norms = torch.zeros(len(block), dtype=torch.float64).index_add_(0, row, values**2).sqrt()
+        place = self._place(self._within(values, norms[row]))
         whole = place.floor()
         rounded = whole + (torch.rand(len(place), generator=draws, dtype=torch.float64) < place - whole)
         total = torch.zeros(self.dimension, dtype=torch.int64).index_add_(0, column, rounded.long())
@@ -332,13 +329,14 @@ class GridSum(ABC):
         """Where points lie on the grid, in steps."""
         return ((points - self._low) * (self.granularity / self._span)).clamp_(0, self.granularity)
 
-    @abstractmethod
     def _checked(self, points: torch.Tensor) -> torch.Tensor:
-        """Points as float64 on the CPU, within their bounds; refused if they are not."""
+        """Points as float64 on the CPU, within their bounds."""
+        points = points.to("cpu", torch.float64)
+        return self._within(points, torch.linalg.vector_norm(points, dim=1, keepdim=True))
 
     @abstractmethod
-    def _checked_entries(self, row: torch.Tensor, values: torch.Tensor, rows: int) -> torch.Tensor:
-        """The same for the entries of sparse rows."""
+    def _within(self, values: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+        """Values, each with the norm of its row, back within their bounds if rounding took them beyond; else refused."""
 
 
 def real_numbers(name: str, value: Any) -> torch.Tensor:

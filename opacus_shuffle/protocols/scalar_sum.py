@@ -65,7 +65,7 @@ class ShuffleScalarSum(GridSum):
         point = real_numbers("x", x)
         if point.numel() != 1:
             raise ValueError(f"x must be one number, got shape {tuple(point.shape)}")
-        return self._randomize(self._checked(point.reshape(1, 1))[0], generator)
+        return self._randomize(point.reshape(1, 1), generator)
 
     def analyze(self, messages: Messages) -> float:
         """Returns the unbiased estimate of the sum from the shuffled messages."""
@@ -78,27 +78,21 @@ class ShuffleScalarSum(GridSum):
             x: One number per user, shape (n,); or an iterable of such blocks.
             generator: On the CPU; by default secret.
         """
-        if isinstance(x, torch.Tensor | np.ndarray | list | tuple) and not (
-            isinstance(x, list | tuple) and any(isinstance(block, torch.Tensor | np.ndarray) for block in x)
-        ):
-            return float(self._simulate(_column(x), generator))
         if isinstance(x, str | bytes) or not isinstance(x, Iterable):
             raise ValueError(f"x must be a vector of numbers, one per user, got {x!r}")
-        return float(self._simulate((_column(block) for block in x), generator))
+        tensors = torch.Tensor | np.ndarray
+        whole = isinstance(x, tensors) or (isinstance(x, list | tuple) and not any(isinstance(block, tensors) for block in x))
+        return float(self._simulate((_column(block) for block in ([x] if whole else x)), generator))
 
-    def _checked(self, points: torch.Tensor) -> torch.Tensor:
-        points = points.to("cpu", torch.float64)
+    def _within(self, values: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
         slack = TOLERANCE * self.max_value
-        if not bool(torch.all((points >= -slack) & (points <= self.max_value + slack))):
-            worst = float(points.flatten()[(points.flatten() - self.max_value / 2).abs().nan_to_num(torch.inf).argmax()])
+        if not bool(torch.all((values >= -slack) & (values <= self.max_value + slack))):
+            worst = float(values.flatten()[(values - self.max_value / 2).abs().nan_to_num(torch.inf).argmax()])
             raise ValueError(
                 f"max_value is {self.max_value:g}, got the number {worst:.6g}: numbers must lie in [0, max_value]; shift and "
                 "clip them first"
             )
-        return points.clamp(0, self.max_value)
-
-    def _checked_entries(self, row: torch.Tensor, values: torch.Tensor, rows: int) -> torch.Tensor:
-        return self._checked(values.unsqueeze(1))[:, 0]
+        return values.clamp(0, self.max_value)
 
 
 def _column(values: Any) -> torch.Tensor:

@@ -26,7 +26,7 @@ class ShuffleVectorSum(GridSum):
     Args:
         num_users: n, users in a round.
         dimension: d.
-        max_norm: Δ₂; a longer vector is refused.
+        max_norm: Δ₂; a longer vector is refused, one longer by less than 1e-5 of it (single precision's rounding) scaled back.
         epsilon: ε in (0, 15].
         delta: δ in (0, ½).
         calibration: ``"tight"``: the least noise that the exact accounting allows; over several rounds μ of each is 1/√T of the
@@ -43,13 +43,6 @@ class ShuffleVectorSum(GridSum):
         of the random numbers. ``"published"``: SCO Theorem A.6, Corollary A.9. ``"tight"``: the Gaussian bound of
         :mod:`opacus_shuffle.analysis.binomial_sums`, whose worst case is over the whole ball and both directions. Anyone may
         drop out, as long as the share of honest users holds; how many take part is not hidden.
-
-    Edge cases:
-        | input | answer |
-        |---|---|
-        | a norm above ``max_norm`` by less than 1e-5 of it | scaled back (rounding of single precision) |
-        | a larger norm, NaN, infinity | ValueError |
-        | fewer than γ·n users, or more than n | ValueError |
 
     Raises:
         ValueError: If an argument is out of range, ``"published"`` has drop-outs and ε·γ > 1 in a round, or sampling is asked
@@ -142,7 +135,7 @@ class ShuffleVectorSum(GridSum):
         point = real_numbers("x", x)
         if point.shape != (self.dimension,):
             raise ValueError(f"x must have shape ({self.dimension},), got {tuple(point.shape)}")
-        return self._randomize(self._checked(point.unsqueeze(0))[0], generator)
+        return self._randomize(point.unsqueeze(0), generator)
 
     def analyze(self, messages: Messages) -> torch.Tensor:
         """Returns the unbiased estimate of the sum from the shuffled messages: float64, shape (d,)."""
@@ -164,17 +157,8 @@ class ShuffleVectorSum(GridSum):
         """
         return self._simulate(X, generator)
 
-    def _checked(self, points: torch.Tensor) -> torch.Tensor:
-        points = points.to("cpu", torch.float64)
-        return points * self._factors(torch.linalg.vector_norm(points, dim=1)).unsqueeze(1)
-
-    def _checked_entries(self, row: torch.Tensor, values: torch.Tensor, rows: int) -> torch.Tensor:
-        norms = torch.zeros(rows, dtype=torch.float64).index_add_(0, row, values**2).sqrt()
-        return values * self._factors(norms)[row]
-
-    def _factors(self, norms: torch.Tensor) -> torch.Tensor:
-        """What takes norms that are above the bound by rounding back to it: 1 for all others."""
-        largest = float(norms.max())
+    def _within(self, values: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+        largest = float(norms.max()) if len(norms) else 0.0
         if not math.isfinite(largest):
             raise ValueError(f"vectors must be finite, got one of norm {largest}")
         if largest > self.max_norm * (1 + TOLERANCE):
@@ -182,7 +166,7 @@ class ShuffleVectorSum(GridSum):
                 f"max_norm is {self.max_norm:g}, got a vector of norm {largest:.6g}: clip vectors first, or raise max_norm "
                 "(and with it the noise)"
             )
-        return (self.max_norm / norms).clamp(max=1.0)
+        return values * (self.max_norm / norms).clamp(max=1.0)
 
     def __repr__(self) -> str:
         return (

@@ -290,9 +290,10 @@ def test_a_budget_for_shuffled_weights_is_met_by_its_estimate_and_said_to_be_no_
     assert found["quote"] == "certified"
 
 
-def test_a_seed_repeats_a_run_and_no_seed_does_not():
+@pytest.mark.parametrize("accountant", ["shuffled_checkin", "shuffled_fw"])
+def test_a_seed_repeats_a_run_and_no_seed_does_not(accountant):
     def weights(seed):
-        settings = TrainingSettings(**{**QUICK, "batch_size": 1000, "seed": seed})
+        settings = TrainingSettings(**{**QUICK, "accountant": accountant, "batch_size": 1000, "seed": seed})
         return next(train(settings, progress=False).model.parameters())
 
     assert weights(0).equal(weights(0))

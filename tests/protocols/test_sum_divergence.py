@@ -140,7 +140,7 @@ CASES = [
     (7, 2, 1.0, 1e-2, 1.0),
     (10, 2, 3.0, 1e-3, 0.55),
     (5, 2, 0.5, 2e-2, 1 / 3),
-    (12, 3, 2.0, 1e-2, 1.0),
+    pytest.param(12, 3, 2.0, 1e-2, 1.0, marks=pytest.mark.slow),
     (9, 3, 1.0, 2e-2, 0.4),
 ]
 
@@ -221,7 +221,7 @@ def composed_delta(pairs, epsilon, step, repeats):
     return float(total @ np.maximum(-np.expm1(np.minimum(epsilon - at, 0.0)), 0.0)) + infinite
 
 
-@pytest.mark.parametrize("dimension", [5, 30])
+@pytest.mark.parametrize("dimension", [5, pytest.param(30, marks=pytest.mark.slow)])
 def test_moves_along_many_coordinates_stay_within_delta(dimension):
     protocol = ShuffleVectorSum(20, dimension, 1.0, 1.0, 1e-3, "tight")
     rng = np.random.default_rng(dimension)

@@ -290,7 +290,7 @@ def test_an_infinite_epsilon_is_refused_and_not_answered():
         HELD.exact_epsilon(1e-300)
 
 
-@pytest.mark.parametrize("users", [1, 50, 4000])
+@pytest.mark.parametrize("users", [pytest.param(1, marks=pytest.mark.slow), 50, pytest.param(4000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("noise_multiplier", [0.1, 0.5, 1.1, 8.0, 300.0])
 def test_a_protocol_made_for_a_noise_multiplier_has_it_or_a_little_more(noise_multiplier, users):
     protocol = ShuffleVectorSum.with_noise_multiplier(users, 26_010, 2.0, noise_multiplier, delta=1e-6)
