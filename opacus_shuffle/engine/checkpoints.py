@@ -52,7 +52,7 @@ class CheckpointMixin(opacus.PrivacyEngine):
                 path.seek(begin)
             if accounted and "privacy_accountant_state_dict" in saved:
                 copy.deepcopy(self.accountant).load_state_dict(saved["privacy_accountant_state_dict"])
-            if self.shuffler is not None and saved.get("opacus_shuffle") is not None:
+            if self.shuffler is not None and "opacus_shuffle" in saved:
                 self.shuffler.check_state_dict(saved["opacus_shuffle"])
         checkpoint: dict[str, Any] = super().load_checkpoint(**keywords)
         if self.shuffler is not None and "opacus_shuffle" in checkpoint:

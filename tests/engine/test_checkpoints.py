@@ -204,3 +204,23 @@ def test_a_secret_of_another_kind_is_refused_and_nothing_loaded(own_generator):
 def test_what_is_no_state_is_refused(state):
     with pytest.raises(ValueError, match="WeightShuffler"):
         prepare(shuffle=True).shuffler.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"key": b""}, {"key": "x" * 32}, {"steps": -1}, {"shuffles": None}, {"generator": torch.zeros(3)}, {"generator": 3}, None],
+)
+def test_a_damaged_secret_is_refused_before_anything_is_loaded(damage):
+    own_generator = damage is not None and "generator" in damage
+    run, again = (prepare(shuffle=True, own_generator=own_generator) for _ in range(2))
+    file = checkpoint(run.train(1))
+    saved = torch.load(file, weights_only=False)
+    saved["opacus_shuffle"] = None if damage is None else {**saved["opacus_shuffle"], **damage}
+    spoilt = io.BytesIO()
+    torch.save(saved, spoilt)
+    spoilt.seek(0)
+    before = contents(again)
+    with pytest.raises(ValueError, match="state"):
+        resume(again, spoilt)
+    assert distance(before, contents(again)) == 0
+    assert again.engine.accountant.history == []

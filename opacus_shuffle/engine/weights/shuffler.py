@@ -12,7 +12,7 @@ from torch import nn
 
 from opacus_shuffle.core.opacus_compat import waits_for_step
 from opacus_shuffle.core.randomness import KeyChain, check_generator
-from opacus_shuffle.core.validation import instance_of, one_of
+from opacus_shuffle.core.validation import instance_of, integer, one_of
 from opacus_shuffle.engine.weights.optimizers import after_each_update, innermost, refuse_optimizer
 from opacus_shuffle.engine.weights.released_state import PartHook, permute_state, permuted_optimizer_state
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
@@ -164,6 +164,15 @@ class WeightShuffler:
             raise ValueError(f"state must come from WeightShuffler.state_dict(), got {type(state).__name__}")
         if (state["generator"] is None) != (self._generator is None):
             raise ValueError("state was saved with a generator of your own and loaded without, or the reverse: use the same")
+        for name in ("steps", "shuffles"):
+            integer(f"{name} in state", state[name], minimum=0)
+        if not isinstance(state["key"], bytes) or len(state["key"]) != len(self._keys.key):  # which no message shows
+            raise ValueError(f"key in state must be {len(self._keys.key)} bytes, got something else: the state was damaged")
+        if state["generator"] is not None:
+            try:
+                torch.Generator().set_state(state["generator"])
+            except (TypeError, RuntimeError) as error:
+                raise ValueError(f"generator in state must be a generator's state ({error}): it was damaged") from None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from :meth:`state_dict`, if it passes :meth:`check_state_dict`, with the weights that were released then."""
