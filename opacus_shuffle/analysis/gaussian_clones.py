@@ -122,8 +122,8 @@ def _slack(rounds: Merged, margin: float, clones: Clones) -> tuple[float, float]
     """Returns what all rounds add to δ: a number, and one that e^ε multiplies (1.4, 1.6, 1.8, 1.12, 1.13)."""
     missing = float(ndtr(-margin))
     if clones == "mended":
-        chances = [clone_probability(each.noise_multiplier, margin) for each, _ in rounds]
-        distance = sum(count * each.others * chance * missing for (each, count), chance in zip(rounds, chances, strict=True))
+        sigmas = [(each.noise_multiplier, count * each.others) for each, count in rounds]
+        distance = sum(others * clone_probability(sigma, margin) * missing for sigma, others in sigmas)
         return distance, distance
     total = sum(count for _, count in rounds)
     if total * missing > 1:

@@ -65,10 +65,8 @@ def sampled_distribution(*, mu: float, sample_rate: float, tail: float = TAILS[0
     mirrored = (-offsets / (1 + offsets) if sampled.centre else 1 / offsets)[::-1]
     mirrored_masses = (masses * (offsets + sampled.centre))[::-1]
     rest = max(1.0 - float(masses.sum() + mirrored_masses.sum()) - sampled.infinite, 0.0)
-    offsets, masses = (
-        np.concatenate([mirrored, [1 - sampled.centre], offsets]),
-        np.concatenate([mirrored_masses, [rest], masses]),
-    )
+    offsets = np.concatenate([mirrored, [1 - sampled.centre], offsets])
+    masses = np.concatenate([mirrored_masses, [rest], masses])
     if sampled.infinite > 0:
         offsets, masses = np.append(-sampled.centre, offsets), np.append(sampled.infinite, masses)
     return dataclasses.replace(sampled, offsets=offsets, masses=masses)
