@@ -25,11 +25,8 @@ from opacus_shuffle.core.validation import integer, one_of, open_unit_interval, 
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 
-NUMBERS = 10**8
-"""Sums of coordinates drawn under each hypothesis, at most: some ten seconds of one core."""
-
-BATCH = 80
-"""Expected records of a step in the training run."""
+NUMBERS = 10**8  # sums of coordinates drawn under each hypothesis, at most: some ten seconds of one core
+BATCH = 80  # expected records of a step in the training run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

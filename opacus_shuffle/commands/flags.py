@@ -3,12 +3,6 @@
 A field's metadata hold ``help``, and where it matters ``metavar``, ``choices`` (or a function that finds them), ``also`` (other
 names) and ``instead`` (the default in words). A flag that is not given is left out of the options, so that defaults are written
 in one place, the class.
-
->>> parser = argparse.ArgumentParser()
->>> add_run_flags(parser)
->>> run = ["--mechanism", "shuffled_checkin", "--num-users", "6e4", "--sample-rate", "0.1", "--steps", "10"]
->>> fields_of_run(vars(parser.parse_args(run)), without=("noise_multiplier",))
-{'num_users': 60000.0, 'sample_rate': 0.1}
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ Split = tuple[Bytes, Bytes]
 """Images ``(records, channels, height, width)`` and labels ``(records,)``."""
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
-TEST_RECORDS_OF_5K = 1000
 TORCHVISION_FOLDERS = {"mnist": "MNIST/raw", "fashion-mnist": "FashionMNIST/raw", "cifar10": "cifar-10-batches-py"}
 _MEAN_AND_STD: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "mnist-5k": ((0.1307,), (0.3081,)),
@@ -77,8 +76,7 @@ def _mnist_5k(root: str | Path | None) -> tuple[Split, Split]:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(5000)).numpy()
     images = pixels[order].astype(np.uint8).reshape(-1, 1, 28, 28)
     labels = labels[order].astype(np.uint8)
-    cut = len(labels) - TEST_RECORDS_OF_5K
-    return (images[:cut], labels[:cut]), (images[cut:], labels[cut:])
+    return (images[:-1000], labels[:-1000]), (images[-1000:], labels[-1000:])
 
 
 def _splits(name: str, root: str | Path | None) -> tuple[Split, Split]:

@@ -8,11 +8,8 @@ from typing import Any
 
 def check_output(output: str) -> None:
     """Refuses a picture that cannot be drawn, or has nowhere to go."""
-    if not output or os.path.isdir(output):
-        raise ValueError(f"--output must name a file, got {output!r}: for instance report.png")
-    folder = os.path.dirname(output) or "."
-    if not os.path.isdir(folder):
-        raise ValueError(f"--output {output}: there is no folder {folder}")
+    if not output or os.path.isdir(output) or not os.path.isdir(os.path.dirname(output) or "."):
+        raise ValueError(f"--output must name a file in a folder that is there, got {output!r}: for instance report.png")
     try:
         import matplotlib
     except ImportError as error:

