@@ -239,13 +239,11 @@ def reach(claims: tuple[Claim, ...], trials: int, delta: float, confidence: floa
     """Returns a sentence if not even a perfect test could have shown as much as is claimed."""
     counted = trials - trials // 2
     most = float(epsilon_lower_bound(0, 0, counted, delta, confidence))
-    beyond = [claim.name for claim in claims if claim.epsilon > most]
-    if not beyond:
-        return ()
-    return (
-        f"Counts alone, from {counted:,} runs, cannot show an epsilon above {round_up(most, 3)}, so they could not contradict "
-        f"{', '.join(beyond)}: that takes more trials.",
+    beyond = ", ".join(claim.name for claim in claims if claim.epsilon > most)
+    said = (
+        f"Counts alone, from {counted:,} runs, cannot show an epsilon above {round_up(most, 3)}, so they could not contradict"
     )
+    return (f"{said} {beyond}: that takes more trials.",) if beyond else ()
 
 
 def plural(count: int, noun: str) -> str:

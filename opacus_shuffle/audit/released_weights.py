@@ -54,9 +54,9 @@ class ReleasedWeights:
         """Notes one step's scores."""
         assert self._drawn is not None
         assert self.parameter.grad is not None
-        scale = 1.0
-        if self.optimizer.loss_reduction == "mean":
-            scale = float(self.optimizer.expected_batch_size * self.optimizer.accumulated_iterations)
+        optimizer = self.optimizer
+        mean = optimizer.loss_reduction == "mean"
+        scale = float(optimizer.expected_batch_size * optimizer.accumulated_iterations) if mean else 1.0
         # The shuffler has permuted the gradient with the weights; among all places it may have got to the largest stays.
         self.largest.append(float(self.parameter.grad[self.orbit].max()) * scale)
         after = self._weights()
@@ -78,10 +78,8 @@ def orbit(spec: PermutationSpec, name: str, tensor: torch.Tensor, place: tuple[i
     """Returns the places that a tensor's entry can get to under the group, as a mask."""
     reached = torch.zeros(tensor.shape)
     reached[place] = 1
-    if name not in spec.blocks:
-        return reached.bool().to(tensor.device)
     generator = torch.Generator().manual_seed(0)  # any permutations will do
-    for _ in range(64):  # then it is complete but for a chance of 2^-64
+    for _ in range(64 if name in spec.blocks else 0):  # then it is complete but for a chance of 2^-64
         moved = reached.clone()
         spec.move({name: [moved]}, spec.sample(generator))
         reached = torch.maximum(reached, moved)
