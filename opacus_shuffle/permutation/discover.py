@@ -83,13 +83,9 @@ def find_permutations(module: nn.Module, sample_input: Any = None, *, groups: st
 def _nothing_found(run: TracedRun, network: nn.Module, groups: str) -> ValueError:
     """Returns an error that says what was looked at, and why none of it may be permuted."""
     looked_at = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in list(run.tensors.items())[:20]) or "nothing"
-    if run.unknown:
-        unknown = ", ".join(f"{name} ({count} calls)" for name, count in run.unknown.items())
+    because = "It has no hidden axis, or something along its hidden axes has fixed places (a constant, an order, an output)."
+    if unknown := ", ".join(f"{name} ({count} calls)" for name, count in run.unknown.items()):
         because = f"Operations without a rule keep what they touch in place: {unknown} (see register_permutation)."
-    else:
-        because = (
-            "It has no hidden axis, or something along its hidden axes has fixed places (a constant, an order, an output)."
-        )
     return ValueError(
         f"module {type(network).__name__} has no axis that may be permuted at groups={groups!r}. Looked at: {looked_at}. "
         + because

@@ -134,11 +134,7 @@ def kept_activations(network: nn.Module) -> list[torch.Tensor]:
 
 
 def require_ready(network: nn.Module) -> None:
-    """Refuses networks whose parameters do not exist yet, or share memory so that they cannot be moved one by one.
-
-    Raises:
-        ValueError: It names them.
-    """
+    """Refuses by name parameters that do not exist yet, or share memory so that they cannot be moved one by one."""
     parameters = dict(network.named_parameters())
     tensors = parameters | dict(network.named_buffers())
     for name, tensor in tensors.items():
@@ -148,11 +144,7 @@ def require_ready(network: nn.Module) -> None:
 
 
 def require_apart(tensors: Mapping[str, torch.Tensor], moving: Collection[str]) -> None:
-    """Refuses tensors that would move and share memory with others, or with themselves.
-
-    Raises:
-        ValueError: It names them.
-    """
+    """Refuses by name tensors that would move and share memory with others, or with themselves."""
     spans: list[tuple[int, int, str]] = []
     seen: set[int] = set()
     for name, tensor in tensors.items():

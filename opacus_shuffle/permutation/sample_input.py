@@ -25,11 +25,7 @@ _REMEDY = "pass shuffle_weights=find_permutations(module, sample_input) with an 
 
 
 def normalise(sample_input: Any) -> Call:
-    """Returns the arguments that a tensor (the only one), a tuple or list (positional) or a mapping (by keyword) stands for.
-
-    Raises:
-        ValueError: It is none of these, or empty.
-    """
+    """Returns the arguments that a tensor (the only one), a tuple or list (positional) or a mapping (by keyword) stands for."""
     if isinstance(sample_input, torch.Tensor):
         return (sample_input,), {}
     if isinstance(sample_input, tuple | list) and sample_input:
@@ -52,9 +48,6 @@ def guess(module: nn.Module) -> Call:
 
     Hugging Face models are recognised by their ``config`` and ``main_input_name``; of any other module the first layer with
     parameters, in the order of registration, tells the shape. What is returned has been tried; the module is as before.
-
-    Raises:
-        ValueError: No guess ran.
     """
     failure: Exception | None = None
     generator = torch.Generator().manual_seed(0)
@@ -79,13 +72,10 @@ def from_batch(module: nn.Module, batch: Any) -> Call:
     """Returns the arguments that one batch of a data loader means for ``module.forward``.
 
     Args:
-        module: The module to be called; its signature decides which entries it is meant to see.
+        module: To be called; its signature decides which entries it is meant to see. A batch that does not fit it is refused.
         batch: A tensor is the only argument. A mapping gives the keyword arguments that ``forward`` accepts. Of a tuple or
             list ``(inputs..., targets)`` the first entry is the input, or as many as ``forward`` requires; where that first
             entry is itself a tuple, a list or a mapping, it holds the arguments.
-
-    Raises:
-        ValueError: The batch has none of these forms, or too few entries.
     """
     call = _arguments(module, batch)
     if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(call)):
@@ -94,14 +84,9 @@ def from_batch(module: nn.Module, batch: Any) -> Call:
 
 
 def first_records(data_loader: DataLoader, count: int = 2) -> Any:
-    """Returns a batch of the first records of a data loader's data set, without a draw from its sampler or any random state.
+    """Returns the first records of a data loader's data set (all if there are fewer), as one batch made by its ``collate_fn``.
 
-    Args:
-        data_loader: Its ``collate_fn`` makes the batch.
-        count: How many records; fewer if the data set has fewer.
-
-    Raises:
-        ValueError: The data set is empty or can only be iterated over.
+    Nothing is drawn from its sampler or any random state. A data set that is empty or can only be iterated over is refused.
     """
     count = integer("count", count)
     dataset = data_loader.dataset

@@ -38,11 +38,7 @@ NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_call(action: GroupAction, network: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Checks that no permutation of the group changes what the network computes on these arguments.
-
-    Raises:
-        ValueError: If one does; it names the factor and the parameters concerned.
-    """
+    """Refuses a group with a permutation that changes what the network computes on these arguments, by name."""
     action.tensors(network)
     generator = torch.Generator().manual_seed(20_230_101)
     tensors: dict[str, torch.Tensor] = dict(network.named_parameters(remove_duplicate=False))
@@ -129,7 +125,6 @@ class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps a network that rounds inside (norms, rotary embeddings) in double precision, and its draws of noise constant."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Widens floating-point operands and casts."""
         kwargs = dict(kwargs or {})
         if func.overloadpacket is torch.ops.aten._to_copy and kwargs.get("dtype") in NARROW:
             kwargs["dtype"] = torch.float64

@@ -52,9 +52,6 @@ def plan_batch_clip(
 
     The arguments are as of ``make_private``: ``noise_multiplier`` is σ of the shuffled parameters, None while it is unknown.
     What an optimizer does not hold is not trained; without one, every parameter that requires a gradient is.
-
-    Raises:
-        ValueError: If something is out of range or does not go together.
     """
     if is_distributed(module):
         raise ValueError(f"batch_clip needs the whole sum in one process, got {type(module).__name__}: train on one process")

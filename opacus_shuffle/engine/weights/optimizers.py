@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -23,33 +24,21 @@ def innermost(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses optimizers that are known not to treat the entries of a tensor alike, or keep tensors where nobody looks.
-
-    Raises:
-        ValueError: It says what does not fit.
-    """
+    """Refuses optimizers that are known not to treat the entries of a tensor alike, or keep tensors where nobody looks."""
+    keeps = f"optimizer {type(optimizer).__name__} keeps"
+    cannot_follow = "cannot follow a permutation of the weights: use SGD, Adam, AdamW or RMSprop"
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.Adafactor | torch.optim.SparseAdam):
-        raise ValueError(
-            f"optimizer {type(optimizer).__name__} keeps factored, flat or sparse state, which cannot follow a permutation of "
-            "the weights: use SGD, Adam, AdamW or RMSprop"
-        )
+        raise ValueError(f"{keeps} factored, flat or sparse state, which {cannot_follow}")
     own = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for name, value in vars(optimizer).items():
         known = name in ("state", "param_groups", "defaults")
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and id(leaf) not in own]
         if not known and any(leaf.numel() > 1 for leaf in tensors):
-            raise ValueError(
-                f"optimizer {type(optimizer).__name__} keeps tensors in its attribute {name!r}, outside of its state, where "
-                "they cannot follow a permutation of the weights: use SGD, Adam, AdamW or RMSprop"
-            )
+            raise ValueError(f"{keeps} tensors in its attribute {name!r}, outside of its state, where they {cannot_follow}")
 
 
 def after_each_update(optimizer: torch.optim.Optimizer, then: Callable[[], None]) -> list[RemovableHandle]:
-    """Calls ``then`` after each ``step`` of the optimizer, but for steps inside of a step (wrappers such as lookahead).
-
-    Returns:
-        The handles of the hooks.
-    """
+    """Has hooks call ``then`` after each ``step`` of the optimizer, but for steps inside of a step (such as lookahead's)."""
     running: list[FrameType] = []
 
     def begin(*_: Any) -> None:
@@ -67,9 +56,4 @@ def after_each_update(optimizer: torch.optim.Optimizer, then: Callable[[], None]
 
 def _callers() -> list[FrameType]:
     """Returns the frames of a hook's caller and of those that it was called by, innermost first."""
-    found: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found
+    return [frame for frame, _ in traceback.walk_stack(sys._getframe(2))]

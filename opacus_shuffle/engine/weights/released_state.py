@@ -33,11 +33,9 @@ class PartHook:
             self.act(module, *arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartHook:
-        """Returns a hook that does nothing."""
         return PartHook()
 
     def __reduce__(self) -> Any:
-        """Describes a hook that does nothing, for pickle."""
         if self.before_pickling is not None:
             self.before_pickling()
         return PartHook, ()

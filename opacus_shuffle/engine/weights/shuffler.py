@@ -155,11 +155,7 @@ class WeightShuffler:
         }
 
     def check_state_dict(self, state: Any) -> None:
-        """Refuses what :meth:`load_state_dict` could not load.
-
-        Raises:
-            ValueError: If it is no state of a shuffler, or one is with a generator of the caller's and the other without.
-        """
+        """Refuses what :meth:`load_state_dict` could not load."""
         if not isinstance(state, dict) or set(state) != {"key", "generator", "steps", "shuffles"}:
             raise ValueError(f"state must come from WeightShuffler.state_dict(), got {type(state).__name__}")
         if (state["generator"] is None) != (self._generator is None):
@@ -246,16 +242,11 @@ class WeightShuffler:
 
     def _synchronise(self) -> None:
         """Gives all ranks rank 0's secret."""
-        device = next(iter(self.spec.tensors(self._network).values())).device
-        if torch.distributed.get_backend() == "gloo":
-            device = torch.device("cpu")
+        secret: list[Any] = [self._keys.key, None if self._generator is None else self._generator.get_state()]
+        torch.distributed.broadcast_object_list(secret, 0)
+        self._keys = KeyChain(secret[0])
         if self._generator is not None:
-            state = self._generator.get_state().to(device)
-            torch.distributed.broadcast(state, 0)
-            self._generator.set_state(state.cpu())
-        key = torch.tensor(list(self._keys.key), dtype=torch.uint8, device=device)
-        torch.distributed.broadcast(key, 0)
-        self._keys = KeyChain(bytes(key.cpu().tolist()))
+            self._generator.set_state(secret[1])
 
 
 def detach_shuffler(owner: nn.Module | torch.optim.Optimizer) -> None:

@@ -28,8 +28,6 @@ from opacus_shuffle.permutation.sample_input import first_records, from_batch, r
 from opacus_shuffle.permutation.self_check import check_call
 
 PARALLEL = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel, FSDPModule)
-GRAD_SAMPLE_MODES = ("hooks", "functorch", "ew", "ghost", "no_op")
-DIMENSIONS = ("model", "layers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +75,7 @@ class WeightShuffling:
         if self.batch_clip is not None and self.batch_clip != math.inf:
             positive("batch_clip", self.batch_clip)
         if isinstance(self.dimension, str):
-            one_of("dimension", self.dimension, DIMENSIONS)
+            one_of("dimension", self.dimension, ("model", "layers"))
         else:
             integer("dimension", self.dimension)
         if self.groups is False and (given := self.given()):
@@ -111,17 +109,14 @@ def find_spec(
     batch_first: bool = True,
     engine: Any = None,
 ) -> PermutationSpec | None:
-    """Returns the specification of what will be shuffled, None if nothing; changes nothing.
+    """Returns the specification of what will be shuffled, None if nothing; refuses what does not fit, and changes nothing.
 
     The arguments are those of ``make_private``. The network is traced on the loader's first records; no sampler and no random
     state is touched. An ``engine`` is checked for defects that would make its run not private.
-
-    Raises:
-        ValueError: If anything does not fit.
     """
     if shuffling.groups is False:
         return None
-    one_of("grad_sample_mode (with shuffle_weights)", grad_sample_mode, GRAD_SAMPLE_MODES)
+    one_of("grad_sample_mode (with shuffle_weights)", grad_sample_mode, ("hooks", "functorch", "ew", "ghost", "no_op"))
     network = unwrap(module)
     _refuse_sharded(module)
     refuse_optimizer(innermost(optimizer))
@@ -146,7 +141,9 @@ def find_spec(
     else:
         spec = find_permutations(network, args or kwargs, groups="residual" if shuffling.groups is True else shuffling.groups)
     if is_distributed(module):
-        spec = _same_everywhere(spec)
+        agreed = [spec]
+        torch.distributed.broadcast_object_list(agreed, 0)  # rank 0's: another rank's first records may have another length
+        spec = agreed[0]
         check_call(spec, network, args, kwargs)
     spec.followers(spec.tensors(network), innermost(optimizer))
     return spec
@@ -165,13 +162,6 @@ def _refuse_sharded(module: nn.Module) -> None:
                 f"shuffle_weights does not go with sharded parameters: {name or 'module'} is of class {type(part).__name__}; "
                 "use DistributedDataParallel or Opacus's DifferentiallyPrivateDistributedDataParallel"
             )
-
-
-def _same_everywhere(spec: PermutationSpec) -> PermutationSpec:
-    """Returns rank 0's specification: another rank's first records may have another length."""
-    data = [spec.to_dict()]
-    torch.distributed.broadcast_object_list(data, 0)
-    return PermutationSpec.from_dict(data[0])
 
 
 def _listed(given: dict[str, Any]) -> str:

@@ -154,15 +154,13 @@ def reduction(run: TracedRun, call: Call) -> None:
     gone = {dim % rank for dim in as_list(call.arguments.get("dim"))} or set(range(rank))
     dims = run.dimensions(source)
     name = call.name.removeprefix("aten.")
-    if name in ("argmax", "argmin") or (name in WINNERS and call.arguments.get("dim") is not None):
+    # These return the winner's position too if they work along one dimension.
+    winners = ("max", "min", "median", "mode", "kthvalue", "cummax", "cummin")
+    if name in ("argmax", "argmin") or (name in winners and call.arguments.get("dim") is not None):
         fix_all(*(dims[dim] for dim in gone))
     for tensor in call.outputs:
         keep, same = tensor.dim() == rank, tensor.shape == source.shape
         run.set(tensor, [each if same or dim not in gone else [] for dim, each in enumerate(dims) if keep or dim not in gone])
-
-
-WINNERS = ("max", "min", "median", "mode", "kthvalue", "cummax", "cummin")
-"""Operations that return the winner's position too if they work along one dimension."""
 
 
 @rule("glu")

@@ -54,7 +54,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._paused = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation, then labels what it returned."""
         kwargs = kwargs or {}
         strides = args[0].stride() if func.overloadpacket in RESTRIDE else None
         result = func(*args, **kwargs)
@@ -77,7 +76,6 @@ class _Leaving(TorchFunctionMode):
         self._run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Fixes the axes of such a tensor, and calls the function."""
         if func in self.WAYS and isinstance(args[0], torch.Tensor):
             self._run.leaves(args[0], f"Tensor.{func.__name__}")
         return func(*args, **(kwargs or {}))

@@ -37,8 +37,6 @@ Packing = tuple[int, int, int, int]
 """A piece of an axis laid out as (offset, majors, packed parts, size of a part): query, key and value in one matrix of 3d rows
 are (0, 1, 3, d)."""
 
-Origins = frozenset[int]
-
 
 @dataclasses.dataclass
 class Stacked:
@@ -256,7 +254,7 @@ class TracedRun:
         """Returns whether the tensor's values come from parameters or constants alone."""
         return not self.origins(tensor)
 
-    def origins(self, tensor: torch.Tensor) -> Origins:
+    def origins(self, tensor: torch.Tensor) -> frozenset[int]:
         """Returns which contractions the tensor was computed from by operations entry by entry."""
         return self._origins.get(tensor, frozenset())  # type: ignore[no-untyped-call]
 

@@ -38,11 +38,7 @@ class Move:
 
 
 def check_moves(moves: Sequence[Move]) -> None:
-    """Refuses moves that do not fit their tensors.
-
-    Raises:
-        ValueError: It says which move, and what does not fit.
-    """
+    """Refuses moves that do not fit their tensors, by their numbers."""
     seen: set[tuple[str, int]] = set()
     for number, move in enumerate(moves):
         tensor = move.tensor
