@@ -11,6 +11,7 @@ keywords of :func:`opacus_shuffle.compute_epsilon` and the flags of the command 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from typing import Any, ClassVar
 
@@ -19,6 +20,10 @@ from opacus_shuffle.core.validation import integer, noise_level, refuse_taken, r
 
 MECHANISMS: dict[str, type[Mechanism]] = {}
 """Every mechanism by its name."""
+
+_SAID_BESIDE = {"mechanism", "accountant", "steps", "delta", "bound", "adjacency", "orders", "target_epsilon", "target_delta"}
+_SAID_BESIDE |= {"batch_size", "emulated", "local_noise", "output", "json", "help"}
+"""What functions, accountants and the command line take beside a mechanism's fields."""
 
 
 def described(text: str, metavar: str, *, varies: bool = False, **options: Any) -> Any:
@@ -65,6 +70,10 @@ class Mechanism:
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
+        if taken := sorted(_SAID_BESIDE.intersection(inspect.get_annotations(cls))):
+            raise ValueError(
+                f"{cls.__name__} must not call a field {', '.join(taken)}, which is said beside the fields: choose another name"
+            )
         if "name" in cls.__dict__:
             refuse_taken(f"the mechanism's name {cls.name!r}", MECHANISMS.get(cls.name), cls)
             MECHANISMS[cls.name] = cls

@@ -115,6 +115,13 @@ def test_a_newcomer_takes_nothing_from_others(laplace):
     assert after == before
 
 
+def test_a_field_that_would_take_the_name_of_another_flag_is_refused(laplace):
+    for name in ("delta", "steps", "json"):
+        with pytest.raises(ValueError, match=f"Mine must not call a field {name}"):
+            type("Mine", (laplace.LaplaceReports,), {"__annotations__": {name: float}, "name": "mine"})
+    assert "mine" not in MECHANISMS
+
+
 def test_a_bound_is_registered_for_all_its_mechanisms_or_none_and_lambdas_are_told_apart(laplace):
     derived = type("Derived", (laplace.LaplaceReports,), {"name": "another"})
     for kinds in ((derived, laplace.LaplaceReports), (derived,)):
