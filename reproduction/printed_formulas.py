@@ -27,9 +27,8 @@ from __future__ import annotations
 
 import math
 
-from opacus_shuffle.sco.budget import PrivacyBudget
-from opacus_shuffle.sco.oracle import clamp
-from opacus_shuffle.sco.problem import Problem
+from opacus_shuffle.sco.descent_bound import clamp
+from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 
 
 def sgd_batch_size(problem: Problem, budget: PrivacyBudget) -> int:

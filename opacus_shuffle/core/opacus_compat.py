@@ -134,14 +134,6 @@ def wrapped_network(module: AbstractGradSampleModule) -> nn.Module:
     return module._module
 
 
-def forget_broken_pass(module: AbstractGradSampleModule) -> None:
-    """Takes the hooks off a network, with what a pass that broke off has left in them and would add to the next one."""
-    module.cleanup()
-    for layer in wrapped_network(module).modules():
-        layer.__dict__.pop("activations", None)
-        layer.__dict__.pop("max_batch_len", None)
-
-
 def _forward(module: GradSampleModuleExpandedWeights, x: torch.Tensor, *args: Any, **keywords: Any) -> Any:
     """The class's own forward, or the plain one with no per-sample gradients for a batch of no records."""
     if len(x):

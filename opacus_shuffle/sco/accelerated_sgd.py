@@ -7,7 +7,7 @@ loss directly; for one that is not smooth, on its Moreau envelope, where every u
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -18,11 +18,9 @@ from opacus_shuffle.sco.acceleration import (
     accelerated_step_sizes,
     best_smoothing,
 )
-from opacus_shuffle.sco.bounded_gradients import BoundedGradients
-from opacus_shuffle.sco.budget import PrivacyBudget
-from opacus_shuffle.sco.problem import Problem
-from opacus_shuffle.sco.result import Estimate, History, Round
-from opacus_shuffle.sco.solver import Choices, Phase, Solver, Start, fitting
+from opacus_shuffle.sco.problem import PrivacyBudget, Problem
+from opacus_shuffle.sco.result import Estimate
+from opacus_shuffle.sco.solver import Choices, Plan, Solver, Start
 
 
 def shuffle_accelerated_sgd(
@@ -52,19 +50,10 @@ def shuffle_accelerated_sgd(
         ValueError: If an argument is out of range, a user is in two batches, or a gradient is too long (without ``clip``).
 
     Formal Guarantees:
-        (ε, δ)-DP as for :func:`~opacus_shuffle.sco.sgd.shuffle_sgd`: each user is in one round.
+        (ε, δ)-DP as for :func:`~opacus_shuffle.sco.gradient_descent.shuffle_sgd`: each user is in one round.
     """
     choices = Choices(batch_size=batch_size, batches=batches, inverse_step_sizes=inverse_step_sizes)
     return AcceleratedSGD(problem, budget, choices).solve()
-
-
-class AcceleratedPlan(NamedTuple):
-    """All that a phase needs but the data (``steps``: L_1, …, L_T), and the excess loss that is then proved (None: nothing)."""
-
-    gradients: BoundedGradients
-    smoothness: float
-    steps: list[float]
-    bound: float | None
 
 
 class AcceleratedSGD(Solver):
@@ -72,31 +61,17 @@ class AcceleratedSGD(Solver):
 
     algorithm = "accelerated SGD"
 
-    def bound(self, num_users: int, start: Start, *, exact: bool) -> float:
-        """Returns the excess loss to be proved for a phase of so many users; nearly so, but at once, if not ``exact``."""
-        size = self.batch_size(num_users, start)
-        bound = self.plan([size] * (num_users // size), start, exact=exact).bound
-        return self.problem.capped(float("inf")) if bound is None else bound
+    def sizes(self, num_users: int, start: Start) -> list[int]:
+        """Returns the caller's batch size, or the proved bound's best, for every round."""
 
-    def run(self, users: Tensor, start: Start) -> Phase:
-        """Runs a phase on these users."""
-        groups = self.batches(users, None if self.choices.batches is not None else self.batch_size(len(users), start))
-        sizes = [len(group) for group in groups]
-        plan = self.plan(sizes, start, exact=True)
-        theta, history, more, bits = self.iterate(plan, groups, start)
-        chosen = {"batch_size": min(sizes), "rounds": len(groups), **more, "inverse_step_sizes": plan.steps}
-        given = {"lipschitz": self.problem.lipschitz, "distance": start.distance}
-        return Phase(theta, plan.bound, history, {**chosen, "smoothness": plan.smoothness, **given}, bits)
+        def best() -> int:
+            oracle, smoothness = self.oracle(self.variance(None)), self.problem.smoothness
+            return accelerated_batch_size(oracle, num_users=num_users, smoothness=smoothness, distance=start.distance)
 
-    def batch_size(self, num_users: int, start: Start) -> int:
-        """Returns the caller's batch size, or the proved bound's best."""
-        if self.choices.batch_size is not None:
-            return fitting("batch_size", self.choices.batch_size, num_users)
-        oracle, smoothness = self.oracle(self.variance(None)), self.problem.smoothness
-        return accelerated_batch_size(oracle, num_users=num_users, smoothness=smoothness, distance=start.distance)
+        return self.choices.sizes(num_users, best)
 
-    def plan(self, sizes: list[int], start: Start, *, exact: bool) -> AcceleratedPlan:
-        """Returns smoothing, steps and bound for rounds of these sizes, with the protocols' own variance if ``exact``."""
+    def plan(self, sizes: list[int], start: Start, *, exact: bool = True) -> Plan:
+        """Returns smoothing, steps and bound for rounds of these sizes."""
         problem, count = self.problem, len(sizes)
         smoothness = problem.smoothness or best_smoothing(rounds=count, lipschitz=problem.lipschitz, distance=start.distance)
         gradients = problem.smooth_gradients(smoothness)
@@ -118,22 +93,18 @@ class AcceleratedSGD(Solver):
             diameter=problem.diameter,
             bias=gradients.bias,
         )
-        whole = None if bound is None else problem.capped(bound + gradients.smoothing_cost)
-        return AcceleratedPlan(gradients, smoothness, list(steps), whole)
+        chosen = {"batch_size": min(sizes), "rounds": count, "inverse_step_sizes": list(steps), "smoothness": smoothness}
+        return Plan(gradients, list(steps), chosen, bound)
 
     def variance(self, size: int | None) -> float:
         """Returns the variance per coordinate of the sum of a batch of this size; None: of one of a size not yet known."""
         return self.planned_variance() if size is None else self.protocol(size).variance
 
-    def iterate(
-        self, plan: AcceleratedPlan, groups: list[Tensor], start: Start
-    ) -> tuple[Tensor, list[Round], dict[str, Any], int | None]:
-        """Makes the rounds; returns the answer, the history, further choices to report, and the bits that a user sends."""
-        protocols = self.protocols(groups)
-        iterates, history, reached = AcceleratedIterates(self.problem.project, start.theta, plan.steps), History(len(groups)), 0
+    def iterate(self, plan: Plan, groups: list[Tensor], start: Start) -> Tensor:
+        """Makes a round of AC-SA with each group, and returns the aggregate."""
+        iterates = AcceleratedIterates(self.problem.project, start.theta, plan.steps)
         for group in groups:
-            gradient = self.mean_gradient(protocols[len(group)], plan.gradients, iterates.middle, group)
+            gradient = self.mean_gradient(plan.gradients, iterates.middle, group)
             iterates.advance(gradient)
-            reached += len(group)
-            history.add(users=reached, gradient=gradient, theta=iterates.aggregate)
-        return iterates.aggregate, history.rounds, {}, max(each.bits_per_user for each in protocols.values())
+            self.history.add(users=len(group), gradient=gradient, theta=iterates.aggregate)
+        return iterates.aggregate

@@ -1,10 +1,7 @@
 """Accelerated stochastic approximation (AC-SA, Lan 2012): its iteration, its step sizes and its proved excess loss.
 
-The theorems of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO) hide constants in O(). Every bound here
-is a number that the proof gives (``docs/proofs/20_accelerated_sgd.md``), with the noise that the protocol really has.
-
-SCO Theorem 4.3 and Lemma 4.4 print L_t = ((T+2)^{3/2}σ/D + β)/(t+1). Where noise is small that breaks L_t > α_t·β, which the
-proof needs, and on a quadratic without constraint the iterates diverge. Here L_t = (2β + s)/(t+1), which is proved.
+Every bound is a number that ``docs/proofs/20_accelerated_sgd.md`` proves, with the noise that the protocol really has. That
+page also says why L_t is not what the paper (Cheu, Joseph, Mao and Peng's convex optimisation, SCO) prints.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-from opacus_shuffle.sco.oracle import Oracle
+from opacus_shuffle.sco.descent_bound import Oracle
 
 _CANDIDATES = 4000
 
@@ -28,8 +25,7 @@ def accelerated_momentum(step: int) -> float:
 class AcceleratedIterates:
     """The three sequences of AC-SA: θ, the aggregate (the answer) and the middle (where gradients are taken).
 
-    SCO Algorithm 6 leaves the middle point of its first round undefined, and takes later ones with α_t and the old aggregate:
-    that is the new aggregate over again. Here they are as in Algorithm 4: θ_1, then with α_{t+1} and the new aggregate.
+    They are as in SCO Algorithm 4. Algorithm 6 prints a middle that is undefined at first, then the aggregate over again.
     """
 
     def __init__(self, project: Callable[[Tensor], Tensor], start: Tensor, inverse_step_sizes: Sequence[float]) -> None:
@@ -63,24 +59,10 @@ def accelerated_bound(
     diameter: float,
     bias: float = 0.0,
 ) -> float | None:
-    """Returns an upper bound on the expected excess loss of AC-SA.
+    """Returns an upper bound on the expected excess loss of AC-SA; None where nothing is proved: if L_t > α_t·β fails.
 
-    Args:
-        inverse_step_sizes: L_1, …, L_T; the step itself is 1/L_t.
-        smoothness: β.
-        deviation: σ with E‖ξ_t‖² ≤ σ², ξ_t the noise in round t's gradient: its error less the bias, centred given the past.
-        distance: D with E‖θ_1 − θ*‖² ≤ D².
-        start_gap: At least E f(θ_1) − f(θ*).
-        diameter: Of the set; counts only if (t+1)L_t grows, or against the bias.
-        bias: At least the norm of the expected error of a round's gradient given the past.
-
-    Returns:
-        The bound, or None where the proof says nothing: if L_t > α_t·β fails.
-
-    Formal Guarantees:
-        Proved (``docs/proofs/20_accelerated_sgd.md``): with w_t = (t+1)L_t and Γ_T = 2/((T+1)(T+2)),
-        E f(θ^ag_{T+1}) − f* ≤ Γ_T·[start_gap + w_1·D²/2 + Σ max(0, w_t − w_{t−1})·diameter²/2 + Σ (t+1)σ²/(2(L_t − α_tβ))]
-        + bias·diameter.
+    The claim of ``docs/proofs/20_accelerated_sgd.md``, whose names these are: L_1, …, L_T (the step itself is 1/L_t), β, σ and
+    D; the diameter counts only if (t+1)L_t grows, or against the bias.
     """
     steps = np.asarray(inverse_step_sizes, dtype=np.float64)
     times = np.arange(1, len(steps) + 1)
@@ -96,10 +78,7 @@ def accelerated_bound(
 
 
 def accelerated_batch_size(oracle: Oracle, *, num_users: int, smoothness: float | None, distance: float) -> int:
-    """Returns the batch size with the least bound at T = ⌊n/b⌋ rounds, the largest of those with the best T.
-
-    It is of order n^{3/5}s^{2/5}(L/(βD))^{2/5}. With β None the smoothing is chosen with it (:func:`best_smoothing`).
-    """
+    """Returns the batch size with the least bound at T = ⌊n/b⌋ rounds; with β None the smoothing is chosen with it."""
     candidates = np.geomspace(1, num_users, min(num_users, _CANDIDATES))
     candidates = np.unique(np.round(candidates).astype(np.int64))  # all batch sizes, or a geometric grid
     rounds = np.unique(np.maximum(num_users // candidates, 1)).astype(np.float64)

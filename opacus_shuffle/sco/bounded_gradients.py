@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opacus_shuffle.sco.moreau import MoreauEnvelope
 from opacus_shuffle.sco.objective import Objective
+from opacus_shuffle.sco.proximal import SLACK
 from opacus_shuffle.sco.records import map_data, number_of_users, take
-
-TOLERANCE = 1e-5  # a gradient may exceed the Lipschitz constant by this fraction (rounding), and is then scaled back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,51 +22,50 @@ class BoundedGradients:
         objective: The loss or the envelope.
         limit: No reported gradient is longer.
         clip: Whether longer gradients are cut and unusable ones replaced by zero, rather than refused.
-        bias: Gradients are wrong by at most this.
-        smoothing_cost: By how much the loss's excess may exceed that of what is minimised: L²/(2β) for an envelope.
     """
 
     objective: Objective
     limit: float
     clip: bool
-    bias: float = 0.0
-    smoothing_cost: float = 0.0
+
+    @property
+    def bias(self) -> float:
+        """Gradients are wrong by at most this."""
+        return self.objective.gradient_error if isinstance(self.objective, MoreauEnvelope) else 0.0
+
+    @property
+    def smoothing_cost(self) -> float:
+        """By how much the loss's excess may exceed that of what is minimised: L²/(2β) for an envelope."""
+        return self.limit**2 / (2 * self.objective.smoothness) if isinstance(self.objective, MoreauEnvelope) else 0.0
 
     def rows(self, theta: Tensor, batch: Any) -> Tensor:
         """Returns one gradient per record, shape (B, d), float64, none longer than ``limit``.
 
         Without ``clip`` a gradient that is too long is refused, and the objective's own errors come up. With it, whether an
-        error is raised must not tell about single records. A record without a finite gradient (one with a wrong label, say)
-        reports zero, which the protocol allows for; the other records report what they would report beside a usable one. An
-        error comes up only if every record of a block of at least two has one, or if a single record has one that records of
-        zeros and of ones have too (a wrong dimension, say).
+        error is raised must not tell about single records: one without a finite gradient (a wrong label, say) reports zero, and
+        the others what they would report beside a usable one. An error comes up only if every record of a block of at least
+        two has one, or a single record one that records of zeros and of ones have too (a wrong dimension, say).
         """
-        rows = self._usable(theta, batch) if self.clip else self._gradients(theta, batch)
+        rows = self._usable(theta, batch) if self.clip else self.objective.gradients(theta, batch)
         norms = rows.norm(dim=1, keepdim=True)
         longest = float(norms.max()) if len(rows) else 0.0
         # The true gradient is in the ball, so the way to its nearest point leads no farther from it.
-        if not self.clip and not longest <= self.limit * (1 + TOLERANCE) + self.bias:
+        if not self.clip and not longest <= self.limit * (1 + SLACK) + self.bias:
             raise ValueError(
                 f"lipschitz must bound every user's gradient, got {self.limit:.6g} and a gradient of norm {longest:.6g}: pass "
                 "a larger lipschitz, or clip=True to cut every gradient to it"
             )
         return rows * (self.limit / norms.clamp_min(self.limit))
 
-    def _gradients(self, theta: Tensor, batch: Any) -> Tensor:
-        """Returns the objective's gradients in double precision."""
-        return self.objective.gradients(theta, batch).detach().to(torch.float64)
-
     def _usable(self, theta: Tensor, batch: Any) -> Tensor:
         """Returns the gradients, with zeros for records that have none."""
         rows = self._attempt(theta, batch)
         if isinstance(rows, Tensor):
             return torch.where(rows.isfinite().all(dim=1, keepdim=True), rows, 0.0)
-        error = rows
-        count = number_of_users(batch)
-        good = self._without_errors(theta, batch)
+        count, good = number_of_users(batch), self._without_errors(theta, batch)
         if not good:
-            if count > 1 or self._is_structural(error, theta, batch):
-                raise error
+            if count > 1 or self._is_structural(rows, theta, batch):
+                raise rows
             return torch.zeros(count, self.objective.dimension, dtype=torch.float64)
         # The block again, with a usable record in the place of each unusable one: in a batch of another shape the usable ones
         # might be rounded otherwise.
@@ -94,7 +93,7 @@ class BoundedGradients:
     def _attempt(self, theta: Tensor, batch: Any) -> Tensor | Exception:
         """Returns the gradients, or the error that there is instead."""
         try:
-            return self._gradients(theta, batch)
+            return self.objective.gradients(theta, batch)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever a user's loss may raise: that it did tells about the record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from opacus_shuffle.core.validation import finite_number, integer, positive
+from opacus_shuffle.sco.records import real_vector, refuse_unless_finite
 
 
 @runtime_checkable
@@ -30,8 +32,38 @@ class Constraint(Protocol):
         ...
 
 
+class _Region(ABC):
+    """What the sets of this module share: they take finite points of their own dimension."""
+
+    dimension: int | None
+
+    def project(self, theta: Tensor) -> Tensor:
+        """Returns the nearest point of the set; points of the set stay as they are.
+
+        Args:
+            theta: A floating-point tensor (d,); of a ball or a box also (B, d), whose rows are projected one by one.
+
+        Raises:
+            ValueError: If it is no such tensor, of another dimension than the set, or not finite; or if a given projection
+                answers something else than a finite tensor of theta's shape.
+        """
+        name = type(self).__name__
+        if not isinstance(theta, Tensor) or not theta.is_floating_point() or theta.ndim not in (1, 2):
+            found = f"{theta.dtype} of shape {tuple(theta.shape)}" if isinstance(theta, Tensor) else type(theta).__name__
+            raise ValueError(f"theta must be a floating-point tensor of shape (d,), got {found}")
+        if self.dimension is not None and theta.shape[-1] != self.dimension:
+            raise ValueError(f"theta must have the dimension {self.dimension} of {name}, got {theta.shape[-1]}")
+        if not bool(torch.isfinite(theta).all()):
+            raise ValueError(f"theta must be finite to be projected onto {name}, got NaN or infinity in it; take smaller steps")
+        return self._nearest(theta)
+
+    @abstractmethod
+    def _nearest(self, theta: Tensor) -> Tensor:
+        """Returns the nearest point of the set."""
+
+
 @dataclass(frozen=True, eq=False)
-class L2Ball:
+class L2Ball(_Region):
     """All points within ``radius`` of ``center``.
 
     Args:
@@ -48,10 +80,10 @@ class L2Ball:
     def __post_init__(self) -> None:
         object.__setattr__(self, "radius", positive("radius", self.radius))
         if self.center is not None:
-            object.__setattr__(self, "center", _vector("center", self.center))
+            object.__setattr__(self, "center", real_vector("center", self.center))
 
     @property
-    def dimension(self) -> int | None:
+    def dimension(self) -> int | None:  # type: ignore[override]
         """The centre's dimension; None if any will do."""
         return None if self.center is None else len(self.center)
 
@@ -60,9 +92,7 @@ class L2Ball:
         """Twice the radius."""
         return 2 * self.radius
 
-    def project(self, theta: Tensor) -> Tensor:
-        """Returns the nearest point of the ball, or of each row (B, d); points of the ball stay as they are."""
-        _check_point(theta, self.dimension, "L2Ball")
+    def _nearest(self, theta: Tensor) -> Tensor:
         center = torch.zeros_like(theta) if self.center is None else self.center.to(theta)
         offset = theta - center
         norms = torch.linalg.vector_norm(offset, dim=-1, keepdim=True)
@@ -71,7 +101,7 @@ class L2Ball:
 
 
 @dataclass(frozen=True, eq=False)
-class Box:
+class Box(_Region):
     """All points with ``low`` ≤ θ ≤ ``high`` in each coordinate.
 
     Args:
@@ -90,10 +120,11 @@ class Box:
     def __post_init__(self) -> None:
         sizes = {} if self.dimension is None else {"dimension": integer("dimension", self.dimension)}
         for name in ("low", "high"):
-            bound = getattr(self, name)
+            given = getattr(self, name)
+            bound = real_vector(name, given) if isinstance(given, Tensor) else finite_number(name, given)
             if isinstance(bound, Tensor):
-                sizes[name] = len(_vector(name, bound))
-            object.__setattr__(self, name, _vector(name, bound) if isinstance(bound, Tensor) else finite_number(name, bound))
+                sizes[name] = len(bound)
+            object.__setattr__(self, name, bound)
         if len(set(sizes.values())) > 1:
             raise ValueError(f"low, high and dimension must agree, got {sizes}; give vectors of one length")
         object.__setattr__(self, "dimension", next(iter(sizes.values()), None))
@@ -105,14 +136,16 @@ class Box:
 
     @property
     def diameter(self) -> float:
-        """The length of the diagonal; not known of a box between two numbers without ``dimension``."""
+        """The length of the diagonal.
+
+        Raises:
+            ValueError: If the box lies between two numbers and has no ``dimension``.
+        """
         if self.dimension is None:
             raise ValueError("dimension must be given for the diameter of a Box whose bounds are numbers; pass dimension=d")
         return float(torch.linalg.vector_norm(self._width().expand(self.dimension)))
 
-    def project(self, theta: Tensor) -> Tensor:
-        """Returns the nearest point of the box, or of each row (B, d)."""
-        _check_point(theta, self.dimension, "Box")
+    def _nearest(self, theta: Tensor) -> Tensor:
         low, high = (torch.as_tensor(bound, dtype=torch.float64).to(theta) for bound in (self.low, self.high))
         return torch.minimum(torch.maximum(theta, low), high)
 
@@ -122,7 +155,7 @@ class Box:
 
 
 @dataclass(frozen=True, eq=False)
-class Projection:
+class Projection(_Region):
     """A set that is known by its projection function alone.
 
     Args:
@@ -130,21 +163,13 @@ class Projection:
         diameter: An upper bound on the largest distance between two points of the set.
     """
 
+    dimension = None
     function: Callable[[Tensor], Tensor]
     diameter: float
 
-    def project(self, theta: Tensor) -> Tensor:
-        """Returns the nearest point of the set, and refuses an answer that is no finite tensor of theta's shape."""
-        _check_point(theta, None, "the projection")
-        point: Any = self.function(theta.clone())  # it may work in place
-        if not isinstance(point, Tensor) or point.shape != theta.shape or not bool(torch.isfinite(point).all()):
-            found = f"a tensor of shape {tuple(point.shape)}" if isinstance(point, Tensor) else type(point).__name__
-            if isinstance(point, Tensor) and point.shape == theta.shape:
-                found = "NaN or infinite entries"
-            raise ValueError(
-                f"constraint must return a finite tensor of theta's shape {tuple(theta.shape)}, got {found}; "
-                "return the point of the set that is nearest to theta"
-            )
+    def _nearest(self, theta: Tensor) -> Tensor:
+        point = self.function(theta.clone())  # it may work in place
+        refuse_unless_finite("constraint must return", point, theta.shape)
         return point.detach().to(theta)
 
 
@@ -179,22 +204,3 @@ def project_rows(constraint: Constraint, points: Tensor) -> Tensor:
     if isinstance(constraint, L2Ball | Box):
         return constraint.project(points)
     return torch.stack([constraint.project(point) for point in points]) if len(points) else points
-
-
-def _vector(name: str, value: Any) -> Tensor:
-    """Returns a copy of a finite vector, in double precision."""
-    if not isinstance(value, Tensor) or value.ndim != 1 or not len(value) or not bool(torch.isfinite(value).all()):
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.ndim != 1 else repr(value)
-        raise ValueError(f"{name} must be a finite tensor of shape (d,), got {found}")
-    return value.detach().to("cpu", torch.float64, copy=True)
-
-
-def _check_point(theta: Any, dimension: int | None, where: str) -> None:
-    """Refuses points of another type or dimension than the set's, and points that are not finite."""
-    if not isinstance(theta, Tensor) or not theta.is_floating_point() or theta.ndim not in (1, 2):
-        found = f"{theta.dtype} of shape {tuple(theta.shape)}" if isinstance(theta, Tensor) else type(theta).__name__
-        raise ValueError(f"theta must be a floating-point tensor of shape (d,), got {found}")
-    if dimension is not None and theta.shape[-1] != dimension:
-        raise ValueError(f"theta must have the dimension {dimension} of {where}, got {theta.shape[-1]}")
-    if not bool(torch.isfinite(theta).all()):
-        raise ValueError(f"theta must be finite to be projected onto {where}, got NaN or infinite entries; take smaller steps")

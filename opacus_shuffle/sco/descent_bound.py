@@ -1,4 +1,4 @@
-"""``DescentBound``: the excess loss proved for gradient descent on all users, and the best step."""
+"""``Oracle``: how far a round's estimate of a mean gradient may be off; what SGD and gradient descent make of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,52 @@ import math
 
 from scipy.optimize import minimize_scalar
 
-from opacus_shuffle.sco.oracle import Oracle, clamp, sgd_bound
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Oracle:
+    """How far a round's estimate of a mean gradient over b users is off; it is unbiased but for ``bias``.
+
+    Where SCO has √d·log(d/δ)/ε with a constant left out, here stands the noise that the protocol really has, s = √(dV)/L.
+
+    Attributes:
+        lipschitz: No user's gradient is longer, L.
+        dimension: d.
+        variance: Per coordinate, of the sum of a batch's reports, V.
+        bias: The users' gradients are wrong by at most this (inexact proximal steps).
+    """
+
+    lipschitz: float
+    dimension: int
+    variance: float
+    bias: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """The number of users whose gradients are as large as the noise, s = √(dV)/L."""
+        return math.sqrt(self.dimension * self.variance) / self.lipschitz
+
+    def deviation(self, batch_size: int) -> float:
+        """Returns an upper bound on the root of E‖estimate − mean gradient‖²: √(L²/b + dV/b²)."""
+        return self.lipschitz * math.sqrt(1 / batch_size + (self.ratio / batch_size) ** 2)
+
+    def second_moment(self, batch_size: int) -> float:
+        """Returns an upper bound on E‖estimate‖²: L_G² = L² + dV/b²."""
+        return self.lipschitz**2 * (1 + (self.ratio / batch_size) ** 2)
+
+
+def sgd_bound(
+    *, rounds: int, step_size: float, second_moment: float, distance: float, diameter: float = 0.0, bias: float = 0.0
+) -> float:
+    """Returns an upper bound on the expected excess loss of the average of T projected subgradient steps (SCO Lemma 4.2).
+
+    D²/(2ηT) + ηL_G²/2, and ‖bias‖·diameter for gradients that are not quite unbiased: ⟨bias, θ_t − θ*⟩ in every step.
+    """
+    return distance**2 / (2 * step_size * rounds) + step_size * second_moment / 2 + bias * diameter
+
+
+def clamp(value: float, most: int) -> int:
+    """Returns the nearest whole number in [1, most]."""
+    return max(1, min(round(min(value, most)), most))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,9 +68,7 @@ class DescentBound:
         diameter: Of the set, for the bias.
 
     Formal Guarantees:
-        Proved for β-smooth losses and η ≤ 2/β (``docs/proofs/21_gradient_descent.md``): D²/(2ηT) + ηL_G²/2 on the sample, and
-        beyond it L times how far two runs drift apart whose data differ in one user. SCO's Lemma B.5 has L²ηT/n for the
-        latter, but passes over the random rounding, whose distribution depends on the gradients; here it is counted.
+        Proved for β-smooth losses and η ≤ 2/β (``docs/proofs/21_gradient_descent.md``).
     """
 
     rounds: int
@@ -58,13 +101,13 @@ class DescentBound:
         )
         return fit + self.drift(step_size, smoothness)
 
-    def best_step(self, *, smoothness: float | None, lipschitz: float = 0.0) -> float:
+    def best_step(self, *, smoothness: float | None) -> float:
         """Returns the η with the least bound; without ``smoothness`` the loss is smoothed by β = 2/η, at a cost of ηL²/4."""
         start = self.distance**2 / (2 * self.rounds)
 
         def slope(step: float) -> float:
             beta = 2 / step if smoothness is None else smoothness
-            rough = lipschitz**2 / 4 if smoothness is None else 0.0
+            rough = self.oracle.lipschitz**2 / 4 if smoothness is None else 0.0
             return self.oracle.second_moment(self.num_users) / 2 + self.drift(step, beta) / step + rough
 
         if smoothness is None:  # the drift is then proportional to η
@@ -79,19 +122,16 @@ class DescentBound:
         )
         return min(math.exp(found.x), step)
 
-    def best_value(self, *, smoothness: float | None, lipschitz: float) -> float:
+    def best_value(self, *, smoothness: float | None) -> float:
         """Returns the bound at the best step, with what smoothing costs where ``smoothness`` is None."""
-        step = self.best_step(smoothness=smoothness, lipschitz=lipschitz)
+        step = self.best_step(smoothness=smoothness)
         beta = 2 / step if smoothness is None else smoothness
         proved = self.value(step, smoothness=beta)
-        cost = lipschitz**2 / (2 * beta) if smoothness is None else 0.0
+        cost = self.oracle.lipschitz**2 / (2 * beta) if smoothness is None else 0.0
         return math.inf if proved is None else proved + cost
 
 
 def descent_candidates(oracle: Oracle, *, num_users: int) -> list[int]:
-    """Returns numbers of rounds to try: the powers of two up to T = min(n, (n/s)²) of Lemma B.6, s of one round, and T itself.
-
-    Beyond that T the noise is the larger part; below it the rounding may be (:class:`DescentBound`), which wants fewer rounds.
-    """
+    """Returns numbers of rounds to try: powers of two up to T = min(n, (n/s)²) of Lemma B.6, s of one round, and T itself."""
     most = clamp(min(num_users, (num_users / max(oracle.ratio, 1e-150)) ** 2), num_users)
     return [*(2**power for power in range(most.bit_length()) if 2**power < most), most]

@@ -1,23 +1,57 @@
-"""``shuffle_gradient_descent``: full gradients, every user in every round.
+"""``shuffle_sgd``, in which every user takes part in one round, and ``shuffle_gradient_descent``, in which all do in all.
 
-Algorithm 5 and Theorem 4.9 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO).
+Algorithms 3 and 5, Theorems 4.1 and 4.9 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
-from opacus_shuffle.sco.bounded_gradients import BoundedGradients
-from opacus_shuffle.sco.budget import PrivacyBudget
-from opacus_shuffle.sco.descent_bound import DescentBound, descent_candidates
-from opacus_shuffle.sco.problem import Problem
+from opacus_shuffle.sco.descent_bound import DescentBound, clamp, descent_candidates, sgd_bound
+from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 from opacus_shuffle.sco.result import Estimate
-from opacus_shuffle.sco.solver import Choices, Phase, Solver, Start
+from opacus_shuffle.sco.solver import Choices, Plan, Solver, Start
+
+
+def shuffle_sgd(
+    problem: Problem,
+    budget: PrivacyBudget,
+    *,
+    batch_size: int | None = None,
+    batches: Iterable[Any] | None = None,
+    step_size: float | None = None,
+    average: bool = True,
+) -> Estimate:
+    """Minimises users' mean loss by one pass of projected SGD, each batch's gradients summed by a shuffle protocol.
+
+    Args:
+        problem: What is to be minimised; it need not be smooth.
+        budget: What may be revealed.
+        batch_size: b, users per round; by default the proved bound's best.
+        batches: Who takes part when, instead of ``batch_size``: vectors of user numbers, disjoint. They must not depend on the
+            users' data.
+        step_size: η; by default the proved bound's best.
+        average: Whether to answer the mean of the iterates, as the theorem does, or the last one (nothing is proved for it).
+
+    Returns:
+        The estimate. Users beyond the last whole batch are not used; ``privacy.num_users`` says how many were.
+
+    Raises:
+        ValueError: If an argument is out of range, a user is in two batches, or a gradient is too long (without ``clip``).
+
+    Formal Guarantees:
+        (ε, δ)-DP under replacement of one user's value, for every data set, against whoever sees all shuffled messages and the
+        estimate: each user is in one round, which is (ε, δ)-DP whatever the rounds before it said. Excess loss: D²/(2ηT) +
+        ηL_G²/2 (Lemma 4.2). SCO Algorithm 3 prints θ + ηg; descent is θ − ηg. Theorem 4.1 has an L too much in η.
+    """
+    choices = Choices(batch_size=batch_size, batches=batches, step_size=step_size, average=average)
+    return SGD(problem, budget, choices).solve()
 
 
 def shuffle_gradient_descent(
@@ -52,60 +86,85 @@ def shuffle_gradient_descent(
     return GradientDescent(problem, budget, choices).solve()
 
 
-class DescentPlan(NamedTuple):
-    """All that a phase needs but the data, and the excess loss that is then proved (None: nothing is)."""
+class SGD(Solver):
+    """Mini-batch SGD (SCO Algorithm 3)."""
 
-    protocol: ShuffleVectorSum
-    rounds: int
-    step_size: float
-    smoothness: float
-    gradients: BoundedGradients
-    bound: float | None
+    algorithm = "SGD"
+
+    def sizes(self, num_users: int, start: Start) -> list[int]:
+        """Returns the caller's batch size, or the one that minimises D·L_G/√T at T = n/b rounds, which is s."""
+        return self.choices.sizes(num_users, lambda: clamp(self.oracle(self.planned_variance()).ratio, num_users))
+
+    def plan(self, sizes: list[int], start: Start, *, exact: bool = True) -> Plan:
+        """Returns step and bound for rounds of these sizes."""
+        gradients = self.problem.own_gradients()
+        moment = max(self.oracle(self.protocol(size).variance).second_moment(size) for size in set(sizes))
+        step = self.choices.step_size or start.distance / (moment * len(sizes)) ** 0.5
+        bound = sgd_bound(
+            rounds=len(sizes),
+            step_size=step,
+            second_moment=moment,
+            distance=start.distance,
+            diameter=self.problem.diameter,
+            bias=gradients.bias,
+        )
+        chosen = {"batch_size": min(sizes), "rounds": len(sizes), "step_size": step}
+        return Plan(gradients, [step], chosen, bound if self.choices.average else None)
+
+    def iterate(self, plan: Plan, groups: list[Tensor], start: Start) -> Tensor:
+        """Makes a projected step of SGD with each group; returns the mean of the iterates, or the last."""
+        theta, total, (step,) = start.theta, torch.zeros_like(start.theta), plan.steps
+        for group in groups:
+            total += theta
+            gradient = self.mean_gradient(plan.gradients, theta, group, len(groups) if self.interaction == "full" else 1)
+            theta = self.problem.project(theta - step * gradient)
+            self.history.add(users=len(group), gradient=gradient, theta=theta)
+        return self.problem.project(total / len(groups)) if self.choices.average else theta
 
 
-class GradientDescent(Solver):
+class GradientDescent(SGD):
     """Gradient descent on one group of users after another (SCO Algorithm 5)."""
 
     algorithm = "gradient descent"
     interaction = "full"
 
-    def bound(self, num_users: int, start: Start, *, exact: bool) -> float:
-        """Returns the excess loss to be proved for a phase of so many users; nearly so, but faster, if not ``exact``."""
-        proved = self.plan(num_users, start).bound if exact else self._best_rounds(num_users, start)[0]
-        return self.problem.capped(math.inf if proved is None else proved)
-
-    def run(self, users: Tensor, start: Start) -> Phase:
-        """Runs a phase on these users, all of them in every round."""
+    def groups(self, users: Tensor, start: Start) -> list[Tensor]:
+        """Returns all of these users, for every round."""
         self.ledger.claim(users)
-        plan = self.plan(len(users), start)
-        protocols = {len(users): plan.protocol}
-        theta, history = self.descend([users] * plan.rounds, protocols, plan.gradients, start.theta, plan.step_size)
-        chosen = {"rounds": plan.rounds, "step_size": plan.step_size, "smoothness": plan.smoothness}
-        return Phase(
-            theta,
-            plan.bound if self.choices.average else None,
-            history,
-            {**chosen, "lipschitz": self.problem.lipschitz, "distance": start.distance},
-            plan.rounds * plan.protocol.bits_per_user,
-            plan.rounds,
-        )
+        return [users] * len(self.sizes(len(users), start))
 
-    def plan(self, num_users: int, start: Start) -> DescentPlan:
-        """Returns rounds, step, smoothing and bound for a phase of so many users."""
-        problem, choices = self.problem, self.choices
-        rounds = choices.rounds or self._best_rounds(num_users, start)[1]
-        protocol = self.protocol(num_users, rounds)
-        proved = self._bound(num_users, rounds, start, protocol.variance, protocol.granularity)
-        step = choices.step_size or proved.best_step(smoothness=problem.smoothness, lipschitz=problem.lipschitz)
+    def sizes(self, num_users: int, start: Start) -> list[int]:
+        """Returns all users, for the caller's number of rounds, or the best as far as known without building protocols."""
+        if self.choices.rounds is not None:
+            return [num_users] * self.choices.rounds
+
+        def value(rounds: int) -> float:
+            try:
+                bound = self._bound(num_users, rounds, start, exact=self.budget.calibration == "published")
+            except ValueError:  # more noise bits than anyone would send
+                return math.inf
+            return bound.best_value(smoothness=self.problem.smoothness)
+
+        candidates = descent_candidates(self.oracle(self.protocol(num_users).variance), num_users=num_users)
+        return [num_users] * min(candidates, key=lambda rounds: (value(rounds), rounds))
+
+    def plan(self, sizes: list[int], start: Start, *, exact: bool = True) -> Plan:
+        """Returns step, smoothing and bound for so many rounds of all users."""
+        problem = self.problem
+        proved = self._bound(sizes[0], len(sizes), start, exact=exact or self.budget.calibration == "published")
+        step = self.choices.step_size or proved.best_step(smoothness=problem.smoothness)
         smoothness = problem.smoothness or 2 / step
         gradients = problem.smooth_gradients(smoothness)
         proved = dataclasses.replace(proved, oracle=dataclasses.replace(proved.oracle, bias=gradients.bias))
-        value = proved.value(step, smoothness=smoothness)
-        bound = None if value is None else problem.capped(value + gradients.smoothing_cost)
-        return DescentPlan(protocol, rounds, step, smoothness, gradients, bound)
+        bound = proved.value(step, smoothness=smoothness) if self.choices.average else None
+        return Plan(gradients, [step], {"rounds": len(sizes), "step_size": step, "smoothness": smoothness}, bound)
 
-    def _bound(self, num_users: int, rounds: int, start: Start, variance: float, granularity: int) -> DescentBound:
-        """Returns the proved bound of so many rounds with this noise, before the smoothness is chosen."""
+    def _bound(self, num_users: int, rounds: int, start: Start, *, exact: bool) -> DescentBound:
+        """Returns the proved bound, before the smoothness is chosen, of so many rounds with their protocol, or nearly so."""
+        protocol = self.protocol(num_users, rounds if exact else 1)
+        variance, granularity = protocol.variance, protocol.granularity
+        if not exact:  # as T grows the noise does in proportion, and the grid gets coarser
+            variance, granularity = rounds * variance, max(1, math.floor(granularity / math.sqrt(rounds)))
         likely = self.problem.smooth_gradients(self.problem.lipschitz / start.distance)  # their error, if an envelope's
         return DescentBound(
             rounds=rounds,
@@ -115,23 +174,3 @@ class GradientDescent(Solver):
             distance=start.distance,
             diameter=self.problem.diameter,
         )
-
-    def _best_rounds(self, num_users: int, start: Start) -> tuple[float, int]:
-        """Returns the least bound and its number of rounds, as far as known without building every number's protocol."""
-        problem, single = self.problem, self.protocol(num_users)
-
-        def value(rounds: int) -> float:
-            if self.budget.calibration == "tight":  # as T grows the noise does in proportion, and the grid gets coarser
-                variance, granularity = rounds * single.variance, max(1, math.floor(single.granularity / math.sqrt(rounds)))
-            else:
-                try:
-                    protocol = self.protocol(num_users, rounds)
-                except ValueError:  # more noise bits than anyone would send
-                    return math.inf
-                variance, granularity = protocol.variance, protocol.granularity
-            bound = self._bound(num_users, rounds, start, variance, granularity)
-            return bound.best_value(smoothness=problem.smoothness, lipschitz=problem.lipschitz)
-
-        given = self.choices.rounds
-        candidates = [given] if given else descent_candidates(self.oracle(single.variance), num_users=num_users)
-        return min((value(rounds), rounds) for rounds in candidates)

@@ -1,7 +1,7 @@
 """Convex losses of a linear score: logistic, absolute, hinge and squared, with what theorems ask of them.
 
-Each is h(⟨θ, x⟩, y) with a convex *link* h. If |h′| ≤ l and |h″| ≤ m, and ‖x‖ ≤ R for every user, the loss is (l·R)-Lipschitz
-and (m·R²)-smooth in θ. The functions take θ (d,) and a batch of features (B, d) and targets (B,), and return (B,) losses.
+Each is h(⟨θ, x⟩, y) with a convex *link* h, of θ (d,) and a batch of features (B, d) and targets (B,). If |h′| ≤ l, |h″| ≤ m
+and ‖x‖ ≤ R for every user, the loss is (l·R)-Lipschitz and (m·R²)-smooth in θ.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ Function = Callable[[Tensor, Any], Tensor]
 class Link:
     """A convex function h(s, y) of a score s, elementwise over a batch, and what is known of it.
 
-    A user's gradient must depend on that user's record alone, or the privacy guarantee is void. So the functions are called on
-    batches of one record, vectorised by ``torch.func.vmap`` where that can be (else slowly, one after the other), unless
-    ``elementwise`` promises that they treat records one by one.
+    The functions are called on batches of one record, vectorised by ``torch.func.vmap`` where that can be (else slowly, one
+    after the other), unless ``elementwise`` promises that they treat records one by one.
 
     Args:
         name: For messages.
@@ -51,16 +50,14 @@ class Link:
     elementwise: bool = False
 
     def __post_init__(self) -> None:
-        if not callable(self.value):
-            raise ValueError(f"value must be a callable h(scores, targets), got {self.value!r}")
-        if not boolean("elementwise", self.elementwise):  # then the functions are called on batches of one
-            remedy = "; if it treats records one by one as it is, say so by Link(..., elementwise=True)"
-            for name in ("value", "derivative", "coefficient"):
-                function = getattr(self, name)
-                if function is not None and not isinstance(function, EachRecord):
-                    if not callable(function):
-                        raise ValueError(f"{name} must be a callable, got {function!r}")
-                    object.__setattr__(self, name, EachRecord(function, f"link {self.name}'s {name}", remedy))
+        boolean("elementwise", self.elementwise)
+        remedy = "; if it treats records one by one as it is, say so by Link(..., elementwise=True)"
+        for name in ("value", "derivative", "coefficient"):
+            function = getattr(self, name)
+            if not callable(function) and (function is not None or name == "value"):
+                raise ValueError(f"{name} must be a callable of scores and targets, got {function!r}")
+            if function is not None and not self.elementwise and not isinstance(function, EachRecord):
+                object.__setattr__(self, name, EachRecord(function, f"link {self.name}'s {name}", remedy))
         if self.derivative is None:
             object.__setattr__(self, "derivative", self._differentiate)
         for name in ("lipschitz", "smoothness"):
@@ -164,6 +161,5 @@ LINKS: dict[str, Link] = {
         elementwise=True,
     ),
 }
-"""The links by name."""
 
 _LOSSES = {"logistic": logistic_loss, "absolute": absolute_loss, "hinge": hinge_loss, "squared": squared_loss}

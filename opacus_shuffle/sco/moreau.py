@@ -1,15 +1,9 @@
 """Moreau envelopes: smooth stand-ins for losses with kinks, one record at a time.
 
 Definition 4.5 and Lemma 4.6 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO). The β-envelope of a
-convex f is f_β(θ) = min_{p ∈ Θ} f(p) + (β/2)‖θ − p‖², its minimiser the *proximal point* p(θ). For f with subgradients of norm
-at most L, and θ in Θ:
-
-1. f_β is convex, β-smooth, and its gradients have norm at most L. (The lemma has 2L; ``docs/proofs/22_proximal_points.md``
-   proves L, so that private optimisers of the envelope need half the noise that Theorem 4.7 adds.)
-2. ∇f_β(θ) = β(θ − p(θ)).
-3. f_β ≤ f ≤ f_β + L²/(2β).
-
-Every user smooths its own loss and finds its own proximal point, on its own device: nothing more is sent.
+convex f is f_β(θ) = min_{p ∈ Θ} f(p) + (β/2)‖θ − p‖², its minimiser the *proximal point* p(θ). It is convex and β-smooth, its
+gradients β(θ − p(θ)) are no longer than f's (``docs/proofs/22_proximal_points.md``), and f_β ≤ f ≤ f_β + L²/(2β). Every user
+smooths its own loss, on its own device.
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ from opacus_shuffle.sco.proximal import (
     relative_error,
     steps_for,
 )
-from opacus_shuffle.sco.records import as_double, described, number_of_users
+from opacus_shuffle.sco.records import as_double, number_of_users, refuse_unless_finite
 
 _MOST_STEPS = 1_000_000
 # By default gradients are wrong by this fraction of L at most.
@@ -45,17 +39,12 @@ _TOLERANCE = 1e-9
 class MoreauEnvelope(Objective):
     """The Moreau envelopes of an objective's losses, which are smooth; an objective again.
 
-    How proximal points are found, and what is proved of the error ‖p̂ − p‖ (and β times it, the error of the gradients):
-
-    * ``prox`` given: as you say.
-    * A generalised linear loss (:class:`~opacus_shuffle.sco.objective.LinearObjective`, which ``Objective.from_loss`` makes of
-      the losses in :mod:`opacus_shuffle.sco.losses`) without constraint: closed form or bisection, exact up to rounding.
-    * ``inner_smoothness`` given: a contraction, exponentially fast (:func:`~opacus_shuffle.sco.proximal.by_contraction`).
-    * Otherwise cutting planes (:func:`~opacus_shuffle.sco.proximal.by_cutting_planes`).
-
-    The last two take ``accuracy``, and stop each record as soon as its error is certified, or ``iterations``, and make so many;
-    in both cases what is promised holds for every convex L-Lipschitz loss, before any data are seen. Gradients are moved into
-    the ball of radius L, where the true ones are, so that the optimisers' protocol need never cut them.
+    Proximal points are found as ``prox`` says; else, of a generalised linear loss
+    (:class:`~opacus_shuffle.sco.objective.LinearObjective`) without constraint, by closed form or bisection, exact up to
+    rounding; else by a contraction, exponentially fast, if ``inner_smoothness`` is given; else by cutting planes. The last two
+    take ``accuracy``, and stop each record as soon as its error is certified, or ``iterations``, and make so many: what is
+    promised holds for every convex L-Lipschitz loss, before any data are seen. Gradients are moved into the ball of radius L,
+    where the true ones are, so that the optimisers' protocol need never cut them.
 
     Args:
         objective: The losses f, convex in θ.
@@ -83,7 +72,7 @@ class MoreauEnvelope(Objective):
 
     Raises:
         ValueError: An argument is out of range, or would need more than a million steps. Later: the loss turns out not to be
-            convex or L-Lipschitz, or θ to be outside Θ. (That an error occurs depends on the data.)
+            convex or L-Lipschitz, or θ to be outside Θ.
     """
 
     def __init__(
@@ -108,18 +97,21 @@ class MoreauEnvelope(Objective):
         self.lipschitz = None if lipschitz is None else positive("lipschitz", lipschitz)
         self.constraint = None if constraint is None else as_constraint(constraint, diameter)
         self._inner = None if inner_smoothness is None else positive("inner_smoothness", inner_smoothness)
-        whole_batches = boolean("prox_elementwise", prox_elementwise)
-        remedy = "; if it treats records one by one as it is, say so by prox_elementwise=True"
-        self._prox = prox if prox is None or whole_batches or not callable(prox) else EachRecord(prox, "prox", remedy)
+        self._prox = prox
+        if not boolean("prox_elementwise", prox_elementwise) and prox is not None:
+            remedy = "; if it treats records one by one as it is, say so by prox_elementwise=True"
+            self._prox = EachRecord(prox, "prox", remedy)
         self._exact = prox is None and self.constraint is None and isinstance(objective, LinearObjective)
         if accuracy is not None and iterations is not None:
             raise ValueError(f"accuracy and iterations cannot both be given, got {accuracy!r} and {iterations!r}; drop one")
         if prox is not None:
-            self.accuracy = self._of_given_prox(prox, accuracy, iterations)
-        elif self._exact:
-            self.accuracy = 0.0
+            if not callable(prox):
+                raise ValueError(f"prox must be a callable prox(theta, batch), got {prox!r}")
+            if iterations is not None:
+                raise ValueError(f"iterations cannot be given with prox, which makes its own, got {iterations!r}")
+            self.accuracy = 0.0 if accuracy is None else not_negative("accuracy", accuracy)
         else:
-            self.accuracy = self._plan(accuracy, iterations)
+            self.accuracy = 0.0 if self._exact else self._plan(accuracy, iterations)
 
     @classmethod
     def generalized_linear(
@@ -135,8 +127,7 @@ class MoreauEnvelope(Objective):
 
         Args:
             link: "absolute", "hinge", "logistic" or "squared"; or a convex function h(scores, targets), elementwise, which is
-                called on one record at a time; or a :class:`~opacus_shuffle.sco.losses.Link`, which may promise that it need
-                not be.
+                called on one record at a time; or a :class:`~opacus_shuffle.sco.losses.Link`.
             smoothness: β.
             dimension: d.
             lipschitz: L = max|h′|·max‖x‖, if something is to ask for it.
@@ -155,22 +146,18 @@ class MoreauEnvelope(Objective):
     def proximal_points(self, theta: Tensor, batch: Any) -> ProximalPoints:
         """Returns every record's proximal point, with a bound on its error that is often far below ``accuracy``.
 
-        The arguments are those of :meth:`~opacus_shuffle.sco.objective.Objective.gradients`.
-        """
-        parts = [self._solve(point, part)[0] for point, part in self._chunks(theta, batch)]
-        return ProximalPoints(
-            torch.cat([part.points for part in parts]) if parts else torch.zeros(0, self.dimension, dtype=torch.float64),
-            torch.cat([part.errors for part in parts]) if parts else torch.zeros(0, dtype=torch.float64),
-            max((part.steps for part in parts), default=0),
-        )
+        Args:
+            theta: A point (d,), or one for each record (B, d).
+            batch: B records.
 
-    def _of_given_prox(self, prox: Any, accuracy: float | None, iterations: int | None) -> float:
-        """Returns the accuracy that a given solver promises."""
-        if not callable(prox):
-            raise ValueError(f"prox must be a callable prox(theta, batch), got {prox!r}")
-        if iterations is not None:
-            raise ValueError(f"iterations cannot be given with prox, which makes its own, got {iterations!r}")
-        return 0.0 if accuracy is None else not_negative("accuracy", accuracy)
+        Raises:
+            ValueError: The shapes do not fit, or a loss or ``prox`` is not what was promised (see the class).
+        """
+        none = torch.zeros(0, self.dimension, dtype=torch.float64)
+        parts = [ProximalPoints(none, none[:, 0], 0)]
+        parts += [self._solve(point, part)[0] for point, part in self._chunks(theta, batch)]
+        points, errors = torch.cat([part.points for part in parts]), torch.cat([part.errors for part in parts])
+        return ProximalPoints(points, errors, max(part.steps for part in parts))
 
     def _plan(self, accuracy: float | None, iterations: int | None) -> float:
         """Decides which solver makes how many steps, and returns the accuracy that they promise."""
@@ -213,25 +200,23 @@ class MoreauEnvelope(Objective):
             return self._solve_linear(theta, batch)
         rows = self._inside(theta if theta.ndim == 2 else theta[None]).expand(number_of_users(batch), -1)
         if self._prox is not None:
-            found = self._call_prox(self._prox, rows, batch)
+            points = self._prox(rows.clone(), batch)
+            refuse_unless_finite("prox must return", points, rows.shape)
+            found = ProximalPoints(as_double(points), torch.full((len(rows),), self.accuracy, dtype=torch.float64), 0)
         else:
             found = self._solver(batch, rows)
-            if self._inner is None:
-                self._check(found)
+            missed = found.errors > self.accuracy * (1 + _TOLERANCE)
+            if self._inner is None and bool(missed.any()):  # as cutting planes are of losses that are not convex
+                raise ValueError(
+                    f"loss must be convex with subgradients of norm at most lipschitz={self.lipschitz!r}, and small enough for "
+                    f"its rounding not to matter: for {int(missed.sum())} of {len(missed)} records the proximal point is "
+                    f"certified to {float(found.errors.max()):.3g} only, not {self.accuracy:.3g}; check them, or ask for less "
+                    "accuracy"
+                )
         gradients = self.smoothness * (rows - found.points)
         if self.lipschitz is not None:
             gradients = gradients * (self.lipschitz / gradients.norm(dim=1, keepdim=True).clamp_min(self.lipschitz))
         return found, gradients
-
-    def _check(self, found: ProximalPoints) -> None:
-        """Refuses points of cutting planes that are not certified as promised, as those of losses that are not convex."""
-        missed = found.errors > self.accuracy * (1 + _TOLERANCE)
-        if bool(missed.any()):
-            raise ValueError(
-                f"loss must be convex with subgradients of norm at most lipschitz={self.lipschitz!r}, and small enough for its "
-                f"rounding not to matter: for {int(missed.sum())} of {len(missed)} records the proximal point is certified to "
-                f"{float(found.errors.max()):.3g} only, not {self.accuracy:.3g}; check them, or ask for less accuracy"
-            )
 
     def _solve_linear(self, theta: Tensor, batch: Any) -> tuple[ProximalPoints, Tensor]:
         """Returns the exact points and gradients; the latter do not go through θ − p, which would cancel."""
@@ -240,15 +225,6 @@ class MoreauEnvelope(Objective):
         slopes = linear_coefficients(objective.link, scores, targets, features.square().sum(1), self.smoothness)
         gradients = elementwise(slopes, scores)[:, None] * features
         return ProximalPoints(theta - gradients / self.smoothness, torch.zeros_like(scores), 0), gradients
-
-    def _call_prox(self, prox: Callable[[Tensor, Any], Tensor], rows: Tensor, batch: Any) -> ProximalPoints:
-        """Returns a given solver's answer, checked."""
-        points: Any = prox(rows.clone(), batch)
-        if not isinstance(points, Tensor) or points.shape != rows.shape or not bool(torch.isfinite(points).all()):
-            raise ValueError(
-                f"prox must return finite points of shape {tuple(rows.shape)}, one per record, got {described(points)}"
-            )
-        return ProximalPoints(as_double(points), torch.full((len(rows),), self.accuracy, dtype=torch.float64), 0)
 
     def _inside(self, rows: Tensor) -> Tensor:
         """Returns the points moved into Θ, and refuses those that are farther from it than rounding explains.

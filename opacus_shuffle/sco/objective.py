@@ -1,7 +1,4 @@
-"""``Objective``: losses and gradients of single records, which each user computes on its own device.
-
-A loss may be written for batches, as usual in PyTorch; it is called on batches of one, so nothing in it can mix records.
-"""
+"""``Objective``: losses and gradients of single records, which each user computes on its own device."""
 
 from __future__ import annotations
 
@@ -43,9 +40,9 @@ class Objective(ABC):
 
         Args:
             loss: From θ (d,) and a batch to the records' losses, of shape (B,), or for a batch of one a number. It is called
-                on batches of one, vectorised by ``torch.func.vmap``; a loss that this cannot do (one that calls ``item()``,
-                leaves PyTorch or branches on values) is computed one record at a time, with a warning that it is slow. The
-                losses of :mod:`opacus_shuffle.sco.losses` are recognised, and fast.
+                on batches of one, so that it cannot mix records, by ``torch.func.vmap``; where that cannot be (it calls
+                ``item()``, say), one after the other, with a warning that this is slow. The losses of
+                :mod:`opacus_shuffle.sco.losses` are recognised, and fast.
             dimension: d.
             chunk_size: How many records are worked on at once.
 
@@ -74,7 +71,7 @@ class Objective(ABC):
 
     def losses(self, theta: Tensor, batch: Any) -> Tensor:
         """Returns the losses (B,), one per record, for the same arguments; a loss that is not finite is a ValueError."""
-        chunks = [self._losses(point, part) for point, part in self._chunks(theta, batch)]
+        chunks = [self._evaluate(point, part)[0] for point, part in self._chunks(theta, batch)]
         return _finite("losses", chunks, (0,))
 
     def losses_and_gradients(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
@@ -86,10 +83,6 @@ class Objective(ABC):
     @abstractmethod
     def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
         """Returns losses (B,) and gradients (B, d) of one chunk; ``theta`` is (d,) or (B, d), and double."""
-
-    def _losses(self, theta: Tensor, batch: Any) -> Tensor:
-        """Returns the losses alone, where they come cheaper."""
-        return self._evaluate(theta, batch)[0]
 
     def _gradients(self, theta: Tensor, batch: Any) -> Tensor:
         """Returns the gradients alone, where they come cheaper."""
@@ -149,58 +142,33 @@ class LinearObjective(Objective):
         slopes = elementwise(self.link.derivative(scores, targets), scores)
         return elementwise(self.link.value(scores, targets), scores), slopes[:, None] * features
 
-    def _losses(self, theta: Tensor, batch: Any) -> Tensor:
-        scores, _, targets = self.scores(theta, batch)
-        return elementwise(self.link.value(scores, targets), scores)
 
+class RecordObjective(Objective):
+    """Losses of single records, differentiated all at once by ``torch.func``, or one after the other."""
 
-class _LossObjective(Objective):
-    """A user's function, vectorised if it can be."""
+    what: str
+    """What computes the loss, for messages."""
 
-    def __init__(self, loss: Loss, *, dimension: int, chunk_size: int) -> None:
-        self._loss, self._choose = loss, Vectorised("loss")
-        self.dimension = integer("dimension", dimension)
-        self.chunk_size = integer("chunk_size", chunk_size)
-
-    def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        both = torch.func.vmap(torch.func.grad_and_value(self._one), in_dims=(None if theta.ndim == 1 else 0, 0))
-        gradients, losses = self._choose(lambda: both(theta, batch), lambda: self._loop(theta, batch))
-        return losses, gradients
-
-    def _losses(self, theta: Tensor, batch: Any) -> Tensor:
-        function = torch.func.vmap(self._one, in_dims=(None if theta.ndim == 1 else 0, 0))
-        with torch.no_grad():
-            return self._choose(lambda: function(theta, batch), lambda: self._loop(theta, batch)[1])
-
+    @abstractmethod
     def _one(self, theta: Tensor, record: Any) -> Tensor:
-        """Returns one record's loss, a number."""
-        return one_loss(self._loss(theta, batch_of_one(record)), "loss")
+        """Returns one record's loss, a number, at θ (d,)."""
 
-    def _refuse_sizes(self, error: RuntimeError, batch: Any) -> None:
-        """Raises PyTorch's error about sizes as one that says which shapes the loss was given."""
-        if not any(word in str(error) for word in ("size", "shape", "dimension", "invalid for input")):
-            return
-        shapes: list[tuple[int, ...]] = []
-        map_data(lambda x: shapes.append((1, *x.shape[1:])), batch)
-        raise ValueError(
-            f"loss must take theta of shape ({self.dimension},) and a batch of one of shape {', '.join(map(str, shapes))}, but "
-            f"PyTorch says: {str(error).splitlines()[0]}; is dimension={self.dimension} right?"
-        ) from error
+    def _at_once(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        """Returns gradients and losses by ``torch.func.vmap``."""
+        both = torch.func.vmap(torch.func.grad_and_value(self._one), in_dims=(None if theta.ndim == 1 else 0, 0))
+        gradients, losses = both(theta, batch)
+        return gradients, losses
 
-    def _loop(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        """Returns gradients and losses, computed record by record."""
+    def _one_by_one(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        """Returns gradients and losses by plain automatic differentiation, record by record."""
         gradients, losses = [], []
         for i in range(number_of_users(batch)):
             point = (theta if theta.ndim == 1 else theta[i]).detach().clone().requires_grad_()
-            with torch.enable_grad(), no_random_draws("loss"):
-                try:
-                    value = self._one(point, map_data(operator.itemgetter(i), batch))
-                except RuntimeError as error:
-                    self._refuse_sizes(error, batch)
-                    raise
+            with torch.enable_grad(), no_random_draws(self.what):
+                value = self._one(point, map_data(operator.itemgetter(i), batch))
                 if not value.requires_grad:
                     raise ValueError(
-                        "loss must depend on theta through PyTorch operations, got one with no gradient; "
+                        f"{self.what} must depend on theta through PyTorch operations, got one with no gradient; "
                         "do not detach theta or turn it into a NumPy array"
                     )
                 gradients.append(torch.autograd.grad(value, point, allow_unused=True, materialize_grads=True)[0])
@@ -208,8 +176,39 @@ class _LossObjective(Objective):
         return torch.stack(gradients), torch.stack(losses)
 
 
+class _LossObjective(RecordObjective):
+    """A user's function, vectorised if it can be."""
+
+    what = "loss"
+
+    def __init__(self, loss: Loss, *, dimension: int, chunk_size: int) -> None:
+        self._loss, self._choose = loss, Vectorised("loss")
+        self.dimension = integer("dimension", dimension)
+        self.chunk_size = integer("chunk_size", chunk_size)
+
+    def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        gradients, losses = self._choose(lambda: self._at_once(theta, batch), lambda: self._one_by_one(theta, batch))
+        return losses, gradients
+
+    def _one(self, theta: Tensor, record: Any) -> Tensor:
+        return one_loss(self._loss(theta, batch_of_one(record)), "loss")
+
+    def _one_by_one(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        try:
+            return super()._one_by_one(theta, batch)
+        except RuntimeError as error:
+            if not any(word in str(error) for word in ("size", "shape", "dimension", "invalid for input")):
+                raise
+            shapes: list[tuple[int, ...]] = []
+            map_data(lambda x: shapes.append((1, *x.shape[1:])), batch)
+            raise ValueError(
+                f"loss must take theta of shape ({self.dimension},) and a batch of one of shape {', '.join(map(str, shapes))}, "
+                f"but PyTorch says: {str(error).splitlines()[0]}; is dimension={self.dimension} right?"
+            ) from error
+
+
 def elementwise(values: Tensor, scores: Tensor) -> Tensor:
-    """Returns a link's values if there is one per record, and refuses others: targets of shape (B, 1) would give a table."""
+    """Returns a link's values, and refuses all but one per record: targets of shape (B, 1) would give a table."""
     if values.shape != scores.shape:
         raise ValueError(
             f"link must give one value per record, {tuple(scores.shape)}, got {tuple(values.shape)}; targets are of shape (B,)"

@@ -1,23 +1,34 @@
-"""``pan_private_accelerated_sgd``: accelerated SGD on a stream, by an algorithm whose inner state may be seen once.
+"""``pan_private_accelerated_sgd``: accelerated SGD on a stream, by an algorithm that may be looked at once.
 
-Appendix C of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO). The algorithm itself is in
-:mod:`opacus_shuffle.sco.pan_private_stream`; here its parameters are chosen and it is run on data.
+Algorithm 6 and Appendix C of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO). No shuffler: one party
+reads record after record, and adds Gaussian noise before the first record of a batch and again after the last.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from opacus_shuffle.sco.accelerated_sgd import AcceleratedPlan, AcceleratedSGD
-from opacus_shuffle.sco.budget import PrivacyBudget
-from opacus_shuffle.sco.pan_private_stream import PanPrivateAcceleratedSGD, pan_private_noise
-from opacus_shuffle.sco.problem import Problem
-from opacus_shuffle.sco.records import take
-from opacus_shuffle.sco.result import Estimate, History, Round
-from opacus_shuffle.sco.solver import Choices, Start, whole_batches
+from opacus_shuffle.accountants.calibrate import smallest_noise
+from opacus_shuffle.analysis import gaussian
+from opacus_shuffle.core.randomness import check_generator
+from opacus_shuffle.core.validation import boolean, instance_of, integer, not_negative, one_of, open_unit_interval, positive
+from opacus_shuffle.protocols.calibration import CALIBRATIONS
+from opacus_shuffle.protocols.random_rounding import draws_of
+from opacus_shuffle.sco.accelerated_sgd import AcceleratedSGD
+from opacus_shuffle.sco.acceleration import AcceleratedIterates
+from opacus_shuffle.sco.bounded_gradients import BoundedGradients
+from opacus_shuffle.sco.constraints import as_constraint
+from opacus_shuffle.sco.objective import Objective
+from opacus_shuffle.sco.problem import PrivacyBudget, Problem, sized
+from opacus_shuffle.sco.records import number_of_users, real_vector, take
+from opacus_shuffle.sco.result import Estimate
+from opacus_shuffle.sco.solver import Choices, Phase, Plan, Start, positive_numbers
 
 
 def pan_private_accelerated_sgd(
@@ -32,8 +43,8 @@ def pan_private_accelerated_sgd(
     Args:
         problem: What is to be minimised: directly if ``problem.smoothness`` is known (Theorem C.3, 2), else smoothed (Theorem
             C.3, 1). Its generator is of the noise.
-        budget: What an intruder who also sees the output may learn; its calibration is
-            :func:`~opacus_shuffle.sco.pan_private_stream.pan_private_noise`'s, and its ``honest_fraction`` must be 1.
+        budget: What an intruder who also sees the output may learn; its calibration is :func:`pan_private_noise`'s, and its
+            ``honest_fraction`` must be 1.
         batch_size: b, records per step; by default the proved bound's best.
         inverse_step_sizes: L_1, …, L_T, one per step, which is itself 1/L_t. By default the proved bound's best.
 
@@ -44,11 +55,152 @@ def pan_private_accelerated_sgd(
         ValueError: If an argument is out of range, or a gradient is too long (without ``clip``).
 
     Formal Guarantees:
-        (ε, δ)-pan-privacy (SCO Definition C.2) under replacement of one record, see
-        :class:`~opacus_shuffle.sco.pan_private_stream.PanPrivateAcceleratedSGD`. The history may be published with the
-        estimate: it is computed from the batches' gradients with both noises.
+        (ε, δ)-pan-privacy (SCO Definition C.2) under replacement of one record, see :class:`PanPrivateAcceleratedSGD`. The
+        history may be published with the estimate: it is computed from the batches' gradients with both noises.
     """
     return PanPrivate(problem, budget, Choices(batch_size=batch_size, inverse_step_sizes=inverse_step_sizes)).solve()
+
+
+def pan_private_noise(*, lipschitz: float, batch_size: int, epsilon: float, delta: float, calibration: str = "tight") -> float:
+    """Returns ζ, the standard deviation per coordinate of each of a batch's two noises, for the mean of its gradients.
+
+    Replacing a record moves that mean by at most 2L/b. ``"tight"`` takes the smallest ζ whose Gaussian mechanism is (ε, δ)-DP,
+    ``"published"`` ζ² = 8L²ln(2/δ)/(b²ε²) (SCO Algorithm 6), for ε below 1. Both are rounded up.
+    """
+    epsilon, delta = positive("epsilon", epsilon), open_unit_interval("delta", delta)
+    shift = 2 * positive("lipschitz", lipschitz) / integer("batch_size", batch_size)
+    if one_of("calibration", calibration, CALIBRATIONS) == "tight":
+        multiplier = smallest_noise(lambda sigma: gaussian.compute_epsilon(mu=1 / sigma, delta=delta), target_epsilon=epsilon)
+        return math.nextafter(shift * multiplier, math.inf)
+    if epsilon >= 1:
+        raise ValueError(f"epsilon must be below 1 for calibration='published' (SCO Lemma C.5), got {epsilon!r}; use 'tight'")
+    return math.nextafter(shift * math.sqrt(2 * math.log(2 / delta)) / epsilon, math.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class PanState:
+    """All that the algorithm remembers between two records, and an intruder sees; vectors of shape (d,).
+
+    Gradients are taken at ``middle``; ``gradient`` is the batch's running sum, with noise from before its first record.
+    """
+
+    records: int
+    theta: Tensor
+    aggregate: Tensor
+    middle: Tensor
+    gradient: Tensor
+
+
+class PanPrivateAcceleratedSGD:
+    """Accelerated SGD on a stream, one record after the other (SCO Algorithm 6).
+
+    ``constraint``, ``lipschitz``, ``initial`` and ``clip`` are :class:`~opacus_shuffle.sco.problem.Problem`'s.
+
+    Args:
+        objective: Gives a record's gradient.
+        noise: ζ (:func:`pan_private_noise`).
+        batch_size: b.
+        inverse_step_sizes: L_1, …, L_T; the algorithm ends after T·b records.
+        diameter: Of a constraint that does not tell its own.
+        generator: Of the noise, on the CPU; for tests: it is part of the inner state, and tells past and future noise. By
+            default every noise has a fresh secret generator that is forgotten.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Formal Guarantees:
+        Given ζ by :func:`pan_private_noise`, (state at any one time between two calls, everything that :meth:`consume`
+        returned, output) is (ε, δ)-DP under replacement of one record of the stream. Let the record be in batch t. Seen before
+        the record: the state does not depend on it, and everything else does through the batch's sum, to which the second noise
+        is yet to come. Seen after the record within batch t: the state shows its sum with the first noise, and all else follows
+        from that. Seen later: all follows from the sum with both noises. Each is one Gaussian mechanism of sensitivity 2L/b and
+        standard deviation ζ at least, post-processed. What is in memory while a record is worked on is not covered.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        *,
+        constraint: Any,
+        lipschitz: float,
+        noise: float,
+        batch_size: int,
+        inverse_step_sizes: Sequence[float],
+        initial: Tensor | None = None,
+        clip: bool = False,
+        diameter: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        check_generator("generator", generator)
+        self._noise = not_negative("noise", noise)
+        self._generator = generator
+        instance_of("objective", objective, (Objective,))
+        self._reported = BoundedGradients(objective, positive("lipschitz", lipschitz), boolean("clip", clip))
+        self.batch_size = integer("batch_size", batch_size)
+        self._steps = positive_numbers("inverse_step_sizes", inverse_step_sizes)
+        integer("len(inverse_step_sizes)", len(self._steps))
+        region = as_constraint(sized(constraint, objective.dimension), diameter)
+        start = real_vector("initial", torch.zeros(objective.dimension) if initial is None else initial, objective.dimension)
+        self._iterates = AcceleratedIterates(region.project, region.project(start), self._steps)
+        self._records = 0
+        self._gradient = self._draw()
+
+    @property
+    def finished(self) -> bool:
+        """Whether T·b records were read."""
+        return self._records == self.batch_size * len(self._steps)
+
+    @property
+    def room(self) -> int:
+        """How many records the batch still takes."""
+        return 0 if self.finished else self.batch_size - self._records % self.batch_size
+
+    def consume(self, records: Any) -> Tensor | None:
+        """Reads one record, or several of the same batch at once (an intruder then comes before or after them).
+
+        Args:
+            records: A batch of the objective's, of at most :attr:`room` records.
+
+        Returns:
+            If this ended a batch, its mean gradient with both noises, shape (d,), which is not remembered; else None.
+
+        Raises:
+            ValueError: If there is no room, or a gradient is too long (without ``clip``); nothing is then read.
+        """
+        count = number_of_users(records)
+        if not 1 <= count <= self.room:
+            raise ValueError(f"records must number from 1 to {self.room}, which is what this batch still takes, got {count}")
+        rows = self._reported.rows(self._iterates.middle, records)
+        self._gradient = self._gradient + rows.sum(0) / self.batch_size
+        self._records += count
+        if self._records % self.batch_size:
+            return None
+        whole = self._gradient + self._draw()
+        self._iterates.advance(whole)
+        self._gradient = torch.zeros_like(whole) if self.finished else self._draw()
+        return whole
+
+    def state(self) -> PanState:
+        """Returns what an intruder sees now."""
+        found = self._iterates
+        return PanState(
+            self._records, found.theta.clone(), found.aggregate.clone(), found.middle.clone(), self._gradient.clone()
+        )
+
+    def output(self) -> Tensor:
+        """Returns the estimate, shape (d,).
+
+        Raises:
+            ValueError: If the stream has not ended.
+        """
+        if not self.finished:
+            raise ValueError(f"the output comes after {self.batch_size * len(self._steps)} records, got {self._records} so far")
+        return self._iterates.aggregate.clone()
+
+    def _draw(self) -> Tensor:
+        """Returns a noise vector."""
+        dimension = self._reported.objective.dimension
+        return self._noise * torch.randn(dimension, generator=draws_of(self._generator), dtype=torch.float64)
 
 
 class PanPrivate(AcceleratedSGD):
@@ -64,45 +216,44 @@ class PanPrivate(AcceleratedSGD):
                 f"honest_fraction must be 1 for pan-private runs, which have no reports, got {budget.honest_fraction!r}"
             )
 
-    def batches(self, users: Tensor, batch_size: int | None) -> list[Tensor]:
-        """Returns the records in the order of the stream, in whole batches."""
-        return self.ledger.claim_all(whole_batches(users, batch_size or 1))
+    def order(self, users: Tensor) -> Tensor:
+        """Returns the records in the order of the stream."""
+        return users
 
     def noise(self, batch_size: int) -> float:
         """Returns ζ for the mean of so many gradients."""
-        lipschitz, budget = self.problem.lipschitz, self.budget
-        return pan_private_noise(
-            lipschitz=lipschitz,
-            batch_size=batch_size,
-            epsilon=budget.epsilon,
-            delta=budget.delta,
-            calibration=budget.calibration,
-        )
+        spent = dataclasses.asdict(self.budget)
+        del spent["honest_fraction"]
+        return pan_private_noise(lipschitz=self.problem.lipschitz, batch_size=batch_size, **spent)
 
     def variance(self, size: int | None) -> float:
         """Returns the variance of two noises, for the sum of a batch: it does not depend on the batch's size."""
         return 2 * self.noise(1) ** 2
 
-    def iterate(
-        self, plan: AcceleratedPlan, groups: list[Tensor], start: Start
-    ) -> tuple[Tensor, list[Round], dict[str, Any], int | None]:
-        """Lets the algorithm read the stream; returns the answer, the history, the noise, and None: users send nothing."""
-        noise = self.noise(len(groups[0]))
+    def run(self, users: Tensor, start: Start) -> Phase:
+        """Runs a phase on these records."""
+        phase = super().run(users, start)
+        return dataclasses.replace(phase, choices={**phase.choices, "noise": self.noise(phase.choices["batch_size"])})
+
+    def iterate(self, plan: Plan, groups: list[Tensor], start: Start) -> Tensor:
+        """Lets the algorithm read the stream, and returns its output."""
         algorithm = PanPrivateAcceleratedSGD(
             plan.gradients.objective,
             constraint=self.problem.constraint,
             lipschitz=self.problem.lipschitz,
-            noise=noise,
+            noise=self.noise(len(groups[0])),
             batch_size=len(groups[0]),
             inverse_step_sizes=plan.steps,
             initial=start.theta,
             clip=self.problem.clip,
             generator=self.problem.generator,
         )
-        history = History(len(groups))
         for group in groups:
             gradient = algorithm.consume(take(self.problem.data, group))
-            if gradient is not None:
-                state = algorithm.state()
-                history.add(users=state.records, gradient=gradient, theta=state.aggregate)
-        return algorithm.output(), history.rounds, {"noise": noise}, None
+            assert gradient is not None  # a group is a whole batch
+            self.history.add(users=len(group), gradient=gradient, theta=algorithm.state().aggregate)
+        return algorithm.output()
+
+    def bits(self, sizes: list[int], often: int) -> int | None:
+        """Returns None: records are read, not sent."""
+        return None

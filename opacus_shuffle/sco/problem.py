@@ -1,4 +1,4 @@
-"""``Problem``: a loss, its users' data and a convex set; what every optimiser of this package is given."""
+"""What every optimiser of this package is given: a ``Problem`` and a ``PrivacyBudget``."""
 
 from __future__ import annotations
 
@@ -11,19 +11,43 @@ from torch import Tensor, nn
 
 from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.validation import boolean, integer, positive
-from opacus_shuffle.protocols.grid_sum import real_numbers
-from opacus_shuffle.protocols.random_rounding import draws_of
+from opacus_shuffle.protocols.calibration import Promise
 from opacus_shuffle.sco.bounded_gradients import BoundedGradients
 from opacus_shuffle.sco.constraints import Box, Constraint, L2Ball, as_constraint
 from opacus_shuffle.sco.module_objective import ModuleObjective
 from opacus_shuffle.sco.moreau import MoreauEnvelope
 from opacus_shuffle.sco.objective import LinearObjective, Objective
-from opacus_shuffle.sco.records import number_of_users
+from opacus_shuffle.sco.records import number_of_users, real_vector
 
 Envelope = Callable[[float], MoreauEnvelope]
 """The Moreau envelope of a loss at a given smoothness."""
 
 _ROUGHEST, _FINEST = 0.02, 0.005
+
+
+@dataclasses.dataclass(frozen=True)
+class PrivacyBudget:
+    """The privacy of one run of an optimiser.
+
+    Attributes:
+        epsilon: ε of the whole run, in (0, 15], under replacement of one user's value.
+        delta: δ of the whole run, in (0, ½).
+        calibration: ``"tight"``: the least noise that is proved to be enough. ``"published"``: the paper's formulas.
+        honest_fraction: The share of every round's users that must follow the protocol, in [1/3, 1]; 1 for pan-private runs.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    epsilon: float
+    delta: float
+    calibration: str = "tight"
+    honest_fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        checked = Promise(self.epsilon, self.delta, self.calibration, self.honest_fraction)
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, getattr(checked, field.name))
 
 
 class Problem:
@@ -34,14 +58,12 @@ class Problem:
             batches of one: a record's loss must not depend on others), an :class:`~opacus_shuffle.sco.objective.Objective` (a
             Moreau envelope, say), or a pair ``(module, criterion)``. A module is left as it is: to use the estimate, pass
             ``objective = ModuleObjective(module, criterion)`` and call ``objective.load(estimate.theta)``.
-        data: A tensor, or a tuple, list or dict of tensors, whose first dimension is the users; for pan-private runs the
-            records in the order of the stream.
+        data: A tensor, or a tuple, list or dict of tensors, whose first dimension is the users, or the stream's records.
         constraint: The convex set: :class:`~opacus_shuffle.sco.constraints.L2Ball`, ``Box``, an object with ``project`` and
             ``diameter``, or a projection theta -> theta (then ``diameter`` is needed).
         lipschitz: L: no user's gradient on the set is longer (before any smoothing).
-        smoothness: β: every user's loss has a β-Lipschitz gradient on the set. None: a method that needs a smooth loss smooths
-            it, by the β that its bound likes best; an ``Objective`` that is a Moreau envelope brings its own. Plain SGD
-            reads neither this nor ``envelope``.
+        smoothness: β: every user's loss has a β-Lipschitz gradient on the set. None: a Moreau envelope brings its own; any
+            other loss is smoothed, by the β that the bound likes best, where the method needs it (plain SGD does not).
         envelope: With ``smoothness`` None: the Moreau envelope at a given β, where there is a better one than the generic
             solver's, as for linear models: ``lambda beta: MoreauEnvelope.generalized_linear("absolute", beta, dimension=d)``.
         initial: The start, shape (d,), projected onto the set; by default the module's parameters, or 0.
@@ -50,11 +72,9 @@ class Problem:
             function: the set's diameter.
         clip: Cut longer gradients to ``lipschitz``, and report zero for a record whose gradient cannot be computed or is not
             finite (a wrong label, NaN in it, an envelope's loss steeper than ``lipschitz``). By default such records are
-            refused, which is right for finding mistakes; in production pass True: whether an error was raised depends on the
-            data, and can be observed. (An error that every record of a block of at least two has is raised even so: it is
-            taken for a mistake in the call.)
-        generator: Of all randomness (order of the users, rounding, noise), on the CPU; by default secret. Several runs on one
-            problem use it one after the other.
+            refused, which is right for finding mistakes; in production pass True: that an error was raised tells about the
+            data. (One that every record of a block of at least two has is raised even so, as a mistake in the call.)
+        generator: Of all randomness (order of the users, rounding, noise), on the CPU; by default secret.
 
     Attributes:
         objective: The loss as an ``Objective``.
@@ -121,31 +141,28 @@ class Problem:
         """Returns a bound on an excess loss, or L times the diameter, which bounds them all, where that is smaller."""
         return min(bound, self.lipschitz * self.diameter)
 
-    def shuffled(self, users: Tensor) -> Tensor:
-        """Returns these users in a random order."""
-        return users[torch.randperm(len(users), generator=draws_of(self.generator))]
-
     def own_gradients(self) -> BoundedGradients:
         """Returns the gradients of the loss as it is, which may be a Moreau envelope already."""
-        return self._bounded(self.objective)
+        return BoundedGradients(self.objective, self.lipschitz, self.clip)
 
     def smooth_gradients(self, smoothness: float) -> BoundedGradients:
         """Returns the gradients of the loss if its smoothness is known, else those of its envelope at this smoothness."""
         if self.smoothness is not None:
             return self.own_gradients()
-        return self._bounded(self._envelope(smoothness))
-
-    def _bounded(self, objective: Objective) -> BoundedGradients:
-        """Returns an objective's gradients; of an envelope with their error and with what smoothing costs."""
-        if not isinstance(objective, MoreauEnvelope):
-            return BoundedGradients(objective, self.lipschitz, self.clip)
-        cost = self.lipschitz**2 / (2 * objective.smoothness)
-        return BoundedGradients(objective, self.lipschitz, self.clip, objective.gradient_error, cost)
+        return BoundedGradients(self._envelope(smoothness), self.lipschitz, self.clip)
 
     def _envelope(self, smoothness: float) -> MoreauEnvelope:
-        """Returns the user's envelope, checked, or the default one."""
+        """Returns the user's envelope, checked; else a linear model's exact one, or the generic solver's within the set.
+
+        The exact one looks for proximal points everywhere. That takes nothing but convexity: with g the gradient at θ in the
+        set, β‖θ − p‖² ≤ f(θ) − f(p) ≤ ⟨g, θ − p⟩ ≤ L‖θ − p‖ wherever p is.
+        """
         if self.envelope is None:
-            return self._default_envelope(smoothness)
+            known: dict[str, Any] = {"lipschitz": self.lipschitz}
+            if not isinstance(self.objective, LinearObjective):
+                relative = max(_FINEST, min(_ROUGHEST, 0.5 / self.num_users**0.5))  # costs that times L·D of excess loss
+                known.update(constraint=self.constraint, accuracy=relative * self.lipschitz / smoothness)
+            return MoreauEnvelope(self.objective, smoothness, **known)
         if not callable(self.envelope):
             raise ValueError(
                 f"envelope must be a function from a smoothness to a MoreauEnvelope, got {self.envelope!r}; "
@@ -156,20 +173,6 @@ class Problem:
             found = f"one of dimension {made.dimension}" if isinstance(made, MoreauEnvelope) else type(made).__name__
             raise ValueError(f"envelope must return a MoreauEnvelope of dimension {self.dimension}, got {found}")
         return made
-
-    def _default_envelope(self, smoothness: float) -> MoreauEnvelope:
-        """Returns a linear model's exact envelope, or the generic solver's within the set.
-
-        The exact one looks for proximal points everywhere. That takes nothing but convexity: with g the gradient at θ in the
-        set, β‖θ − p‖² ≤ f(θ) − f(p) ≤ ⟨g, θ − p⟩ ≤ L‖θ − p‖ wherever p is.
-        """
-        if isinstance(self.objective, LinearObjective):
-            return MoreauEnvelope(self.objective, smoothness, lipschitz=self.lipschitz)
-        relative = max(_FINEST, min(_ROUGHEST, 0.5 / self.num_users**0.5))  # costs that times L·D of excess loss
-        accuracy = relative * self.lipschitz / smoothness
-        return MoreauEnvelope(
-            self.objective, smoothness, lipschitz=self.lipschitz, constraint=self.constraint, accuracy=accuracy
-        )
 
 
 def as_objective(loss: Any, *, dimension: int | None) -> Objective:
@@ -202,16 +205,6 @@ def farthest(constraint: Constraint, point: Tensor) -> float:
         return float(constraint.diameter)
     away = float((point if constraint.center is None else point - constraint.center).norm())
     return min(constraint.diameter, constraint.radius + away)
-
-
-def real_vector(name: str, value: Any, size: int) -> Tensor:
-    """Returns a copy of a finite vector of this size, float64, on the CPU, and refuses anything else."""
-    vector = real_numbers(name, value)
-    if vector.shape != (size,):
-        raise ValueError(f"{name} must have shape ({size},), got {tuple(vector.shape)}")
-    if not bool(vector.isfinite().all()):
-        raise ValueError(f"{name} must hold {size} finite numbers, got NaN or infinity in it")
-    return vector.to("cpu", torch.float64).clone()
 
 
 def _dimension(constraint: Any, initial: Any, dimension: int | None) -> int | None:

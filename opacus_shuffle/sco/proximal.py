@@ -1,11 +1,6 @@
 """Proximal points p = argmin_{y ∈ Θ} f(y) + (β/2)‖y − θ‖², of many losses f at once, each with a bound on its error.
 
-Three solvers, for f convex and with subgradients of norm at most L (proofs: ``docs/proofs/22_proximal_points.md``):
-
-* Cutting planes (:func:`by_cutting_planes`), for any such f: errors are certified by duality, and after T steps
-  β‖p̂ − p‖ ≤ L·min(1/√2, 4/√(T + 15)), known beforehand.
-* A contraction (:func:`by_contraction`), for H-smooth f: β‖p̂ − p‖ ≤ L·(H/(H + β))^T.
-* Bisection (:func:`linear_coefficients`), for h(⟨y, x⟩, target) with Θ everything: exact up to rounding.
+The solvers, for f convex and with subgradients of norm at most L, are those of ``docs/proofs/22_proximal_points.md``.
 """
 
 from __future__ import annotations
@@ -23,8 +18,7 @@ from opacus_shuffle.sco.objective import Objective
 
 EPSILON = 2.0**-52
 _HALVINGS = 64
-# A loss may exceed its Lipschitz constant by this fraction before it is refused: what rounding does in single precision.
-_SLACK = 1e-5
+SLACK = 1e-5  # a gradient may exceed the Lipschitz constant by this fraction: what rounding does in single precision
 
 
 @dataclass(frozen=True)
@@ -69,13 +63,9 @@ def by_cutting_planes(
 ) -> ProximalPoints:
     """Returns proximal points of convex losses that need not be smooth, by cutting planes, with certified errors.
 
-    Each depends on its own record alone, to the last bit: records that have left off are still evaluated, where they stand,
-    since the shape of a batch may change the rounding of its other records. A loss that is steeper than ``lipschitz``, or that
-    a certificate shows not to be convex, is refused.
-
-    The points ``theta`` are of shape (B, d) and in Θ, onto which ``project`` leads row by row (by default everything is
-    allowed); ``steps`` counts cuts after the first; a record's point stays as it is when its error is certified to be at most
-    ``tolerance`` (by default none does).
+    Each depends on its own record alone, to the last bit. The points ``theta`` (B, d) are in Θ, onto which ``project`` leads
+    row by row (by default Θ is everything); ``steps`` counts cuts after the first; a point stays as it is when its error is
+    certified to be at most ``tolerance``. A loss that is steeper than ``lipschitz``, or not convex, is refused.
     """
     inside = project or (lambda points: points)
     theta = theta.to(torch.float64)
@@ -125,7 +115,8 @@ def by_cutting_planes(
         cut = value - base - (gradient * offset).sum(1)
         constant = constant + weight * (cut - constant)
         slope = slope + weight[:, None] * difference
-        # Who has left off stands still: it can then meet no error that it would not meet alone.
+        # Who has left off stands still, so that it meets no error that it would not meet alone. It is still evaluated: the
+        # shape of a batch may change the rounding of its other records.
         offset = torch.where(active[:, None], inside(center - slope / beta) - center, offset)
     return ProximalPoints(best_points, best_errors, used + 1)
 
@@ -193,7 +184,7 @@ def linear_coefficients(link: Link, scores: Tensor, targets: Any, squared_norms:
 def _check_lipschitz(gradients: Tensor, lipschitz: float) -> None:
     """Refuses subgradients that are longer than ``lipschitz``, for which nothing is proved."""
     largest = float(gradients.norm(dim=1).max()) if len(gradients) else 0.0
-    if largest > lipschitz * (1 + _SLACK):
+    if largest > lipschitz * (1 + SLACK):
         raise ValueError(
             f"lipschitz must bound every subgradient of the loss, got {lipschitz!r} and a subgradient of norm {largest:.6g}; "
             "pass a larger one, or a constraint on which the loss has this one"

@@ -16,16 +16,15 @@ from opacus_shuffle.protocols.statement import PrivacyStatement
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_SNAPSHOTS = 200
+
 
 @dataclasses.dataclass(frozen=True)
 class Round:
     """One round, as far as the analyzer may publish it: everything here is computed from shuffled messages.
 
-    Attributes:
-        number: From 0.
-        users: How many users have taken part so far, this round included.
-        gradient_norm: Norm of the noisy mean gradient.
-        theta: The parameters after the round, shape (d,); None for rounds that keep none.
+    ``number`` counts from 0, ``users`` are all that have taken part so far, ``gradient_norm`` is that of the noisy mean, and
+    ``theta`` (d,) are the parameters after the round; None for rounds that keep none.
     """
 
     number: int
@@ -35,17 +34,22 @@ class Round:
 
 
 class History:
-    """Collects rounds; keeps the parameters of at most ``snapshots`` of them, evenly spread and always the last."""
+    """Collects rounds, phase by phase; keeps the parameters of at most 200 of a phase's, evenly spread and always the last."""
 
-    def __init__(self, rounds: int, snapshots: int = 200) -> None:
-        self._planned, self._every = rounds, math.ceil(rounds / snapshots)
+    def __init__(self) -> None:
         self.rounds: list[Round] = []
+        self._users = 0  # who have taken part so far
+
+    def begin(self, *, rounds: int, users: int) -> None:
+        """Prepares for a phase of so many rounds and users."""
+        self._every, self._last = math.ceil(rounds / _SNAPSHOTS), len(self.rounds) + rounds - 1
+        self._most_users = self._users + users
 
     def add(self, *, users: int, gradient: Tensor, theta: Tensor) -> None:
-        """Records the next round."""
-        number = len(self.rounds)
-        keep = (self._planned - 1 - number) % self._every == 0
-        self.rounds.append(Round(number, users, float(gradient.norm()), theta.clone() if keep else None))
+        """Records the next round, of so many users."""
+        number, self._users = len(self.rounds), min(self._users + users, self._most_users)
+        kept = theta.clone() if (self._last - number) % self._every == 0 else None
+        self.rounds.append(Round(number, self._users, float(gradient.norm()), kept))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,12 +62,11 @@ class Estimate:
         history: One entry per round.
         choices: What was used: batch size, step size, smoothness, …
         excess_loss_bound: At least E[f(theta)] − min over the set of f, where f is the mean loss of a fresh user, the
-            expectation is over users and randomness, and the minimum is over the constraint set. Proved if the users are
-            independent with one distribution, and every user's loss is convex, ``lipschitz``-Lipschitz on the set,
-            ``smoothness``-smooth where that was given, and ``diameter``, where given, is at least the distance from the start
-            to a minimiser. It never depends on the data, so nothing is revealed by it; it does not notice when the
-            assumptions fail (a ``clip=True`` that cuts, say). None where nothing is proved: steps that are too long, a last
-            iterate. It counts on all users following the protocol.
+            expectation is over users and randomness, and the minimum is over the constraint set. Proved if all users follow the
+            protocol and are independent with one distribution, every user's loss is convex, and Lipschitz and smooth as stated,
+            and ``diameter``, where given, is at least the distance from the start to a minimiser. It never depends on the data:
+            it reveals nothing, nor notices when this fails (a ``clip=True`` that cuts, say). None where nothing is proved:
+            steps that are too long, a last iterate.
     """
 
     theta: Tensor

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opacus_shuffle.core.validation import boolean, instance_of, integer, positive
 from opacus_shuffle.protocols.calibration import noise_variance
+from opacus_shuffle.protocols.random_rounding import draws_of
 from opacus_shuffle.protocols.statement import PrivacyStatement
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 from opacus_shuffle.sco.bounded_gradients import BoundedGradients
-from opacus_shuffle.sco.budget import PrivacyBudget
-from opacus_shuffle.sco.oracle import Oracle
-from opacus_shuffle.sco.problem import Problem
-from opacus_shuffle.sco.records import take
-from opacus_shuffle.sco.result import Estimate, History, Round
-from opacus_shuffle.sco.users import UserLedger, split
+from opacus_shuffle.sco.descent_bound import Oracle
+from opacus_shuffle.sco.problem import PrivacyBudget, Problem
+from opacus_shuffle.sco.records import UserLedger, take
+from opacus_shuffle.sco.result import Estimate, History
 
 _BLOCK = 2**23  # entries of per-user gradients held at a time
 
@@ -60,6 +61,11 @@ class Choices:
         if self.inverse_step_sizes is not None:
             object.__setattr__(self, "inverse_step_sizes", positive_numbers("inverse_step_sizes", self.inverse_step_sizes))
 
+    def sizes(self, num_users: int, best: Callable[[], int]) -> list[int]:
+        """Returns the sizes of the whole batches of so many users, of the size given or, if none is, of the best."""
+        size = best() if self.batch_size is None else fitting("batch_size", self.batch_size, num_users)
+        return [size] * (num_users // size)
+
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
@@ -70,10 +76,21 @@ class Phase:
 
     theta: Tensor
     bound: float | None
-    history: list[Round]
     choices: dict[str, Any]
     bits_per_user: int | None
     rounds_per_user: int = 1
+
+
+class Plan(NamedTuple):
+    """All that a phase needs but the data.
+
+    ``steps`` are η, or L_1, …, L_T. ``bound`` is the excess of what is minimised that is then proved; None: nothing is.
+    """
+
+    gradients: BoundedGradients
+    steps: list[float]
+    choices: dict[str, Any]
+    bound: float | None
 
 
 class Solver(ABC):
@@ -86,11 +103,55 @@ class Solver(ABC):
         self.problem: Problem = instance_of("problem", problem, (Problem,))
         self.budget: PrivacyBudget = instance_of("budget", budget, (PrivacyBudget,))
         self.choices = choices
-        self.ledger = UserLedger(problem.num_users)
+        self.ledger, self.history = UserLedger(problem.num_users), History()
+        self.protocol = functools.cache(self._protocol)
 
     @abstractmethod
+    def sizes(self, num_users: int, start: Start) -> list[int]:
+        """Returns how many users take part in each round of a phase of so many."""
+
+    @abstractmethod
+    def plan(self, sizes: list[int], start: Start, *, exact: bool = True) -> Plan:
+        """Returns the plan for rounds of these sizes, by the protocols' own noise; nearly so, but faster, if not ``exact``."""
+
+    @abstractmethod
+    def iterate(self, plan: Plan, groups: list[Tensor], start: Start) -> Tensor:
+        """Makes a round with each group, adds it to the history, and returns the answer (d,)."""
+
+    def bound(self, num_users: int, start: Start, *, exact: bool) -> float:
+        """Returns the excess loss to be proved for a phase of so many users."""
+        proved = self._proved(self.plan(self.sizes(num_users, start), start, exact=exact))
+        return self.problem.capped(math.inf) if proved is None else proved
+
     def run(self, users: Tensor, start: Start) -> Phase:
         """Runs a phase on these users, who have not taken part before."""
+        groups = self.groups(users, start)
+        sizes = [len(group) for group in groups]
+        plan = self.plan(sizes, start)
+        self.history.begin(rounds=len(groups), users=len(users))
+        theta = self.iterate(plan, groups, start)
+        choices = {**plan.choices, "lipschitz": self.problem.lipschitz, "distance": start.distance}
+        often = len(groups) if self.interaction == "full" else 1
+        return Phase(theta, self._proved(plan), choices, self.bits(sizes, often), often)
+
+    def _proved(self, plan: Plan) -> float | None:
+        """Returns the excess loss that is proved, with what smoothing costs."""
+        return None if plan.bound is None else self.problem.capped(plan.bound + plan.gradients.smoothing_cost)
+
+    def bits(self, sizes: list[int], often: int) -> int | None:
+        """Returns what a user who takes part so often sends at most; None if nothing is sent."""
+        return often * max(self.protocol(size, often).bits_per_user for size in sizes)
+
+    def groups(self, users: Tensor, start: Start) -> list[Tensor]:
+        """Returns who takes part in each round: the given batches, or these users, all claimed from the ledger."""
+        if self.choices.batches is not None:
+            return self.ledger.claim_all(self.choices.batches)
+        sizes = self.sizes(len(users), start)
+        return self.ledger.claim_all(torch.split(self.order(users)[: sum(sizes)], sizes))
+
+    def order(self, users: Tensor) -> Tensor:
+        """Returns these users in the order in which they take part: at random."""
+        return users[torch.randperm(len(users), generator=draws_of(self.problem.generator))]
 
     def solve(self) -> Estimate:
         """Runs one phase on everyone."""
@@ -100,37 +161,26 @@ class Solver(ABC):
 
     def estimate(self, phases: list[Phase], choices: dict[str, Any]) -> Estimate:
         """Returns what the last phase has found, and what all of them have revealed."""
-        history: list[Round] = []
-        for phase in phases:  # rounds and users are counted through
-            first, before = len(history), history[-1].users if history else 0
-            history += [
-                dataclasses.replace(each, number=first + each.number, users=before + each.users) for each in phase.history
-            ]
         privacy = PrivacyStatement(
             **dataclasses.asdict(self.budget),
             interaction=self.interaction,
-            rounds=len(history),
+            rounds=len(self.history.rounds),
             rounds_per_user=max(phase.rounds_per_user for phase in phases),
             num_users=self.ledger.used,
             bits_per_user=max((phase.bits_per_user for phase in phases if phase.bits_per_user is not None), default=None),
         )
-        return Estimate(
-            theta=phases[-1].theta, privacy=privacy, history=history, choices=choices, excess_loss_bound=phases[-1].bound
-        )
+        last, history = phases[-1], self.history.rounds
+        return Estimate(theta=last.theta, privacy=privacy, history=history, choices=choices, excess_loss_bound=last.bound)
 
     def oracle(self, variance: float, bias: float = 0.0) -> Oracle:
         """Returns what a round with this variance of its sum tells about a gradient."""
         problem = self.problem
         return Oracle(lipschitz=problem.lipschitz, dimension=problem.dimension, variance=variance, bias=bias)
 
-    def protocol(self, num_users: int, rounds: int = 1) -> ShuffleVectorSum:
+    def _protocol(self, num_users: int, rounds: int = 1) -> ShuffleVectorSum:
         """Returns the protocol of each of so many rounds with the same users; all of them together spend the budget."""
         problem, budget = self.problem, dataclasses.asdict(self.budget)
         return ShuffleVectorSum(num_users, problem.dimension, problem.lipschitz, **budget, rounds=rounds)
-
-    def protocols(self, groups: Iterable[Tensor]) -> dict[int, ShuffleVectorSum]:
-        """Returns the protocols of groups of each size, for users who take part in one round."""
-        return {size: self.protocol(size) for size in sorted({len(group) for group in groups})}
 
     def planned_variance(self) -> float:
         """Returns the variance per coordinate of a round's sum, before its number of users is known.
@@ -141,43 +191,13 @@ class Solver(ABC):
         honest_fraction = promised.pop("honest_fraction")
         return noise_variance(dimension=self.problem.dimension, max_norm=self.problem.lipschitz, **promised) / honest_fraction
 
-    def batches(self, users: Tensor, batch_size: int | None) -> list[Tensor]:
-        """Returns the given batches, or these users at random in batches of one size; all claimed from the ledger."""
-        if self.choices.batches is not None:
-            return self.ledger.claim_all(self.choices.batches)
-        size = fitting("batch_size", integer("batch_size", batch_size), len(users))
-        return self.ledger.claim_all(whole_batches(self.problem.shuffled(users), size))
-
-    def mean_gradient(self, protocol: ShuffleVectorSum, gradients: BoundedGradients, theta: Tensor, users: Tensor) -> Tensor:
-        """Makes a round: every user of the batch reports its gradient, the protocol estimates the mean; shape (d,)."""
-        blocks = split(users, max(1, _BLOCK // self.problem.dimension))
+    def mean_gradient(self, gradients: BoundedGradients, theta: Tensor, users: Tensor, rounds: int = 1) -> Tensor:
+        """Makes one of so many rounds of these users: each reports its gradient, the protocol estimates the mean (d,)."""
+        blocks = torch.split(users, max(1, _BLOCK // self.problem.dimension))
         rows: Iterator[Tensor] | Tensor = (gradients.rows(theta, take(self.problem.data, block)) for block in blocks)
         if len(blocks) == 1:
             rows = next(iter(rows))
-        return protocol.simulate(rows, self.problem.generator) / len(users)
-
-    def descend(
-        self,
-        groups: list[Tensor],
-        protocols: dict[int, ShuffleVectorSum],
-        gradients: BoundedGradients,
-        theta: Tensor,
-        step: float,
-    ) -> tuple[Tensor, list[Round]]:
-        """Makes a projected step of SGD with each group; returns the mean of the iterates, or the last, and the history."""
-        total, history, reached = torch.zeros_like(theta), History(len(groups)), 0
-        for group in groups:
-            total += theta
-            gradient = self.mean_gradient(protocols[len(group)], gradients, theta, group)
-            theta = self.problem.project(theta - step * gradient)
-            reached = len(group) if self.interaction == "full" else reached + len(group)
-            history.add(users=reached, gradient=gradient, theta=theta)
-        return self.problem.project(total / len(groups)) if self.choices.average else theta, history.rounds
-
-
-def whole_batches(users: Tensor, size: int) -> list[Tensor]:
-    """Splits users in their order into ⌊n / size⌋ batches; who is left over is in none of them."""
-    return split(users[: len(users) // size * size], size)
+        return self.protocol(len(users), rounds).simulate(rows, self.problem.generator) / len(users)
 
 
 def fitting(name: str, size: int, num_users: int) -> int:

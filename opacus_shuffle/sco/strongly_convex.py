@@ -1,29 +1,25 @@
 """``shuffle_strongly_convex``: phases on disjoint groups of users, each from where the last one ended.
 
-Theorems 4.8 and 4.9 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO). Where a λ-strongly convex loss
-is within Δ of its minimum, θ is within √(2Δ/λ) of the minimiser: every phase starts nearer, and takes steps to suit.
+Theorems 4.8 and 4.9 of Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO): every phase starts nearer to the
+minimiser (``docs/proofs/20_accelerated_sgd.md``, Phases), and takes steps to suit.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from opacus_shuffle.core.validation import integer, one_of, positive
 from opacus_shuffle.sco.accelerated_sgd import AcceleratedSGD
-from opacus_shuffle.sco.budget import PrivacyBudget
 from opacus_shuffle.sco.gradient_descent import GradientDescent
 from opacus_shuffle.sco.pan_private import PanPrivate
-from opacus_shuffle.sco.problem import Problem
+from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 from opacus_shuffle.sco.result import Estimate
-from opacus_shuffle.sco.solver import Choices, Phase, Start, fitting
-from opacus_shuffle.sco.users import split
+from opacus_shuffle.sco.solver import Choices, Phase, Solver, Start, fitting
 
-PhaseSolver: TypeAlias = AcceleratedSGD | GradientDescent
-METHODS: dict[str, type[PhaseSolver]] = {
+METHODS: dict[str, type[Solver]] = {
     "accelerated": AcceleratedSGD,
     "gradient_descent": GradientDescent,
     "pan_private": PanPrivate,
@@ -73,26 +69,20 @@ def shuffle_strongly_convex(
         raise ValueError(f"smoothness must be at least strong_convexity={convexity:g}, got {problem.smoothness!r}")
     count = best_number_of_phases(solver, convexity) if phases is None else integer("phases", phases)
     share = problem.num_users // fitting("phases", count, problem.num_users)
-    everyone = torch.arange(problem.num_users)
-    users = everyone if method == "pan_private" else problem.shuffled(everyone)
+    users = solver.order(torch.arange(problem.num_users))
     ran: list[Phase] = []
     start = _first_start(problem, convexity)
-    for group in split(users[: share * count], share):
+    for group in torch.split(users[: share * count], share):
         ran.append(solver.run(group, start))
         start = _next_start(problem, ran[-1].theta, ran[-1].bound, convexity)
-    choices = {
-        "algorithm": f"phases of {method}",
-        "strong_convexity": convexity,
-        "phases": [phase.choices for phase in ran],
-    }
-    return solver.estimate(ran, choices)
+    found = {"strong_convexity": convexity, "phases": [phase.choices for phase in ran]}
+    return solver.estimate(ran, {"algorithm": f"phases of {method}", **found})
 
 
-def best_number_of_phases(solver: PhaseSolver, strong_convexity: float) -> int:
+def best_number_of_phases(solver: Solver, strong_convexity: float) -> int:
     """Returns the number of phases whose proved bound is the least: a free choice, since it does not depend on the data.
 
-    All numbers are compared by the noise that is planned; the best of them and the paper's own number then by the protocols'
-    own noise. So what is returned is never worse than the paper's.
+    All numbers are compared by the noise that is planned; the best of them and the paper's own number then by the protocols'.
     """
     users = solver.problem.num_users
     common = paper_number_of_phases(users)
@@ -108,7 +98,7 @@ def best_number_of_phases(solver: PhaseSolver, strong_convexity: float) -> int:
     return min(sorted({planned, min(common, users)}), key=lambda count: value(count, True))
 
 
-def bound_of_phases(solver: PhaseSolver, strong_convexity: float, phases: int, *, exact: bool = True) -> float:
+def bound_of_phases(solver: Solver, strong_convexity: float, phases: int, *, exact: bool = True) -> float:
     """Returns the excess loss to be proved for a run of so many phases; nearly so, but faster, if not ``exact``."""
     problem = solver.problem
     start, bound = _first_start(problem, strong_convexity), math.inf

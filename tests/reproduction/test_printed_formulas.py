@@ -15,11 +15,9 @@ from opacus_shuffle.sco.acceleration import (
     accelerated_bound,
     accelerated_step_sizes,
 )
-from opacus_shuffle.sco.budget import PrivacyBudget
 from opacus_shuffle.sco.constraints import L2Ball
-from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent
-from opacus_shuffle.sco.problem import Problem
-from opacus_shuffle.sco.sgd import shuffle_sgd
+from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent, shuffle_sgd
+from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 
 
 def ac_sa(steps, gradient, start, project=lambda theta: theta):

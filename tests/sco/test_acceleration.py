@@ -16,7 +16,7 @@ from opacus_shuffle.sco.acceleration import (
     accelerated_step_sizes,
     best_smoothing,
 )
-from opacus_shuffle.sco.oracle import Oracle
+from opacus_shuffle.sco.descent_bound import Oracle
 
 
 def ac_sa(steps, gradient, start, project=lambda theta: theta):

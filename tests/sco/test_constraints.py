@@ -70,8 +70,8 @@ def test_diameters_are_of_the_farthest_points():
     ("make", "message"),
     [
         (lambda: L2Ball(0.0), "radius must be positive"),
-        (lambda: L2Ball(1.0, torch.tensor([math.nan])), "center must be a finite tensor"),
-        (lambda: L2Ball(1.0, torch.zeros(2, 2)), r"shape \(2, 2\)"),
+        (lambda: L2Ball(1.0, torch.tensor([math.nan])), "center must hold 1 finite numbers"),
+        (lambda: L2Ball(1.0, torch.zeros(2, 2)), r"center must have shape \(d,\), got \(2, 2\)"),
         (lambda: L2Ball(1.0, torch.zeros(2)).project(torch.zeros(3)), "dimension 2 of L2Ball, got 3"),
         (lambda: L2Ball(1.0).project(torch.tensor([math.nan])), "must be finite"),
         (lambda: L2Ball(1.0).project(torch.tensor([1])), "floating-point"),
@@ -89,7 +89,7 @@ def test_diameters_are_of_the_farthest_points():
         (lambda: as_constraint(Box(0.0, 1.0)), "dimension must be given"),
         (lambda: as_constraint(lambda theta: theta[:1], 1.0).project(torch.zeros(2)), r"shape \(2,\)"),
         (lambda: as_constraint(lambda theta: None, 1.0).project(torch.zeros(2)), "got NoneType"),
-        (lambda: as_constraint(lambda theta: theta / 0, 1.0).project(torch.ones(2)), "NaN or infinite"),
+        (lambda: as_constraint(lambda theta: theta / 0, 1.0).project(torch.ones(2)), "NaN or infinity"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(make, message):

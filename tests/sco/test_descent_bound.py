@@ -10,12 +10,10 @@ import pytest
 import torch
 from helpers.convex_problems import Quadratic
 
-from opacus_shuffle.sco.budget import PrivacyBudget
 from opacus_shuffle.sco.constraints import L2Ball
-from opacus_shuffle.sco.descent_bound import DescentBound, descent_candidates
+from opacus_shuffle.sco.descent_bound import DescentBound, Oracle, descent_candidates
 from opacus_shuffle.sco.gradient_descent import GradientDescent
-from opacus_shuffle.sco.oracle import Oracle
-from opacus_shuffle.sco.problem import Problem
+from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 from opacus_shuffle.sco.solver import Choices, Start
 
 BOUND = DescentBound(
@@ -43,7 +41,7 @@ def test_smoothing_and_step_are_the_best_together():
         proved = BOUND.value(step, smoothness=beta)
         return math.inf if proved is None else proved + 1.0 / (2 * beta)
 
-    step = BOUND.best_step(smoothness=None, lipschitz=1.0)
+    step = BOUND.best_step(smoothness=None)
     pairs = [(a * step, 2 * b / step) for a in np.geomspace(0.2, 5, 41) for b in np.geomspace(0.2, 5, 41)]
     # a longer step with less smoothing, or the reverse, never gains: β is at its cap, where the drift is largest
     assert value(step, 2 / step) <= min(value(a, b) for a, b in pairs if b >= 2 / a * 0.999) * (1 + 1e-3)

@@ -17,9 +17,8 @@ from helpers.convex_problems import (
 
 from opacus_shuffle.sco.accelerated_sgd import shuffle_accelerated_sgd
 from opacus_shuffle.sco.constraints import Box, L2Ball
-from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent
+from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent, shuffle_sgd
 from opacus_shuffle.sco.losses import absolute_loss
-from opacus_shuffle.sco.sgd import shuffle_sgd
 from opacus_shuffle.sco.strongly_convex import (
     shuffle_strongly_convex,
 )
@@ -32,13 +31,17 @@ ERRORS = 4
     ("run", "options"),
     [
         (shuffle_sgd, {}),
-        (shuffle_sgd, {"step_size": 0.3}),
+        pytest.param(shuffle_sgd, {"step_size": 0.3}, marks=pytest.mark.slow),
         (shuffle_accelerated_sgd, {"smoothness": 1.0}),
         (shuffle_accelerated_sgd, {"smoothness": 1.0, "honest_fraction": 0.5}),
         (shuffle_accelerated_sgd, {"smoothness": 1.0, "batch_size": 100}),
         (shuffle_gradient_descent, {"smoothness": 1.0, "rounds": 50}),
         (shuffle_strongly_convex, {"smoothness": 1.0, "strong_convexity": 1.0}),
-        (shuffle_strongly_convex, {"smoothness": 1.0, "strong_convexity": 1.0, "method": "gradient_descent", "rounds": 20}),
+        pytest.param(
+            shuffle_strongly_convex,
+            {"smoothness": 1.0, "strong_convexity": 1.0, "method": "gradient_descent", "rounds": 20},
+            marks=pytest.mark.slow,  # by default test_strongly_convex.py runs such phases
+        ),
         (shuffle_strongly_convex, {"smoothness": 1.0, "strong_convexity": 1.0, "method": "pan_private"}),
     ],
 )

@@ -51,7 +51,7 @@ def module_by_autograd(network, criterion, inputs, targets):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("grad_sample", ["functorch", "hooks"])
+@pytest.mark.parametrize("grad_sample", ["functorch", "autograd"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_module_gradients_are_those_of_autograd(grad_sample, reduction):
     network, (inputs, targets) = small_network(torch.float64), images(dtype=torch.float64)
@@ -63,15 +63,15 @@ def test_module_gradients_are_those_of_autograd(grad_sample, reduction):
     assert objective.dimension == expected.shape[1]
 
 
-def test_hooks_and_functorch_agree_away_from_the_start_in_single_precision():
+def test_autograd_and_functorch_agree_away_from_the_start_in_single_precision():
     network, batch = small_network(), images()
     one = ModuleObjective(network, nn.CrossEntropyLoss())
-    two = ModuleObjective(network, nn.CrossEntropyLoss(), grad_sample="hooks")
+    two = ModuleObjective(network, nn.CrossEntropyLoss(), grad_sample="autograd")
     theta = one.initial + 0.1 * normal(one.dimension, seed=9)
     torch.testing.assert_close(one.losses_and_gradients(theta, batch), two.losses_and_gradients(theta, batch), **SINGLE)
 
 
-@pytest.mark.parametrize("grad_sample", ["functorch", "hooks"])
+@pytest.mark.parametrize("grad_sample", ["functorch", "autograd"])
 def test_frozen_parameters_are_no_part_of_theta_and_the_module_changes_by_load_alone(grad_sample):
     network, batch = small_network(), images()
     network[0].weight.requires_grad_(False)
@@ -90,7 +90,7 @@ def test_frozen_parameters_are_no_part_of_theta_and_the_module_changes_by_load_a
     torch.testing.assert_close(objective.gradients(theta, batch), expected.double(), **SINGLE)
 
 
-@pytest.mark.parametrize("grad_sample", ["functorch", "hooks"])
+@pytest.mark.parametrize("grad_sample", ["functorch", "autograd"])
 def test_a_wrapped_module_is_taken_for_what_it_wraps_and_keeps_its_hooks(grad_sample):
     network, batch = small_network(), images()
     expected = module_by_autograd(network, nn.CrossEntropyLoss(), *batch)
@@ -103,9 +103,10 @@ def test_a_wrapped_module_is_taken_for_what_it_wraps_and_keeps_its_hooks(grad_sa
         ModuleObjective(network, nn.CrossEntropyLoss())
 
 
-def test_hooks_recover_from_an_error_in_the_middle():
+@pytest.mark.parametrize("grad_sample", ["functorch", "autograd"])
+def test_an_error_in_the_middle_leaves_nothing_behind(grad_sample):
     network, batch = small_network(), images()
-    objective = ModuleObjective(network, nn.CrossEntropyLoss(), grad_sample="hooks")
+    objective = ModuleObjective(network, nn.CrossEntropyLoss(), grad_sample=grad_sample)
     expected = objective.gradients(objective.initial, batch)
     with pytest.raises(ValueError, match="must run on this batch"):
         objective.gradients(objective.initial, (torch.zeros(4, 1, 20, 20), batch[1][:4]))
@@ -143,7 +144,7 @@ class Counting(nn.Linear):
         return super().forward(self.inner(x[:, :, None].repeat(1, 1, 2)).mean(2))
 
 
-@pytest.mark.parametrize("grad_sample", ["functorch", "hooks"])
+@pytest.mark.parametrize("grad_sample", ["functorch", "autograd"])
 @pytest.mark.parametrize(
     ("network", "message"),
     [
@@ -165,7 +166,7 @@ def test_networks_without_a_fixed_loss_per_record_are_refused(grad_sample, netwo
         act()
 
 
-@pytest.mark.parametrize("grad_sample", ["functorch", "hooks"])
+@pytest.mark.parametrize("grad_sample", ["functorch", "autograd"])
 def test_dropout_and_frozen_statistics_are_fine_in_evaluation_mode(grad_sample):
     network = nn.Sequential(nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2), nn.Dropout(0.5)).eval()
     batch = normal(5, 2).float(), torch.tensor([0, 1, 1, 0, 1])
@@ -175,16 +176,33 @@ def test_dropout_and_frozen_statistics_are_fine_in_evaluation_mode(grad_sample):
     assert not network.training
 
 
-def test_tied_parameters_count_once_and_need_functorch():
+@pytest.mark.parametrize("grad_sample", ["functorch", "autograd"])
+def test_tied_parameters_count_once(grad_sample):
     network = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     network[2].weight = network[0].weight
     batch = normal(4, 3).float(), torch.tensor([0, 1, 2, 0])
-    objective = ModuleObjective(network, nn.CrossEntropyLoss())
+    objective = ModuleObjective(network, nn.CrossEntropyLoss(), grad_sample=grad_sample)
     assert objective.dimension == 15
     expected = module_by_autograd(network, nn.CrossEntropyLoss(), *batch)
     torch.testing.assert_close(objective.gradients(objective.initial, batch), expected.double(), **SINGLE)
-    with pytest.raises(ValueError, match="tied"):
-        ModuleObjective(network, nn.CrossEntropyLoss(), grad_sample="hooks")
+
+
+class Branching(nn.Linear):
+    """Nothing that ``torch.func`` can vectorise."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        return output if output.sum().item() > 0 else -output
+
+
+def test_what_cannot_be_vectorised_is_computed_record_by_record_and_at_points_of_their_own():
+    network, batch = Branching(2, 2), (normal(6, 2).float(), torch.tensor([0, 1, 1, 0, 1, 0]))
+    with pytest.raises(ValueError, match="grad_sample='functorch'"):
+        ModuleObjective(network, nn.CrossEntropyLoss()).losses(torch.zeros(6), batch)
+    objective = ModuleObjective(network, nn.CrossEntropyLoss(), grad_sample="autograd")
+    expected = module_by_autograd(network, nn.CrossEntropyLoss(), *batch)
+    for theta in (objective.initial, objective.initial.expand(6, -1)):
+        torch.testing.assert_close(objective.gradients(theta, batch), expected.double(), **SINGLE)
 
 
 def test_parameters_without_influence_have_zero_gradients():
@@ -198,7 +216,7 @@ def test_parameters_without_influence_have_zero_gradients():
 
     batch = normal(4, 2).float(), torch.tensor([0, 1, 1, 0])
     rows = []
-    for mode in ("functorch", "hooks"):
+    for mode in ("functorch", "autograd"):
         objective = ModuleObjective(Idle(), nn.CrossEntropyLoss(), grad_sample=mode)
         rows.append(objective.gradients(torch.zeros(objective.dimension), batch))
     torch.testing.assert_close(*rows, **SINGLE)
@@ -214,12 +232,6 @@ def test_parameters_without_influence_have_zero_gradients():
         (lambda: ModuleObjective(nn.Linear(1, 1), nn.MSELoss()).load(torch.zeros(3)), r"shape \(2,\)"),
         (lambda: ModuleObjective(nn.Linear(1, 1), nn.MSELoss()).load(torch.full((2,), math.nan)), "finite"),
         (lambda: ModuleObjective(nn.Linear(1, 1), nn.MSELoss()).losses(torch.zeros(2), torch.zeros(3, 1)), "pair"),
-        (
-            lambda: ModuleObjective(nn.Linear(1, 1), nn.MSELoss(), grad_sample="hooks").losses(
-                torch.zeros(3, 2), (torch.zeros(3, 1), torch.zeros(3, 1))
-            ),
-            "functorch",
-        ),
         (
             lambda: ModuleObjective(nn.Linear(1, 2), lambda o, t: o - t).losses(
                 torch.zeros(4), (torch.zeros(3, 1), torch.zeros(3, 1))
@@ -244,7 +256,7 @@ class Mixing(nn.Module):
         return self.layer(x) * x.max()
 
 
-@pytest.mark.parametrize("grad_sample", ["functorch", "hooks"])
+@pytest.mark.parametrize("grad_sample", ["functorch", "autograd"])
 def test_a_module_that_mixes_records_finds_none_to_mix(grad_sample):
     torch.manual_seed(0)
     objective = ModuleObjective(Mixing(), nn.CrossEntropyLoss(), grad_sample=grad_sample)

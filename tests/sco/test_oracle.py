@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opacus_shuffle.sco.oracle import Oracle, sgd_batch_size, sgd_bound
+from opacus_shuffle.sco.descent_bound import Oracle, clamp, sgd_bound
 
 
 @settings(max_examples=100, deadline=None)
@@ -19,7 +19,7 @@ def test_the_sgd_batch_size_minimises_its_bound(lipschitz, dimension, variance, 
     def value(size):  # D L_G / √T, squared, but for D² and with T = n/b
         return oracle.second_moment(size) * size
 
-    chosen = sgd_batch_size(oracle, num_users=users)
+    chosen = clamp(oracle.ratio, users)
     assert 1 <= chosen <= users
     neighbours = [size for size in (chosen - 1, chosen + 1) if 1 <= size <= users]
     # b = s rounded: b + s²/b is flat there, its neighbours at most (1/2)²/(s b) better

@@ -15,8 +15,7 @@ from scipy.stats import chi2
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.sco.constraints import Box, L2Ball
 from opacus_shuffle.sco.objective import Objective
-from opacus_shuffle.sco.pan_private import pan_private_accelerated_sgd
-from opacus_shuffle.sco.pan_private_stream import PanPrivateAcceleratedSGD, pan_private_noise
+from opacus_shuffle.sco.pan_private import PanPrivateAcceleratedSGD, pan_private_accelerated_sgd, pan_private_noise
 
 BUDGET = {"epsilon": 0.9, "delta": 1e-6}
 FAR = L2Ball(1e9)
@@ -268,7 +267,7 @@ def test_the_statement_is_about_one_intrusion():
         ({"epsilon": 1.0, "calibration": "published"}, "epsilon must be below 1 for calibration='published'"),
         ({"epsilon": -1.0}, "epsilon must be positive"),
         ({"honest_fraction": 0.5}, "honest_fraction must be 1 for pan-private runs"),
-        ({"delta": 1.0}, "delta must be below 1/2"),
+        ({"delta": 1.0}, "delta must be at least 1e-200 and below 1/2"),
         ({"calibration": "loose"}, "calibration must be one of"),
         ({"batch_size": 101}, "batch_size must not exceed the 100 users"),
         ({"batch_size": 0}, "batch_size must be a whole number"),

@@ -15,13 +15,11 @@ from helpers.convex_problems import (
 )
 
 from opacus_shuffle.sco.accelerated_sgd import shuffle_accelerated_sgd
-from opacus_shuffle.sco.budget import PrivacyBudget
 from opacus_shuffle.sco.constraints import Box, L2Ball
-from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent
+from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent, shuffle_sgd
 from opacus_shuffle.sco.losses import absolute_loss, logistic_loss
 from opacus_shuffle.sco.moreau import MoreauEnvelope
-from opacus_shuffle.sco.problem import Problem
-from opacus_shuffle.sco.sgd import shuffle_sgd
+from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 
 
 def test_modules_and_envelopes_are_losses_too():
@@ -69,7 +67,7 @@ def test_a_known_distance_improves_the_bound_and_a_callable_needs_one():
     ("change", "message"),
     [
         ({"epsilon": 16.0}, "epsilon must not exceed 15"),
-        ({"delta": 0.5}, "delta must be below 1/2"),
+        ({"delta": 0.5}, "delta must be at least 1e-200 and below 1/2"),
         ({"honest_fraction": 0.2}, r"honest_fraction must lie in \[1/3, 1\]"),
         ({"calibration": "loose"}, "calibration must be one of"),
         ({"lipschitz": 0.0}, "lipschitz must be positive"),

@@ -11,9 +11,8 @@ from helpers.convex_problems import (
 )
 
 from opacus_shuffle.sco.constraints import L2Ball
-from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent
+from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent, shuffle_sgd
 from opacus_shuffle.sco.result import History
-from opacus_shuffle.sco.sgd import shuffle_sgd
 
 
 def test_results_speak_and_draw():
@@ -56,8 +55,13 @@ def test_results_speak_and_draw():
 
 @pytest.mark.parametrize(("rounds", "kept"), [(1, 1), (200, 200), (201, 101), (5000, 200)])
 def test_histories_keep_few_snapshots_and_always_the_last(rounds, kept):
-    history = History(rounds)
+    history = History()
+    history.begin(rounds=rounds, users=7)
     for step in range(rounds):
-        history.add(users=step, gradient=torch.ones(1), theta=torch.full((1,), float(step)))
+        history.add(users=2, gradient=torch.ones(1), theta=torch.full((1,), float(step)))
+    assert [each.users for each in history.rounds] == [min(2 * step, 7) for step in range(1, rounds + 1)]
     assert sum(each.theta is not None for each in history.rounds) == kept
     assert float(history.rounds[-1].theta) == rounds - 1
+    history.begin(rounds=1, users=3)
+    history.add(users=1, gradient=torch.ones(1), theta=torch.ones(1))
+    assert (history.rounds[-1].number, history.rounds[-1].users) == (rounds, min(2 * rounds, 7) + 1)

@@ -18,8 +18,7 @@ from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 from opacus_shuffle.sco import solver
 from opacus_shuffle.sco.accelerated_sgd import shuffle_accelerated_sgd
 from opacus_shuffle.sco.constraints import L2Ball
-from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent
-from opacus_shuffle.sco.sgd import shuffle_sgd
+from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent, shuffle_sgd
 from opacus_shuffle.sco.strongly_convex import (
     shuffle_strongly_convex,
 )

@@ -14,9 +14,8 @@ from helpers.convex_problems import (
 )
 
 from opacus_shuffle.sco.accelerated_sgd import AcceleratedSGD
-from opacus_shuffle.sco.budget import PrivacyBudget
 from opacus_shuffle.sco.constraints import L2Ball
-from opacus_shuffle.sco.problem import Problem
+from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 from opacus_shuffle.sco.solver import Choices, Start
 from opacus_shuffle.sco.strongly_convex import (
     METHODS,

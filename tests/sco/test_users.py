@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from opacus_shuffle.sco.accelerated_sgd import shuffle_accelerated_sgd
 from opacus_shuffle.sco.constraints import L2Ball
-from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent
+from opacus_shuffle.sco.gradient_descent import SGD, shuffle_gradient_descent, shuffle_sgd
 from opacus_shuffle.sco.objective import Objective
 from opacus_shuffle.sco.pan_private import pan_private_accelerated_sgd
-from opacus_shuffle.sco.sgd import shuffle_sgd
-from opacus_shuffle.sco.solver import whole_batches
+from opacus_shuffle.sco.problem import PrivacyBudget, Problem
+from opacus_shuffle.sco.records import UserLedger
+from opacus_shuffle.sco.solver import Choices, Start
 from opacus_shuffle.sco.strongly_convex import shuffle_strongly_convex
-from opacus_shuffle.sco.users import UserLedger, split
 
 
 class Recorder(Objective):
@@ -68,15 +68,14 @@ def test_disjoint_batches_pass_and_any_repetition_is_named(order, sizes, data):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 2**31))
 def test_batches_are_whole_and_disjoint(users, size, seed):
-    order = torch.randperm(users, generator=torch.Generator().manual_seed(seed))
-    batches = whole_batches(order, size)
+    generator = torch.Generator().manual_seed(seed)
+    data, size = torch.zeros(users, 1), min(size, users)
+    problem = Problem(half_square, data, constraint=L2Ball(1.0), lipschitz=1.0, dimension=1, generator=generator)
+    budget, choices = PrivacyBudget(COMMON["epsilon"], COMMON["delta"]), Choices(batch_size=size)
+    batches = SGD(problem, budget, choices).groups(torch.arange(users), Start(problem.initial, 1.0))
     members = [user for batch in batches for user in batch.tolist()]
     assert [len(batch) for batch in batches] == [size] * (users // size)
     assert len(set(members)) == len(members)
-
-
-def test_splitting_keeps_everyone_in_order():
-    assert [part.tolist() for part in split(torch.arange(5), 2)] == [[0, 1], [2, 3], [4]]
 
 
 @pytest.mark.parametrize(
