@@ -16,11 +16,7 @@ from opacus_shuffle.sco.records import real_vector, refuse_unless_finite
 
 @runtime_checkable
 class Constraint(Protocol):
-    """A closed convex set with its Euclidean projection.
-
-    The optimisers trust both members: a ``project`` that is no Euclidean projection onto a convex set, or a ``diameter`` that
-    is too small, costs the bounds on the loss (never privacy).
-    """
+    """A closed convex set with its Euclidean projection; if it is none, that costs the bounds on the loss, never privacy."""
 
     @property
     def diameter(self) -> float:

@@ -12,8 +12,6 @@ from scipy.optimize import minimize_scalar
 class Oracle:
     """How far a round's estimate of a mean gradient over b users is off; it is unbiased but for ``bias``.
 
-    Where SCO has √d·log(d/δ)/ε with a constant left out, here stands the noise that the protocol really has, s = √(dV)/L.
-
     Attributes:
         lipschitz: No user's gradient is longer, L.
         dimension: d.

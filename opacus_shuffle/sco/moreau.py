@@ -227,10 +227,7 @@ class MoreauEnvelope(Objective):
         return ProximalPoints(theta - gradients / self.smoothness, torch.zeros_like(scores), 0), gradients
 
     def _inside(self, rows: Tensor) -> Tensor:
-        """Returns the points moved into Θ, and refuses those that are farther from it than rounding explains.
-
-        Since ∇f_β is β-Lipschitz, moving θ by a billionth of the diameter D changes it by β·D·1e-9 at most.
-        """
+        """Returns the points moved into Θ, and refuses those that are farther from it than rounding explains."""
         if self.constraint is None:
             return rows
         projected = project_rows(self.constraint, rows)

@@ -133,11 +133,7 @@ def by_contraction(
     tolerance: float | None = None,
     project: Callable[[Tensor], Tensor] | None = None,
 ) -> ProximalPoints:
-    """Returns proximal points of convex losses with a Lipschitz gradient, by a contraction.
-
-    The arguments are :func:`by_cutting_planes`'s, and ``smoothness``: H, which is trusted: the errors are right if the loss is
-    convex and H-smooth. Each point depends on its own record alone.
-    """
+    """Returns what :func:`by_cutting_planes` does, by a contraction, for losses that are H-smooth (``smoothness``, trusted)."""
     inside = project or (lambda points: points)
     theta = theta.to(torch.float64)
     points, errors, step = theta, torch.full((len(theta),), math.inf, dtype=torch.float64), 0

@@ -28,10 +28,7 @@ _BLOCK = 2**23  # entries of per-user gradients held at a time
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a phase starts: a point of the set with E‖theta − θ*‖² ≤ distance².
-
-    Its expected excess loss is at most ``gap``; None where nothing better than L·distance is known.
-    """
+    """Where a phase starts: E‖theta − θ*‖² ≤ distance², and an expected excess of at most ``gap`` (None: of L·distance)."""
 
     theta: Tensor
     distance: float
@@ -69,10 +66,7 @@ class Choices:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """The outcome of a phase: where it has ended, the excess loss proved there (None: nothing is), and how it came about.
-
-    ``bits_per_user`` is what one of its users has sent in ``rounds_per_user`` rounds; None where nothing is sent.
-    """
+    """The outcome of a phase: where it has ended, the excess loss proved there (None: nothing is), and what users have sent."""
 
     theta: Tensor
     bound: float | None
@@ -82,10 +76,7 @@ class Phase:
 
 
 class Plan(NamedTuple):
-    """All that a phase needs but the data.
-
-    ``steps`` are η, or L_1, …, L_T. ``bound`` is the excess of what is minimised that is then proved; None: nothing is.
-    """
+    """All that a phase needs but the data; ``steps`` are η, or L_1, …, L_T; ``bound`` leaves out what smoothing costs."""
 
     gradients: BoundedGradients
     steps: list[float]
@@ -183,12 +174,9 @@ class Solver(ABC):
         return ShuffleVectorSum(num_users, problem.dimension, problem.lipschitz, **budget, rounds=rounds)
 
     def planned_variance(self) -> float:
-        """Returns the variance per coordinate of a round's sum, before its number of users is known.
-
-        Where only the honest users' noise counts, the others' comes on top, hence the division.
-        """
+        """Returns the variance per coordinate of a round's sum, before its number of users is known."""
         promised = dataclasses.asdict(self.budget)
-        honest_fraction = promised.pop("honest_fraction")
+        honest_fraction = promised.pop("honest_fraction")  # the others' noise comes on top, hence the division
         return noise_variance(dimension=self.problem.dimension, max_norm=self.problem.lipschitz, **promised) / honest_fraction
 
     def mean_gradient(self, gradients: BoundedGradients, theta: Tensor, users: Tensor, rounds: int = 1) -> Tensor:
