@@ -42,7 +42,7 @@ def execute_reference(moves: Sequence[Move]) -> None:
 def execute(moves: Sequence[Move]) -> None:
     """Moves words by ``index_select`` and ``gather`` on blocks that fit the cache."""
     word_index, chunks = functools.cache(_word_index), functools.cache(_cycle_chunks)  # many tensors share an index
-    for move in moves:
+    for move in sorted(moves, key=lambda move: move.tensor.nbytes):  # some 5% faster: the next one's indices are in the cache
         rows, width, row_index, column_index = move.rows, move.columns * move.inner, move.row_index, move.column_index
         if rows == 1:  # a vector, or one row of blocks: its columns are rows
             rows, width, row_index, column_index = move.columns, move.inner, column_index, None
