@@ -38,7 +38,9 @@ def give(parameters, samples):
 class Noiseless(ShuffleVectorSum):
     """Neither noise nor rounding to speak of: a grid of 2^40 steps, and the noise's mean in place of the noise."""
 
-    granularity = 2**40
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        self.granularity = 2**40
 
     def draw_noise(self, num_reports, generator=None):
         return torch.full((self.dimension,), round(num_reports * self.noise_bits * self.bit_probability), dtype=torch.int64)
