@@ -75,7 +75,7 @@ class Promise:
         if positive("epsilon", self.epsilon) > 15:
             raise ValueError(f"epsilon must not exceed 15 (SCO Theorem 3.2), got {self.epsilon!r}: choose a smaller one")
         if not 1e-200 <= positive("delta", self.delta) < 0.5:  # smaller tails are not known
-            raise ValueError(f"delta must be below 1/2 (SCO Theorem 3.2) and at least 1e-200, got {self.delta!r}")
+            raise ValueError(f"delta must be at least 1e-200 and below 1/2 (SCO Theorem 3.2), got {self.delta!r}")
         if not 1 / 3 - 1e-12 <= finite_number("honest_fraction", self.honest_fraction) <= 1:
             raise ValueError(f"honest_fraction must lie in [1/3, 1] (SCO Claim A.8), got {self.honest_fraction!r}")
         one_of("calibration", self.calibration, CALIBRATIONS)

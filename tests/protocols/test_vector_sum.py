@@ -269,7 +269,7 @@ def test_one_rounds_own_epsilon_is_that_of_everyone_in_it(rounds):
 
 
 def test_probabilities_beyond_known_tails_are_refused():
-    with pytest.raises(ValueError, match=r"delta must be .* at least 1e-200"):
+    with pytest.raises(ValueError, match="delta must be at least 1e-200"):
         ShuffleVectorSum(50, 3, 1.0, 1.0, 1e-250, "tight")
 
 
