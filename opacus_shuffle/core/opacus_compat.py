@@ -16,6 +16,7 @@ import functools
 import inspect
 import types
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import opacus
@@ -25,6 +26,7 @@ from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from opacus.layers import DPMultiheadAttention
 from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
+from opacus.utils import batch_memory_manager
 from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch import nn
@@ -71,6 +73,31 @@ class OpenEngine(opacus.PrivacyEngine):
         return self.build_optimizer(**keywords)
 
 
+class OpenOptimizer(DPOptimizer):
+    """Opacus's optimizer, which asks whether a step only adds to the sum of a batch under a public name."""
+
+    def only_sums(self, signalled: bool) -> bool:
+        """Whether the step ends here, without a release, once it has clipped and summed.
+
+        Args:
+            signalled: What ``signal_skip_step`` said of it.
+        """
+        return signalled
+
+    def signalled(self) -> bool:
+        """What ``signal_skip_step`` said of the next step."""
+        return bool(super()._check_skip_next_step(pop_next=False))
+
+    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
+        signalled = bool(super()._check_skip_next_step(pop_next))
+        return self.only_sums(signalled) if pop_next else signalled
+
+
+def build_physical_loaders_with(build: Callable[..., DataLoader]) -> None:
+    """Lets ``BatchMemoryManager`` build its loaders by this function, which gets the keywords of ``DataLoader``."""
+    batch_memory_manager.DataLoader = build
+
+
 def stock_engine_loader() -> DataLoader | None:
     """The loader in the ``make_private`` of a stock engine that asks its accountant for a step hook, up to six calls above.
 
@@ -93,18 +120,30 @@ def records_waiting(optimizer: DPOptimizer) -> int:
     return len(optimizer._get_flat_grad_sample(optimizer.params[0]))
 
 
+def rows_waiting(optimizer: DPOptimizer) -> set[int]:
+    """How many records each parameter has gradients of; nothing of those that have none."""
+    found = [getattr(parameter, "grad_sample", None) for parameter in optimizer.params]
+    return {sum(map(len, each)) if isinstance(each, list) else len(each) for each in found if each is not None}
+
+
 def last_step_was_skipped(optimizer: DPOptimizer) -> bool:
     """Whether the last ``step()`` only added to the sum of a logical batch."""
     return bool(optimizer._is_last_step_skipped)
 
 
-def drop_partial_batch(optimizer: DPOptimizer) -> None:
-    """Forgets the sum of a logical batch that was left before its end, and the steps that were to be skipped for it."""
-    optimizer._step_skip_queue.clear()
+def drop_sum(optimizer: DPOptimizer) -> None:
+    """Forgets the sum of a logical batch that was left before its end."""
     optimizer._is_last_step_skipped = False
     for parameter in optimizer.params:
-        parameter.grad_sample = None
         parameter.summed_grad = None
+
+
+def drop_partial_batch(optimizer: DPOptimizer) -> None:
+    """Forgets a logical batch that was left before its end, and the steps that were to be skipped for it."""
+    drop_sum(optimizer)
+    optimizer._step_skip_queue.clear()
+    for parameter in optimizer.params:
+        parameter.grad_sample = None
 
 
 def clips_adaptively(optimizer: DPOptimizer) -> bool:

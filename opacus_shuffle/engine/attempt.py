@@ -14,9 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.opacus_compat import OpenEngine, allow_empty_batches, forget_parameters
+from opacus_shuffle.engine.optimizers.ticketed_steps import guard_of, guard_steps
 from opacus_shuffle.engine.run import Run
 from opacus_shuffle.engine.schemes import Scheme
 from opacus_shuffle.engine.weights.module import ShuffleGradSampleModule, make_plain, make_shuffled
+from opacus_shuffle.engine.weights.optimizers import innermost
 
 Engine = TypeVar("Engine", bound="AttemptMixin")
 
@@ -41,6 +43,8 @@ class AttemptMixin(OpenEngine):
 
         Opacus refuses some things midway, an unsupported layer say, when the module is wrapped and the accountant was told.
         """
+        inner = innermost(run.request.optimizer)
+        guard = guard_of(inner)
         module, accountant, engine = run.request.module, dict(self.accountant.__dict__), dict(self.__dict__)
         earlier = module.shuffler if isinstance(module, ShuffleGradSampleModule) else None
         attempt = copy.copy(self)
@@ -49,6 +53,7 @@ class AttemptMixin(OpenEngine):
         try:
             yield attempt
         except BaseException:
+            guard_steps(inner, guard)
             shuffler = self.__dict__.get("shuffler")
             if shuffler is not None and shuffler is not engine.get("shuffler"):
                 shuffler.end()

@@ -197,7 +197,7 @@ class GridSum(ABC):
             raise ValueError("messages must hold at least one user's messages, got none")
         for each in given:
             self._check(each)
-        self._check_reports(sum(each.num_reports for each in given))
+        self.check_reports(sum(each.num_reports for each in given))
         return shuffled(given, numpy_draws(draws_of(generator)))
 
     def _analyze(self, messages: Messages) -> torch.Tensor:
@@ -218,7 +218,7 @@ class GridSum(ABC):
                 f"{expected}; build both ends with the same arguments"
             )
 
-    def _check_reports(self, num_reports: Any) -> int:
+    def check_reports(self, num_reports: Any) -> int:
         """Refuses more or fewer reports than the guarantee covers."""
         reports = integer("num_reports", num_reports)
         if not self._plan.honest_users <= reports <= self.num_users:
@@ -299,7 +299,7 @@ class GridSum(ABC):
 
     def draw_noise(self, num_reports: int, generator: torch.Generator | None = None) -> torch.Tensor:
         """Draws the noise bits of so many users, added up: int64, shape (d,)."""
-        reports = self._check_reports(num_reports)
+        reports = self.check_reports(num_reports)
         noise = numpy_draws(draws_of(generator)).binomial(reports * self.noise_bits, self.bit_probability, self.dimension)
         return torch.from_numpy(noise)
 
@@ -309,7 +309,7 @@ class GridSum(ABC):
         Raises:
             ValueError: If so many reports are not covered.
         """
-        reports = self._check_reports(num_reports)
+        reports = self.check_reports(num_reports)
         instance_of("counts", counts, (torch.Tensor,))
         if counts.shape != (self.dimension,):
             raise ValueError(f"counts must have shape ({self.dimension},), got {tuple(counts.shape)}")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from opacus_shuffle.engine.optimizers.batch_clipping import BatchClipping
 from opacus_shuffle.engine.optimizers.local_gaussian import optimizer_class
 from opacus_shuffle.engine.optimizers.logical_batch import GhostLogicalBatch, LogicalBatch
+from opacus_shuffle.engine.optimizers.ticketed_steps import TicketedSteps
 from opacus_shuffle.engine.optimizers.vector_sum import VectorSumOptimizer
 
 __all__ = [
     "BatchClipping",
     "GhostLogicalBatch",
     "LogicalBatch",
+    "TicketedSteps",
     "VectorSumOptimizer",
     "optimizer_class",
 ]

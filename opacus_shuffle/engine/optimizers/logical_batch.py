@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping, DPPerLayerOptimizer
 
-from opacus_shuffle.core.opacus_compat import drop_partial_batch, last_step_was_skipped, records_waiting
+from opacus_shuffle.core.opacus_compat import last_step_was_skipped, records_waiting, rows_waiting
 
 
 class LogicalBatch(DPOptimizer):
@@ -21,12 +21,14 @@ class LogicalBatch(DPOptimizer):
 
     Attributes:
         num_records: Records of the current logical batch that have been clipped and summed so far.
-        records_per_round: Records that every round must hold, if the accountant counts on it.
     """
 
     num_records: int = 0
-    records_per_round: int | None = None
     _clipped_to: float | None = None
+
+    def rows_waiting(self) -> set[int]:
+        """How many records each parameter has gradients of, that the next step will clip."""
+        return rows_waiting(self)
 
     def clip_and_accumulate(self) -> None:
         """Clip and sum one physical batch, and note its size and norm."""
@@ -34,11 +36,11 @@ class LogicalBatch(DPOptimizer):
             self._note(records_waiting(self), self._clipping_norm())
         super().clip_and_accumulate()
 
-    def add_noise(self) -> None:
-        """Add the noise, if it is made for what was summed.
+    def check_release(self) -> None:
+        """Refuse a sum that the noise is not made for.
 
         Raises:
-            ValueError: If the norm was changed after the reports were clipped, or the round has another size than accounted.
+            ValueError: If the norm was changed after the reports were clipped.
         """
         if self._clipped_to is not None and not math.isclose(self._clipped_to, self.max_grad_norm, rel_tol=1e-6):
             raise ValueError(
@@ -46,31 +48,26 @@ class LogicalBatch(DPOptimizer):
                 f"{self._clipped_to}: change it only between logical batches, and with a scheduler only with clipping='flat' "
                 "and grad_sample_mode 'hooks', 'functorch' or 'ew'"
             )
-        if self.records_per_round not in (None, self.num_records):
-            raise ValueError(
-                f"this batch held {self.num_records} records, the accountant counts on {self.records_per_round}: iterate over "
-                "the data loader that make_private returned"
-            )
+
+    def add_noise(self) -> None:
+        """Add the noise, if it is made for what was summed."""
+        self.check_release()
         super().add_noise()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear gradients, and the notes whenever Opacus clears the sum."""
         super().zero_grad(set_to_none)
         if not last_step_was_skipped(self):
-            self._forget()
+            self.forget_sum()
 
-    def discard_partial_batch(self) -> None:
-        """Drop the sum of a logical batch that was left before its end, and Opacus's plans for the rest of it."""
-        drop_partial_batch(self)
-        self._forget()
+    def forget_sum(self) -> None:
+        """Forget the notes on what was summed so far."""
+        self.num_records, self._clipped_to = 0, None
 
     def _note(self, records: int, norm: float) -> None:
         """Add one physical batch to the notes; of two norms the larger counts."""
         self.num_records += records
         self._clipped_to = norm if self._clipped_to is None else max(norm, self._clipped_to)
-
-    def _forget(self) -> None:
-        self.num_records, self._clipped_to = 0, None
 
     def _clipping_norm(self) -> float:
         """The norm that one whole report is clipped to."""
@@ -125,6 +122,11 @@ class GhostLogicalBatch(LogicalBatch, DPOptimizerFastGradientClipping):
     def clip_and_accumulate(self) -> None:
         """Nothing: the backward pass has clipped."""
 
-    def _forget(self) -> None:
-        super()._forget()
+    def rows_waiting(self) -> set[int]:
+        """How many records the criterion has clipped."""
+        return set() if self._pending is None else {self._pending[0]}
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clear gradients, and with them what the criterion has clipped."""
         self._pending = None
+        super().zero_grad(set_to_none)

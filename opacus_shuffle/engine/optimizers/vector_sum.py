@@ -30,6 +30,7 @@ from opacus.optimizers import DPOptimizer
 from opacus_shuffle.core.opacus_compat import mark_as_used, refuse_used
 from opacus_shuffle.engine.optimizers.logical_batch import LogicalBatch
 from opacus_shuffle.engine.optimizers.step_hooks import StepHooks
+from opacus_shuffle.engine.optimizers.ticketed_steps import TicketedSteps
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 _ENTRIES = 2**24
@@ -120,8 +121,8 @@ class EncodedSum(DPOptimizer):
         bound = min(self.max_grad_norm, self.aggregator.max_norm)
         return gradients.mul_((bound / (norms + 1e-6)).clamp(max=1.0))
 
-    def add_noise(self) -> None:
-        """Draw the reports' noise bits, and decode the counts into ``.grad``.
+    def check_sum(self) -> None:
+        """Refuse what the protocol does not cover.
 
         Raises:
             ValueError: If nothing was counted, it was released before, or there are too few or too many records.
@@ -131,7 +132,13 @@ class EncodedSum(DPOptimizer):
                 "there is no new sum to release: call loss.backward() first, and optimizer.zero_grad() after step()"
             )
         self.check_agreement()
+        self.aggregator.check_reports(self.num_records)
+
+    def add_noise(self) -> None:
+        """Draw the reports' noise bits, and decode the counts into ``.grad``; see :meth:`check_sum` for what is refused."""
+        self.check_sum()
         records = self.num_records
+        assert self._counts is not None
         noised = self._counts + self.aggregator.draw_noise(records, self.generator)
         self._released, self._counts = True, None  # beside the estimate, the counts would tell the noise
         estimate = self.aggregator.decode(noised, records)
@@ -140,7 +147,7 @@ class EncodedSum(DPOptimizer):
             parameter.grad = piece.view_as(parameter).to(parameter.device, parameter.dtype)
 
 
-class VectorSumOptimizer(StepHooks, LogicalBatch, EncodedSum):
+class VectorSumOptimizer(TicketedSteps, StepHooks, LogicalBatch, EncodedSum):
     """Opacus's optimizer with flat clipping, whose sums go through a shuffle protocol.
 
     Args:
@@ -150,6 +157,12 @@ class VectorSumOptimizer(StepHooks, LogicalBatch, EncodedSum):
         **keywords: ``generator`` lives on the CPU. ``noise_multiplier`` draws nothing; it is what the accountant reads, 2/μ.
     """
 
-    def _forget(self) -> None:
-        super()._forget()
+    def check_release(self) -> None:
+        """Refuse a sum that is not accounted, too."""
+        super().check_release()
+        self.check_sum()
+
+    def forget_sum(self) -> None:
+        """Forget the counts, too."""
+        super().forget_sum()
         self._counts, self._released = None, False

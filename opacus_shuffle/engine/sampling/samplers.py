@@ -1,4 +1,4 @@
-"""The samplers of an engine: they say when an epoch starts, for whoever abandoned the last one left half a batch behind.
+"""The samplers of an engine: for every batch that they draw, they leave a ticket with the loader that yields it.
 
 >>> sampler = FixedSizeSampler(num_samples=10, batch_size=4, steps=3, generator=torch.Generator().manual_seed(0))
 >>> [len(set(batch)) for batch in sampler]
@@ -7,42 +7,54 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
-from opacus.utils.uniform_sampler import UniformWithReplacementSampler
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from opacus.utils.batch_memory_manager import BatchSplittingSampler
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
+from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from opacus_shuffle.core.randomness import secret_generator
 from opacus_shuffle.core.validation import integer
+from opacus_shuffle.engine.sampling.tickets import Part, Ticket
 
 
-class EpochStart:
-    """Mixin for samplers; holds its listener weakly, so that copies of a loader do not copy an optimizer."""
+class TicketedSampler(Sampler[Any]):
+    """Mixin for batch samplers, which draw in :meth:`draw`.
 
-    _listener: Callable[[], Callable[[], None] | None] | None = None
+    Attributes:
+        drawn: Of the latest iterator, the parts that were drawn and not yet yielded; workers prefetch, in order.
+    """
 
-    def call_at_epoch_start(self, method: Callable[[], None]) -> None:
-        """Let ``method``, a bound one, be called whenever the sampler starts anew."""
-        self._listener = weakref.WeakMethod(method)
+    drawn: deque[Part]
 
-    def epoch_starts(self) -> None:
-        """Tell the listener, if it still lives."""
-        listener = self._listener() if self._listener is not None else None
-        if listener is not None:
-            listener()
+    def __iter__(self) -> Iterator[Any]:
+        self.drawn = deque()  # now, not at the first batch: the loader asks for it
+        return self._noting(self.drawn)
+
+    def _noting(self, drawn: deque[Part]) -> Iterator[Any]:
+        for records in self.draw():
+            drawn.append(Part(Ticket(len(records))))
+            yield records
+
+    def draw(self) -> Iterable[Any]:
+        """The batches of an epoch."""
+        return super().__iter__()
 
 
-class PoissonSampler(EpochStart, UniformWithReplacementSampler):
+class PoissonSampler(TicketedSampler, UniformWithReplacementSampler):
     """Opacus's Poisson sampler."""
 
-    def __iter__(self) -> Iterator[list[int]]:
-        self.epoch_starts()
-        yield from super().__iter__()
+
+class DistributedPoissonSampler(TicketedSampler, DistributedUniformWithReplacementSampler):
+    """Opacus's Poisson sampler of one rank."""
 
 
-class FixedSizeSampler(EpochStart, BatchSampler):
+class FixedSizeSampler(TicketedSampler, BatchSampler):
     """Batches of exactly B distinct records, each a fresh uniform draw: the sampling of ``subsampled_shuffle``.
 
     A ``BatchSampler``, so that Opacus's ``BatchMemoryManager`` knows its length.
@@ -71,24 +83,36 @@ class FixedSizeSampler(EpochStart, BatchSampler):
     def __len__(self) -> int:
         return self.steps
 
-    def __iter__(self) -> Iterator[list[int]]:
-        self.epoch_starts()
+    def draw(self) -> Iterator[list[int]]:
+        """The batches of an epoch."""
         for _ in range(self.steps):
             yield torch.randperm(self.num_samples, generator=self.generator)[: self.batch_size].tolist()
 
 
-def with_batch_sampler(data_loader: DataLoader, batch_sampler: BatchSampler) -> DataLoader:
-    """The same loader over the same data with another batch sampler."""
-    return DataLoader(
-        data_loader.dataset,
-        batch_sampler=batch_sampler,
-        num_workers=data_loader.num_workers,
-        collate_fn=data_loader.collate_fn,
-        pin_memory=data_loader.pin_memory,
-        timeout=data_loader.timeout,
-        worker_init_fn=data_loader.worker_init_fn,
-        multiprocessing_context=data_loader.multiprocessing_context,
-        generator=data_loader.generator,
-        prefetch_factor=data_loader.prefetch_factor,
-        persistent_workers=data_loader.persistent_workers,
-    )
+class OwnBatches(TicketedSampler, BatchSampler):
+    """The batches of a loader of the user's own."""
+
+    def __init__(self, batches: BatchSampler) -> None:
+        super().__init__(batches.sampler, batches.batch_size, batches.drop_last)
+        self.batches = batches
+
+    def draw(self) -> Iterable[list[int]]:
+        """The batches of an epoch."""
+        return self.batches
+
+
+class SplitBatches(TicketedSampler, BatchSplittingSampler):
+    """The physical batches of ``BatchMemoryManager``, cut as Opacus cuts them.
+
+    They carry parts of tickets, so nothing is signalled to the optimizer: signals of batches that were prefetched and never
+    yielded would be obeyed by later ones.
+    """
+
+    def _noting(self, drawn: deque[Part]) -> Iterator[list[int]]:
+        inner: TicketedSampler = self.sampler
+        for records in inner.draw():
+            pieces = np.array_split(np.asarray(records, dtype=np.int64), max(1, math.ceil(len(records) / self.max_batch_size)))
+            ticket = Ticket(len(records), len(pieces))
+            for index, piece in enumerate(pieces):
+                drawn.append(Part(ticket, index, len(piece)))
+                yield piece.tolist()

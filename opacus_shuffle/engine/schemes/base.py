@@ -24,10 +24,19 @@ from opacus_shuffle.accountants.mechanisms import Mechanism
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning
 from opacus_shuffle.core.randomness import secret_generator
 from opacus_shuffle.core.validation import noise_level, one_of, refuse_taken
-from opacus_shuffle.engine.optimizers import GhostLogicalBatch, LogicalBatch, optimizer_class
+from opacus_shuffle.engine.optimizers import GhostLogicalBatch, TicketedSteps, optimizer_class
 from opacus_shuffle.engine.run import Budget, Request, Run
-from opacus_shuffle.engine.sampling.samplers import EpochStart, FixedSizeSampler, PoissonSampler, with_batch_sampler
+from opacus_shuffle.engine.sampling.loaders import (
+    TicketedDPDataLoader,
+    TicketedLoader,
+    set_batch_sampler,
+    ticketed_copy,
+    with_batch_sampler,
+    with_tickets,
+)
+from opacus_shuffle.engine.sampling.samplers import DistributedPoissonSampler, FixedSizeSampler, PoissonSampler
 from opacus_shuffle.engine.sampling.sampling_plan import Kind, SamplingPlan, plan_sampling
+from opacus_shuffle.engine.sampling.tickets import TicketBook
 from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan
 from opacus_shuffle.engine.weights.module import make_shuffled
 from opacus_shuffle.engine.weights.optimizers import innermost
@@ -223,25 +232,28 @@ class Scheme:
     # ---- sampler, build_optimizer: what Opacus's make_private asks for -------------------------------------------------------
 
     def sampler(self, run: Run, loader: DataLoader, *, distributed: bool) -> DataLoader:
-        """The loader that Opacus made, with the sampler that is accounted for, in whole numbers."""
+        """The loader that Opacus made, with the sampler that is accounted for, in whole numbers, and a ticket for each batch."""
         plan = run.sampling
         generator = self.engine.secure_rng if self.engine.secure_mode else run.request.data_loader.generator
+        tickets = TicketBook(drop_outs=self.covers_drop_outs(run), random_record=run.request.rand_on_empty)
+        if plan.kind == "own":
+            return ticketed_copy(loader, tickets)
         if plan.kind == "fixed_size":
             fixed = FixedSizeSampler(
                 num_samples=plan.num_users, batch_size=plan.batch_size, steps=plan.steps_per_epoch, generator=generator
             )
-            return with_batch_sampler(loader, fixed)
-        if plan.kind == "poisson":
-            generator = secret_generator("cpu") if generator is None else generator
-            if distributed:
-                drawn: Any = loader.batch_sampler
-                drawn.num_batches, drawn.generator = plan.steps_per_epoch, generator
-            else:  # DataLoader forbids setting its sampler, but asks for it anew in every epoch
-                sampler = PoissonSampler(
-                    num_samples=plan.num_users, sample_rate=plan.sample_rate, steps=plan.steps_per_epoch, generator=generator
-                )
-                object.__setattr__(loader, "batch_sampler", sampler)
-        return loader
+            return with_batch_sampler(loader, fixed, tickets)
+        generator = secret_generator("cpu") if generator is None else generator
+        if distributed:
+            drawn: Any = loader.batch_sampler
+            drawn.__class__ = DistributedPoissonSampler
+            drawn.num_batches, drawn.generator = plan.steps_per_epoch, generator
+        else:
+            sampler = PoissonSampler(
+                num_samples=plan.num_users, sample_rate=plan.sample_rate, steps=plan.steps_per_epoch, generator=generator
+            )
+            set_batch_sampler(loader, sampler)
+        return with_tickets(loader, TicketedDPDataLoader, tickets)
 
     def build_optimizer(
         self, run: Run, *, distributed: bool, clipping: str, grad_sample_mode: str, noise_generator: Any, **keywords: Any
@@ -279,16 +291,19 @@ class Scheme:
             )
         if isinstance(optimizer, GhostLogicalBatch):
             optimizer.watch(module)
-        if isinstance(optimizer, LogicalBatch):
-            optimizer.records_per_round = self.records_per_round(run)
-            if isinstance(made[-1].batch_sampler, EpochStart):
-                made[-1].batch_sampler.call_at_epoch_start(optimizer.discard_partial_batch)
+        self.engine.shuffler = _shuffler(run, module, optimizer)  # it takes the place of an earlier one
         optimizer.step_hook = None  # Opacus's has the rate 1/L; a fixed-size batch has B/n
-        optimizer.attach_step_hook(self.step_hook(run))
-        self.engine.shuffler = _shuffler(run, module, optimizer)  # last: it takes the place of an earlier one
+        if isinstance(optimizer, TicketedSteps):
+            optimizer.account_with(self.account(run), self.tickets(made[-1]))
+        else:
+            optimizer.attach_step_hook(self.account(run))
 
-    def step_hook(self, run: Run) -> Callable[[DPOptimizer], None]:
-        """What records every round, between its noise and its update."""
+    def tickets(self, loader: DataLoader) -> TicketBook | None:
+        """Where the loader issues tickets; None if any batch may be stepped on."""
+        return loader.tickets if isinstance(loader, TicketedLoader) else None
+
+    def account(self, run: Run) -> Callable[[DPOptimizer], None]:
+        """What records every round, before its noise is drawn."""
         return lambda optimizer: self.accountant.record(self.round(run, optimizer))
 
     def round(self, run: Run, optimizer: DPOptimizer) -> Mechanism:
@@ -301,9 +316,9 @@ class Scheme:
         found.check_optimizer(optimizer)
         return found
 
-    def records_per_round(self, run: Run) -> int | None:
-        """How many records the accountant counts on in every round; None where that is random."""
-        return None if run.sampling.kind == "poisson" else run.sampling.batch_size
+    def covers_drop_outs(self, run: Run) -> bool:
+        """Whether fewer records than were drawn may report."""
+        return False
 
 
 def _shuffler(run: Run, module: Any, optimizer: DPOptimizer) -> WeightShuffler | None:

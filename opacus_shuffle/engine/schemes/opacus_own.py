@@ -7,6 +7,7 @@ from typing import Any
 
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.optimizers import DPOptimizer
+from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.validation import finite_number, positive
 from opacus_shuffle.engine.run import Budget, Request, Run
@@ -70,11 +71,11 @@ class OpacusOwn(Scheme):
     def describe(self, run: Run) -> None:
         """Nothing: Opacus's accountants learn all from the step hook."""
 
-    def step_hook(self, run: Run) -> Callable[[DPOptimizer], None]:
+    def account(self, run: Run) -> Callable[[DPOptimizer], None]:
         """Opacus's own."""
         hook: Callable[[DPOptimizer], None] = self.accountant.get_optimizer_hook_fn(sample_rate=run.sampling.sample_rate)
         return hook
 
-    def records_per_round(self, run: Run) -> int | None:
-        """Any number."""
-        return None
+    def sampler(self, run: Run, loader: DataLoader, *, distributed: bool) -> DataLoader:
+        """As Opacus's: the user's own loader stays what it is."""
+        return loader if run.sampling.kind == "own" else super().sampler(run, loader, distributed=distributed)

@@ -136,9 +136,9 @@ class VectorSums(Scheme):
         """The optimizer that sums by the protocol."""
         return functools.partial(VectorSumOptimizer, aggregator=instance_of("aggregator", run.aggregator, (ShuffleVectorSum,)))
 
-    def records_per_round(self, run: Run) -> int | None:
-        """All of a sample; where everyone is in every round, drop-outs are covered by the protocol."""
-        return run.sampling.batch_size if run.sampling.sample_rate < 1 else None
+    def covers_drop_outs(self, run: Run) -> bool:
+        """Where everyone is in every round the protocol covers them; a sample is all there."""
+        return run.sampling.sample_rate == 1
 
 
 def _entries(request: Request) -> int:

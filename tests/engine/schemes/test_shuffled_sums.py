@@ -198,8 +198,9 @@ def test_some_may_drop_out_where_everyone_takes_part_and_the_protocol_allows_it(
         toy = make_toy(records=records, batch_size=batch)
         engine = PrivacyEngine(accountant="shuffled_sums")
         protocol = protocol_for(batch, honest_fraction=0.5)
-        model, optimizer, _ = engine.make_private(**toy, aggregator=protocol)
-        nn.CrossEntropyLoss()(model(torch.randn(count, 5)), torch.zeros(count, dtype=torch.long)).backward()
+        model, optimizer, loader = engine.make_private(**toy, aggregator=protocol)
+        x, y = next(iter(loader))
+        nn.CrossEntropyLoss()(model(x[:count]), y[:count]).backward()
         optimizer.step()
         return len(engine.accountant)
 
@@ -343,8 +344,8 @@ def test_a_record_that_nothing_can_be_computed_of_does_not_stop_the_round(value)
     toy = make_toy()
     toy["module"].double()
     engine = PrivacyEngine(accountant="shuffled_sums")
-    model, optimizer, _ = engine.make_private(**toy, aggregator=protocol_for())
-    x = torch.randn(6, 5, dtype=torch.float64)
+    model, optimizer, loader = engine.make_private(**toy, aggregator=protocol_for())
+    x = next(iter(loader))[0].double()
     x[2] = value
     model(x).sum().backward()
     optimizer.step()
@@ -355,7 +356,8 @@ def test_a_record_that_nothing_can_be_computed_of_does_not_stop_the_round(value)
 def test_accumulated_batches_are_refused_before_anything_is_released():
     toy = make_toy()
     engine = PrivacyEngine(accountant="shuffled_sums")
-    model, optimizer, _ = engine.make_private(**toy, aggregator=protocol_for())
+    model, optimizer, loader = engine.make_private(**toy, aggregator=protocol_for())
+    next(iter(loader))
     model.allow_grad_accumulation()
     for _ in range(2):
         model(torch.randn(3, 5)).sum().backward()
@@ -366,7 +368,7 @@ def test_accumulated_batches_are_refused_before_anything_is_released():
 
 def test_after_a_step_nothing_on_the_optimizer_tells_the_noise():
     toy = make_toy()
-    model, optimizer, _ = PrivacyEngine(accountant="shuffled_sums").make_private(**toy, aggregator=protocol_for())
-    model(torch.randn(6, 5)).sum().backward()
+    model, optimizer, loader = PrivacyEngine(accountant="shuffled_sums").make_private(**toy, aggregator=protocol_for())
+    model(next(iter(loader))[0]).sum().backward()
     optimizer.step()
     assert optimizer._counts is None

@@ -206,7 +206,7 @@ def test_an_optimizer_whose_state_turns_out_not_to_fit_is_refused_at_its_first_s
     plain = prepare(optimizer="SGD")
     run = prepare(shuffle=True, shuffle_mode=shuffle_mode, optimizer=lambda p: Strange(p, keep=keep))
     for each in (plain, run):
-        x, y = records("mlp")[:BATCH]
+        x, y = next(iter(each.loader))
         each.criterion(each.model(x), y).backward()
     plain.optimizer.step()
     with pytest.raises(ValueError, match=r"Strange keeps 'rows'.*0.weight"):

@@ -1,0 +1,158 @@
+"""Steps that take tickets, and are accounted before their noise is drawn, whatever hooks there are.
+
+Only then may the optimizer inside step; called by itself it would release gradients that nobody clipped or noised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Any
+
+import torch
+from opacus.optimizers import DPOptimizer
+
+from opacus_shuffle.core.opacus_compat import OpenOptimizer, drop_partial_batch, drop_sum, rows_waiting
+from opacus_shuffle.engine.optimizers.logical_batch import LogicalBatch
+from opacus_shuffle.engine.sampling.tickets import TicketBook
+
+
+class ReleasedOnly:
+    """Lets the optimizer inside step once for every release.
+
+    Attributes:
+        released: Whether there is a release that it has not stepped by.
+        stepping: Whether it is being stepped by the private optimizer, be it in several steps of its own (lookahead).
+    """
+
+    released = False
+    stepping = False
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> None:
+        """What PyTorch calls before a step.
+
+        Raises:
+            ValueError: If nothing was released for it.
+        """
+        if not self.released:
+            raise ValueError(
+                f"{type(optimizer).__name__}.step() was called on the optimizer inside of a private one: its gradients are "
+                "neither clipped, noised nor accounted; call step() of the optimizer that make_private returned"
+            )
+        self.released = self.stepping
+
+
+class TicketedSteps(OpenOptimizer):
+    """Mixin for any Opacus optimizer, to come first; does nothing until :meth:`account_with` is called.
+
+    Attributes:
+        tickets: Of the loader; None where Opacus lets users train on any batches.
+    """
+
+    tickets: TicketBook | None = None
+    _account: Callable[[DPOptimizer], Any] | None = None
+    _rows: Set[int] = frozenset()
+    _guard: ReleasedOnly | None = None
+    _step_supports_amp_scaling = True  # else GradScaler would skip steps of its own accord
+
+    def account_with(self, account: Callable[[DPOptimizer], Any], tickets: TicketBook | None) -> None:
+        """From now on take tickets, account each release by ``account``, and let the optimizer inside step for those alone."""
+        self._account, self.tickets, self._guard = account, tickets, ReleasedOnly()
+        guard_steps(self.original_optimizer, self._guard)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """As Opacus's.
+
+        Raises:
+            ValueError: If a GradScaler calls it, or there is no fresh batch.
+        """
+        if hasattr(self, "found_inf"):
+            for name in ("grad_scale", "found_inf"):
+                self.__dict__.pop(name, None)
+            raise ValueError(
+                "GradScaler.step(optimizer) skips steps and shows by its scale that it did, which no noise hides: call "
+                "optimizer.step() yourself, without a GradScaler (bfloat16 needs none)"
+            )
+        if self._guard is None:
+            return super().step(closure)  # type: ignore[no-any-return]
+        self._guard.stepping = True
+        try:
+            return super().step(closure)  # type: ignore[no-any-return]
+        finally:
+            self._guard.released = self._guard.stepping = False
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
+        """Take the ticket, clip, sum, account, and add the noise; if anything is refused, the sum is thrown away."""
+        if self.tickets is None:
+            return super().pre_step(closure)  # type: ignore[no-any-return]
+        try:
+            if self.tickets.abandoned():
+                self._drop(drop_sum)
+                self.tickets.void()
+            self._refuse_accumulated()
+            self._rows = self.rows_waiting() if isinstance(self, LogicalBatch) else rows_waiting(self)
+            self.tickets.check(self._rows, more=self.signalled())
+            return super().pre_step(closure)  # type: ignore[no-any-return]
+        except BaseException:
+            self._drop(drop_partial_batch)
+            self.tickets.void()
+            raise
+
+    def only_sums(self, signalled: bool) -> bool:
+        """Whether more of the batch is to come; the ticket says so."""
+        if self.tickets is None:
+            return signalled
+        self.tickets.take(self._rows, more=signalled)
+        return signalled or not self.tickets.ends()
+
+    def add_noise(self) -> None:
+        """Account what is about to be released, then add the noise.
+
+        Raises:
+            ValueError: If it is no whole batch, or none of this run.
+        """
+        if self.tickets is not None:
+            self.tickets.check_release()
+        if isinstance(self, LogicalBatch):
+            self.check_release()
+        if self._account is not None:
+            self._account(self)
+        if self.tickets is not None:
+            self.tickets.release()
+        super().add_noise()
+        if self._guard is not None:
+            self._guard.released = True
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clear gradients, and the leave to step by them."""
+        if self._guard is not None:
+            self._guard.released = False
+        super().zero_grad(set_to_none)
+
+    def _refuse_accumulated(self) -> None:
+        """Refuse gradients of several backward passes."""
+        waiting = [getattr(parameter, "grad_sample", None) for parameter in self.params]
+        batches = max((len(each) for each in waiting if isinstance(each, list)), default=1)
+        if batches > 1:
+            raise ValueError(
+                f"gradients of {batches} batches were accumulated: a record might be in two of them; call optimizer.step() and "
+                "zero_grad() after each, or split batches with BatchMemoryManager"
+            )
+
+    def _drop(self, how: Callable[[DPOptimizer], None]) -> None:
+        how(self)
+        if isinstance(self, LogicalBatch):
+            self.forget_sum()
+
+
+def guard_steps(optimizer: torch.optim.Optimizer, guard: ReleasedOnly | None) -> None:
+    """Puts a guard, or none, before the steps of an optimizer, in the place of an earlier one."""
+    for handle in [key for key, each in optimizer._optimizer_step_pre_hooks.items() if isinstance(each, ReleasedOnly)]:
+        del optimizer._optimizer_step_pre_hooks[handle]
+    if guard is not None:
+        optimizer.register_step_pre_hook(guard)
+
+
+def guard_of(optimizer: torch.optim.Optimizer) -> ReleasedOnly | None:
+    """The guard before the steps of an optimizer."""
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return next((each for each in hooks if isinstance(each, ReleasedOnly)), None)

@@ -1,0 +1,151 @@
+"""Data loaders that issue a ticket with every batch, when they yield it: workers may have drawn it long before.
+
+>>> import torch
+>>> from torch.utils.data import TensorDataset
+>>> from opacus_shuffle.engine.sampling.samplers import FixedSizeSampler
+>>> loader = DataLoader(TensorDataset(torch.zeros(10, 1)), batch_size=4)
+>>> loader = with_batch_sampler(loader, FixedSizeSampler(num_samples=10, batch_size=4, steps=3), TicketBook())
+>>> for _ in loader:
+...     print(loader.tickets.fresh().records, end=" ")
+4 4 4
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from opacus.data_loader import DPDataLoader
+from opacus.utils.batch_memory_manager import BatchSplittingSampler
+from torch.utils.data import BatchSampler, DataLoader
+
+from opacus_shuffle.core.opacus_compat import build_physical_loaders_with
+from opacus_shuffle.engine.sampling.samplers import OwnBatches, SplitBatches, TicketedSampler
+from opacus_shuffle.engine.sampling.tickets import Part, TicketBook
+
+
+class TicketedLoader(DataLoader):
+    """A loader whose batch sampler leaves tickets.
+
+    Attributes:
+        tickets: Where they are issued. Copies have a book of their own, which no optimizer knows.
+    """
+
+    tickets: TicketBook | None = None
+
+    def __iter__(self) -> Any:
+        if self.tickets is None:
+            return super().__iter__()
+        if not getattr(self, "in_order", True):
+            raise ValueError(
+                "in_order must be True, for batches are accounted in the order in which they were drawn; got False"
+            )
+        batches: Any = super().__iter__()
+        drawn: deque[Part] | None = getattr(self.batch_sampler, "drawn", None)
+        return _Yielded(batches, drawn, self.tickets, certain=self.num_workers == 0)
+
+
+class TicketedDPDataLoader(TicketedLoader, DPDataLoader):
+    """Opacus's Poisson loader, with tickets."""
+
+
+class _Yielded:
+    """The batches of one pass over a loader.
+
+    Args:
+        batches: What the loader yields.
+        drawn: The parts that they are, in the same order; None if nobody knows, so that no ticket is issued.
+        tickets: Where these are issued.
+        certain: If yielding fails, one batch has been lost. With workers it may be none, so no ticket is issued after that.
+    """
+
+    def __init__(self, batches: Iterator[Any], drawn: deque[Part] | None, tickets: TicketBook, *, certain: bool) -> None:
+        self._batches, self._drawn, self._tickets, self._certain = batches, drawn, tickets, certain
+
+    def __iter__(self) -> _Yielded:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            raise
+        except BaseException:
+            self._tickets.issue(None)
+            if not self._certain:
+                self._drawn = None
+            elif self._drawn:
+                self._drawn.popleft()
+            raise
+        self._tickets.issue(self._drawn.popleft() if self._drawn else None)
+        return batch
+
+
+def with_batch_sampler(data_loader: DataLoader, batch_sampler: BatchSampler, tickets: TicketBook) -> DataLoader:
+    """The same loader over the same data with another batch sampler."""
+    loader = TicketedLoader(
+        data_loader.dataset,
+        batch_sampler=batch_sampler,
+        num_workers=data_loader.num_workers,
+        collate_fn=data_loader.collate_fn,
+        pin_memory=data_loader.pin_memory,
+        timeout=data_loader.timeout,
+        worker_init_fn=data_loader.worker_init_fn,
+        multiprocessing_context=data_loader.multiprocessing_context,
+        generator=data_loader.generator,
+        prefetch_factor=data_loader.prefetch_factor,
+        persistent_workers=data_loader.persistent_workers,
+    )
+    loader.tickets = tickets
+    return loader
+
+
+def ticketed_copy(data_loader: DataLoader, tickets: TicketBook) -> DataLoader:
+    """A copy of the user's own loader, with tickets.
+
+    Raises:
+        ValueError: If it yields batches in another way than a plain ``DataLoader``.
+    """
+    if type(data_loader) not in (DataLoader, TicketedLoader):
+        raise ValueError(
+            f"poisson_sampling=False needs a plain torch DataLoader, got a {type(data_loader).__name__}: what another class "
+            "yields cannot be told"
+        )
+    loader = copy.copy(data_loader)
+    set_batch_sampler(loader, OwnBatches(data_loader.batch_sampler))  # type: ignore[arg-type]
+    return with_tickets(loader, TicketedLoader, tickets)
+
+
+def with_tickets(loader: Any, kind: type[TicketedLoader], tickets: TicketBook) -> DataLoader:
+    """The loader itself, which issues tickets from now on."""
+    loader.__class__, loader.tickets = kind, tickets
+    made: DataLoader = loader
+    return made
+
+
+def set_batch_sampler(loader: DataLoader, sampler: TicketedSampler) -> None:
+    """Replaces what ``DataLoader`` forbids to set, but asks for anew in every epoch."""
+    object.__setattr__(loader, "batch_sampler", sampler)
+
+
+def _physical_loader(dataset: Any, *, batch_sampler: BatchSplittingSampler, **keywords: Any) -> DataLoader:
+    """What ``BatchMemoryManager`` builds: Opacus's own loader, or one with the parts of our tickets."""
+    tickets: TicketBook | None = getattr(batch_sampler.optimizer, "tickets", None)
+    if tickets is None or not isinstance(batch_sampler.sampler, TicketedSampler):
+        return DataLoader(dataset, batch_sampler=batch_sampler, **keywords)
+    if isinstance(batch_sampler.sampler, SplitBatches):
+        raise ValueError("data_loader is split already: pass the loader that make_private returned to BatchMemoryManager")
+    split = SplitBatches(
+        sampler=batch_sampler.sampler, max_batch_size=batch_sampler.max_batch_size, optimizer=batch_sampler.optimizer
+    )
+    loader = TicketedLoader(dataset, batch_sampler=split, **keywords)
+    loader.tickets = tickets
+    return loader
+
+
+build_physical_loaders_with(_physical_loader)

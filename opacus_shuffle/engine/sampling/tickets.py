@@ -1,0 +1,173 @@
+"""Tickets: one for every batch that the loader of ``make_private`` yields, so that no step is released that is not accounted.
+
+A step takes the ticket of the batch that was yielded last, and leaves it spent; a batch that is split into physical ones has one
+ticket with several parts, each of which is taken once. What has no ticket (a batch of another loader, a cached one, the same one
+again) is refused before anything of it is released. A batch that nobody stepped on is void when the next one is yielded.
+
+>>> book = TicketBook()
+>>> book.issue(Part(Ticket(3)))
+>>> book.take({3})
+>>> book.take({3})
+Traceback (most recent call last):
+    ...
+ValueError: optimizer.step() has no fresh batch: the last batch of the data loader has been stepped on already; iterate over the \
+data loader that make_private returned, and step once on each batch, before the next one is drawn
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Set
+from typing import Any
+
+REMEDY = "iterate over the data loader that make_private returned, and step once on each batch, before the next one is drawn"
+
+
+@dataclasses.dataclass(eq=False)
+class Ticket:
+    """One drawn batch: how many records it has, in how many physical batches it comes, and which of these were summed."""
+
+    records: int
+    parts: int = 1
+    summed: set[int] = dataclasses.field(default_factory=set)
+    released: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Part:
+    """One physical batch of a ticket.
+
+    Attributes:
+        ticket: The batch that it is a part of.
+        index: Which one, from 0.
+        records: How many records it has; by default all of the ticket's.
+        waiting: How many of them no step has taken yet.
+    """
+
+    ticket: Ticket
+    index: int = 0
+    records: int = -1
+    waiting: int = -1
+
+    def __post_init__(self) -> None:
+        if self.records < 0:
+            self.records = self.ticket.records
+        self.waiting = self.records
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the batch ends with this part."""
+        return self.index == self.ticket.parts - 1
+
+
+class TicketBook:
+    """What one ``make_private`` knows of its batches: shared by its loader and its optimizer, and never copied with them.
+
+    Args:
+        drop_outs: Fewer records than were drawn may report, because the protocol covers that.
+        random_record: A batch of no records comes with a random one (``rand_on_empty``).
+    """
+
+    def __init__(self, *, drop_outs: bool = False, random_record: bool = False) -> None:
+        self.drop_outs, self.random_record = drop_outs, random_record
+        self.latest: Part | None = None
+        self._sum: Ticket | None = None  # what is summed, and not released
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+    def issue(self, part: Part | None) -> None:
+        """Gives out the ticket of a batch that is being yielded; None is a batch that no step may take."""
+        self.latest = part
+
+    def fresh(self) -> Part:
+        """The part that the next step may take.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        part = self.latest
+        if part is None:
+            raise ValueError(
+                f"optimizer.step() has no fresh batch: none was drawn from the data loader of make_private; {REMEDY}"
+            )
+        if part.ticket.released or part.index in part.ticket.summed:
+            raise ValueError(
+                "optimizer.step() has no fresh batch: the last batch of the data loader has been stepped on already; " + REMEDY
+            )
+        return part
+
+    def abandoned(self) -> bool:
+        """Whether what is summed belongs to another batch than the next step: it was left before its end."""
+        return self._sum is not None and self._sum is not self.fresh().ticket
+
+    def check(self, rows: Set[int], *, more: bool = False) -> None:
+        """Refuses a step that does not take what its part holds.
+
+        Args:
+            rows: Numbers of records that parameters have gradients of; empty where they cannot be counted.
+            more: The rest of the part comes with a later step.
+
+        Raises:
+            ValueError: If the part is not fresh, or the numbers differ.
+        """
+        part = self.fresh()
+        expected = part.waiting
+        if more and part.is_last and (not rows or max(rows) >= expected):
+            raise ValueError(
+                "signal_skip_step would add this whole batch to the next one, where a record may be in both: step once on each "
+                "batch, and split large ones with BatchMemoryManager"
+            )
+        if not rows or rows == {expected} or (self.random_record and expected == 0 and rows == {1}):
+            return
+        if len(rows) == 1 and max(rows) < expected and (more or self.drop_outs):
+            return
+        found = " and ".join(map(str, sorted(rows)))
+        raise ValueError(
+            f"optimizer.step() got gradients of {found} records, this batch has {expected}: each of its records must have one "
+            "gradient, clipped as a whole; pass the batch as the loader yields it, and let no layer turn one record into several "
+            "(or several into one) along the batch axis"
+        )
+
+    def take(self, rows: Set[int], *, more: bool = False) -> None:
+        """Notes that a step has summed its part; see :meth:`check`, which it repeats."""
+        self.check(rows, more=more)
+        part = self.fresh()
+        self._sum = part.ticket
+        part.waiting -= max(rows, default=part.waiting) if more else part.waiting
+        if part.waiting == 0:
+            part.ticket.summed.add(part.index)
+
+    def ends(self) -> bool:
+        """Whether the part that was taken is the last one of its batch."""
+        part = self.latest
+        return part is not None and part.waiting == 0 and part.is_last
+
+    def check_release(self) -> None:
+        """Refuses to release what is no whole batch.
+
+        Raises:
+            ValueError: If nothing was summed, or a part was not.
+        """
+        ticket = self._sum
+        if ticket is None:
+            raise ValueError("there is no batch to release: call loss.backward() and optimizer.step() for each; " + REMEDY)
+        if len(ticket.summed) != ticket.parts:
+            raise ValueError(
+                f"{len(ticket.summed)} of the {ticket.parts} physical batches of this batch were summed, so its step is not "
+                "released: call optimizer.step() for each, and where one fails, leave the loop; the next batch trains as usual"
+            )
+
+    def release(self) -> None:
+        """Notes that the batch is released: no step may take anything of it any more."""
+        if self._sum is not None:
+            self._sum.released, self._sum = True, None
+
+    def void(self) -> None:
+        """Notes that what was summed has been thrown away; a batch of a single part may be tried again."""
+        if self._sum is not None and not self._sum.released:
+            self._sum.summed.clear()
+        self._sum = None
+        if self.latest is not None and not self.latest.ticket.released:
+            self.latest.ticket.summed.discard(self.latest.index)
+            self.latest.waiting = self.latest.records
