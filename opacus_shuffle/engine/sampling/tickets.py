@@ -1,17 +1,16 @@
-"""Tickets: one for every batch that the loader of ``make_private`` yields, so that no step is released that is not accounted.
+"""Tickets: one for each batch that the loader of ``make_private`` yields, so that no step is released that is not accounted.
 
-A step takes the ticket of the batch that was yielded last, and leaves it spent; a batch that is split into physical ones has one
-ticket with several parts, each of which is taken once. What has no ticket (a batch of another loader, a cached one, the same one
-again) is refused before anything of it is released. A batch that nobody stepped on is void when the next one is yielded.
+A step takes the ticket of the batch that was yielded last, and leaves it spent; a batch that is split into physical ones has
+one ticket with several parts, each of which is taken once. What has no ticket (a batch of another loader, a cached one, the
+same one again) is refused before anything of it is released. A batch that nobody stepped on is void when the next one comes.
 
 >>> book = TicketBook()
 >>> book.issue(Part(Ticket(3)))
 >>> book.take({3})
->>> book.take({3})
+>>> book.take({3})  # doctest: +ELLIPSIS
 Traceback (most recent call last):
     ...
-ValueError: optimizer.step() has no fresh batch: the last batch of the data loader has been stepped on already; iterate over the \
-data loader that make_private returned, and step once on each batch, before the next one is drawn
+ValueError: optimizer.step() has no fresh batch: the last batch of the data loader has been stepped on already; ...
 """
 
 from __future__ import annotations
@@ -125,8 +124,8 @@ class TicketBook:
         found = " and ".join(map(str, sorted(rows)))
         raise ValueError(
             f"optimizer.step() got gradients of {found} records, this batch has {expected}: each of its records must have one "
-            "gradient, clipped as a whole; pass the batch as the loader yields it, and let no layer turn one record into several "
-            "(or several into one) along the batch axis"
+            "gradient, clipped as a whole; pass the batch as the loader yields it, and let no layer turn one record into "
+            "several (or several into one) along the batch axis"
         )
 
     def take(self, rows: Set[int], *, more: bool = False) -> None:

@@ -232,7 +232,7 @@ class Scheme:
     # ---- sampler, build_optimizer: what Opacus's make_private asks for -------------------------------------------------------
 
     def sampler(self, run: Run, loader: DataLoader, *, distributed: bool) -> DataLoader:
-        """The loader that Opacus made, with the sampler that is accounted for, in whole numbers, and a ticket for each batch."""
+        """The loader that Opacus made, with the sampler that is accounted for, in whole numbers, and its tickets."""
         plan = run.sampling
         generator = self.engine.secure_rng if self.engine.secure_mode else run.request.data_loader.generator
         tickets = TicketBook(drop_outs=self.covers_drop_outs(run), random_record=run.request.rand_on_empty)

@@ -91,7 +91,7 @@ def test_one_batch_cannot_be_stepped_on_twice(name):
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
 def test_a_cycle_of_batches_trains_one_epoch(mode):
     run = Toy(grad_sample_mode=mode)
-    with pytest.raises(ValueError, match="fresh batch|drawn before"):
+    with pytest.raises(ValueError, match=r"fresh batch|drawn before"):
         run.train(itertools.cycle(run.loader))
     assert (run.steps, run.accounted) == (4, 4)
 
@@ -131,8 +131,7 @@ def test_a_physical_batch_that_failed_never_lets_two_draws_into_one_step(failed,
             except RuntimeError:
                 continue
             except ValueError as error:
-                assert "physical batches" in str(error)
-                refused += 1
+                refused += "physical batches" in str(error)
     # the last one of a batch (number % 3 == 0) is missing: no step at all
     assert (run.steps, run.accounted, refused) == (0, 0, 0 if failed == 0 else 10)
 
@@ -320,8 +319,7 @@ def test_a_failed_dataset_item_costs_its_own_batch():
     next(batches)
     data.fails = True
     with pytest.raises(OSError, match="unreadable"):
-        while True:  # of Poisson batches some are empty
-            next(batches)
+        list(batches)
     data.fails = False
     batches = iter(loader)
     for x, y in batches:
