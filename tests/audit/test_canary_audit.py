@@ -122,7 +122,7 @@ def test_the_difference_of_two_releases_is_the_noised_gradient():
     tensor = weight(run)
     view = ReleasedWeights(unwrap(run["model"]), run["optimizer"], run["engine"].shuffler, "0.weight", tensor, (3, 2))
     with GradientCanary(run["optimizer"], tensor, (3, 2)) as canary, view:
-        for batch in itertools.islice(itertools.cycle(run["data_loader"]), 30):
+        for batch in itertools.islice(itertools.chain.from_iterable(itertools.repeat(run["data_loader"])), 30):
             run["optimizer"].zero_grad()
             run["loss"](run["model"], batch).backward()
             run["optimizer"].step()

@@ -5,9 +5,8 @@
 >>> from opacus_shuffle.engine.sampling.samplers import FixedSizeSampler
 >>> loader = DataLoader(TensorDataset(torch.zeros(10, 1)), batch_size=4)
 >>> loader = with_batch_sampler(loader, FixedSizeSampler(num_samples=10, batch_size=4, steps=3), TicketBook())
->>> for _ in loader:
-...     print(loader.tickets.fresh().records, end=" ")
-4 4 4
+>>> [loader.tickets.fresh().records for _ in loader]
+[4, 4, 4]
 """
 
 from __future__ import annotations
