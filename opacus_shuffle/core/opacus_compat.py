@@ -24,10 +24,12 @@ import torch
 from opacus.grad_sample import GradSampleModuleExpandedWeights
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from opacus.layers import DPMultiheadAttention
+from opacus.layers.dp_rnn import RNNLinear
 from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 from opacus.utils import batch_memory_manager
 from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
+from opacus.utils.module_utils import trainable_parameters
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -49,7 +51,7 @@ refuse_used = _check_processed_flag
 
 
 class OpenEngine(opacus.PrivacyEngine):
-    """Opacus's engine, whose three builders may be overridden under public names; ``make_private`` calls them in this order."""
+    """Opacus's engine, whose four builders may be overridden under public names; ``make_private`` calls them in this order."""
 
     def build_model(self, module: nn.Module, **keywords: Any) -> Any:
         """Wraps the network: the result is what computes gradients per record."""
@@ -63,6 +65,10 @@ class OpenEngine(opacus.PrivacyEngine):
         """Wraps the optimizer, to add noise to what it clips."""
         return super()._prepare_optimizer(optimizer=optimizer, **keywords)
 
+    def build_criterion(self, **keywords: Any) -> Any:
+        """Wraps the criterion of ghost clipping, after all others."""
+        return super()._prepare_criterion(**keywords)
+
     def _prepare_model(self, module: nn.Module, **keywords: Any) -> Any:
         return self.build_model(module, **keywords)
 
@@ -71,6 +77,9 @@ class OpenEngine(opacus.PrivacyEngine):
 
     def _prepare_optimizer(self, **keywords: Any) -> DPOptimizer:
         return self.build_optimizer(**keywords)
+
+    def _prepare_criterion(self, **keywords: Any) -> Any:
+        return self.build_criterion(**keywords)
 
 
 class OpenOptimizer(DPOptimizer):
@@ -171,6 +180,52 @@ def waits_for_step(parameter: nn.Parameter) -> bool:
 def wrapped_network(module: AbstractGradSampleModule) -> nn.Module:
     """The network inside of a grad-sample module, hooks and all."""
     return module._module
+
+
+def forget_pass(module: Any, *, norms_only: bool = False) -> None:
+    """Takes off a network what earlier passes have left: norms, which are stale, and all that waits for a backward pass."""
+    for parameter in wrapped_network(module).parameters():
+        parameter.__dict__.pop("_norm_sample", None)
+        if not norms_only and hasattr(parameter, "_forward_counter"):
+            parameter.__dict__.pop("_current_grad_sample", None)
+            parameter._forward_counter = 0
+    for layer in () if norms_only else wrapped_network(module).modules():
+        layer.__dict__.pop("activations", None)
+        layer.__dict__.pop("max_batch_len", None)
+
+
+def expect_backward(layer: nn.Module) -> None:
+    """Tells a layer's parameters that one more of its calls waits for a backward pass."""
+    for _, parameter in trainable_parameters(layer):
+        parameter._forward_counter += 1
+
+
+def without_norm(module: Any) -> list[str]:
+    """The parameters that ghost clipping counts on, and for which the backward pass has found no norms."""
+    wanted = set(map(id, module.trainable_parameters))
+    named = wrapped_network(module).named_parameters()
+    return [name for name, each in named if id(each) in wanted and not hasattr(each, "_norm_sample")]
+
+
+def norms_of_no_records(module: Any, layer: nn.Module) -> bool:
+    """Notes that a call of a layer had no records, and thus no norms, which Opacus cannot compute for embeddings."""
+    axis = 0 if module.batch_first or type(layer) is RNNLinear else 1
+    if hasattr(layer, "max_batch_len") or any(call[-1].shape[axis] for call in layer.activations):  # type: ignore[union-attr]
+        return False
+    layer.activations.pop()  # type: ignore[operator, union-attr]
+    for _, parameter in trainable_parameters(layer):
+        parameter._norm_sample = parameter.new_zeros(0)
+        parameter._forward_counter -= 1
+    return True
+
+
+def records_of_calls(module: Any) -> int | None:
+    """How many records the calls had that wait for a backward pass; None if there are none."""
+    sizes = []
+    for layer in wrapped_network(module).modules():
+        axis = 0 if module.batch_first or type(layer) is RNNLinear else 1
+        sizes += [call[-1].shape[axis] for call in layer.__dict__.get("activations", ()) if call]
+    return max(sizes, default=None)
 
 
 def _forward(module: GradSampleModuleExpandedWeights, x: torch.Tensor, *args: Any, **keywords: Any) -> Any:

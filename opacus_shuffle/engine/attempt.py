@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.opacus_compat import OpenEngine, allow_empty_batches, forget_parameters
+from opacus_shuffle.engine.optimizers.ghost_loss import clipped_whatever_happens
 from opacus_shuffle.engine.optimizers.ticketed_steps import guard_of, guard_steps
 from opacus_shuffle.engine.run import Run
 from opacus_shuffle.engine.schemes import Scheme
@@ -33,7 +34,7 @@ class _Plan:
 
 
 class AttemptMixin(OpenEngine):
-    """Opacus's three builders, which follow the run that is attempted."""
+    """Opacus's four builders, which follow the run that is attempted."""
 
     _plan: _Plan | None = None
 
@@ -88,3 +89,7 @@ class AttemptMixin(OpenEngine):
             raise RuntimeError("build_optimizer is called by make_private alone")
         stock = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
         return self._plan.scheme.build_optimizer(self._plan.run, optimizer=stock, **keywords)
+
+    def build_criterion(self, **keywords: Any) -> Any:
+        """The criterion of ghost clipping, which clips whatever happens."""
+        return clipped_whatever_happens(super().build_criterion(**keywords))

@@ -29,6 +29,7 @@ from opacus_shuffle.engine.optimizers.batch_clipping import BatchClipping
 from opacus_shuffle.engine.optimizers.logical_batch import GhostLogicalBatch, LogicalBatch, PerLayerLogicalBatch
 from opacus_shuffle.engine.optimizers.step_hooks import StepHooks
 from opacus_shuffle.engine.optimizers.ticketed_steps import TicketedSteps
+from opacus_shuffle.engine.optimizers.usable_records import UsableRecords
 
 _BATCHES: dict[type[DPOptimizer], type[LogicalBatch]] = {
     DPOptimizer: LogicalBatch,
@@ -61,7 +62,8 @@ def optimizer_class(base: type[DPOptimizer], *, local_noise: bool) -> type[DPOpt
     """
     batch = _BATCHES.get(base)
     if not local_noise:
-        return type(f"Shuffle{base.__name__}", (TicketedSteps, StepHooks, BatchClipping, batch or base), {})
+        bases = (batch,) if batch else (UsableRecords, base)
+        return type(f"Shuffle{base.__name__}", (TicketedSteps, StepHooks, BatchClipping, *bases), {})
     if batch is None:
         raise ValueError(f"local_noise=True has no form of {base.__name__}: use clipping='flat' or 'per_layer' on one process")
     return type(f"LocalGaussian{base.__name__}", (TicketedSteps, NoisePerRecord, StepHooks, batch), {})

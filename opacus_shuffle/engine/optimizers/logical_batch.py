@@ -11,12 +11,13 @@ import math
 from typing import Any
 
 import torch
-from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping, DPPerLayerOptimizer
+from opacus.optimizers import DPOptimizerFastGradientClipping, DPPerLayerOptimizer
 
 from opacus_shuffle.core.opacus_compat import last_step_was_skipped, records_waiting, rows_waiting
+from opacus_shuffle.engine.optimizers.usable_records import UsableRecords
 
 
-class LogicalBatch(DPOptimizer):
+class LogicalBatch(UsableRecords):
     """Mixin for Opacus's flat clipping; the subclasses below are for per-layer and ghost clipping.
 
     Attributes:
@@ -82,10 +83,7 @@ class PerLayerLogicalBatch(LogicalBatch, DPPerLayerOptimizer):
 
 
 class GhostLogicalBatch(LogicalBatch, DPOptimizerFastGradientClipping):
-    """Ghost clipping: the criterion's backward pass clips, and its clipping factors say how many records there were.
-
-    Pitfall (HIGH): a second, plain loss that is backpropagated beside the criterion's adds gradients that nobody clips, unseen.
-    """
+    """Ghost clipping: the criterion's backward pass clips, and its clipping factors say how many records there were."""
 
     _pending: tuple[int, float] | None = None
     _clipped_parameters: frozenset[int] = frozenset()
@@ -125,6 +123,11 @@ class GhostLogicalBatch(LogicalBatch, DPOptimizerFastGradientClipping):
     def rows_waiting(self) -> set[int]:
         """How many records the criterion has clipped."""
         return set() if self._pending is None else {self._pending[0]}
+
+    def forget_clipped(self) -> None:
+        """As its parent's; a step is refused from now on."""
+        super().forget_clipped()
+        self._pending = None
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear gradients, and with them what the criterion has clipped."""

@@ -157,6 +157,8 @@ class VectorSumOptimizer(TicketedSteps, StepHooks, LogicalBatch, EncodedSum):
         **keywords: ``generator`` lives on the CPU. ``noise_multiplier`` draws nothing; it is what the accountant reads, 2/μ.
     """
 
+    sums_by_itself: bool = True
+
     def check_release(self) -> None:
         """Refuse a sum that is not accounted, too."""
         super().check_release()

@@ -251,7 +251,7 @@ def test_ghost_clipping_refuses_a_parameter_thawed_later():
     model, optimizer, loader, criterion, engine = private("shuffle_gauss", toy, mode="ghost")
     run_epoch(model, optimizer, loader, criterion)
     toy["module"][0].requires_grad_(True)
-    with pytest.raises(ValueError, match="trainable after make_private"):
+    with pytest.raises(ValueError, match="thawed after make_private"):
         run_epoch(model, optimizer, loader, criterion)
     assert len(engine.accountant) == 4
 

@@ -1,0 +1,72 @@
+"""What is trained is what was planned: a parameter that is frozen or thawed before a step would move by its raw gradient.
+
+Opacus clips, noises and accounts for the parameters that require a gradient at the moment of the step, while the optimizer
+inside of it moves every parameter that has a gradient.
+
+>>> weight = torch.nn.Parameter(torch.zeros(2))
+>>> sgd = torch.optim.SGD([weight], lr=1.0)
+>>> optimizer = PlannedParameters(sgd, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1)
+>>> weight.grad = torch.ones(2)
+>>> weight = weight.requires_grad_(False)
+>>> optimizer.step()
+Traceback (most recent call last):
+    ...
+ValueError: parameters were frozen or thawed after make_private (frozen: number 0, of shape (2,)): ...
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from opacus.optimizers import DPOptimizer
+
+
+class PlannedParameters(DPOptimizer):
+    """Mixin for any Opacus optimizer: steps train the parameters that were trainable when it was made, no others.
+
+    Attributes:
+        planned: These parameters, in the optimizer's order.
+    """
+
+    planned: tuple[torch.Tensor, ...] = ()
+
+    def __init__(self, optimizer: torch.optim.Optimizer, **keywords: Any) -> None:
+        super().__init__(optimizer, **keywords)
+        self.planned = tuple(self.params)
+
+    def pre_step(self, closure: Any = None) -> Any:
+        """As Opacus's, for the planned parameters only.
+
+        Raises:
+            ValueError: If some were frozen or thawed.
+        """
+        self.check_planned()
+        return super().pre_step(closure)
+
+    def check_planned(self) -> None:
+        """Refuses a step that would train other parameters, and drops gradients of those that are not trained.
+
+        Raises:
+            ValueError: If some were frozen or thawed.
+        """
+        held = [each for group in self.param_groups for each in group["params"]]
+        planned = set(map(id, self.planned))
+        frozen = _listed(held, lambda each: id(each) in planned and not each.requires_grad)
+        thawed = _listed(held, lambda each: id(each) not in planned and each.requires_grad)
+        found = [f"{what}: {which}" for what, which in (("frozen", frozen), ("thawed", thawed)) if which]
+        if not found and not planned <= set(map(id, held)):
+            found = ["some are no longer the optimizer's"]
+        if found:
+            raise ValueError(
+                f"parameters were frozen or thawed after make_private ({'; '.join(found)}): their gradients are not those that "
+                "are clipped and accounted for; undo it, or call make_private again with a new optimizer"
+            )
+        for each in held:
+            if not each.requires_grad:
+                each.grad = None  # left from before; the optimizer inside would move the parameter by it
+
+
+def _listed(held: list[torch.Tensor], wanted: Any) -> str:
+    """These parameters, by their number in the optimizer."""
+    return ", ".join(f"number {i}, of shape {tuple(each.shape)}" for i, each in enumerate(held) if wanted(each))

@@ -1,0 +1,195 @@
+"""Ghost clipping clips, whatever its losses look like and whatever happens in its backward passes."""
+
+from __future__ import annotations
+
+import math
+
+import opacus
+import pytest
+import torch
+from helpers.toy import make_toy
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_shuffle import PrivacyEngine
+
+
+def private(criterion, *, accountant="subsampled_shuffle", module=None, data=None, engine=None, **options):
+    """What make_private returns for 8 records in one batch with ghost clipping, and the engine."""
+    torch.manual_seed(0)
+    toy = make_toy(records=8, batch_size=8)
+    if module is not None:
+        toy |= {"module": module, "optimizer": torch.optim.SGD(module.parameters(), lr=1.0)}
+    if data is not None:
+        toy["data_loader"] = DataLoader(TensorDataset(*data), batch_size=8)
+    engine = engine or PrivacyEngine(accountant=accountant)
+    made = engine.make_private(
+        **toy, criterion=criterion, noise_multiplier=1.0, grad_sample_mode="ghost", loss_reduction="sum", **options
+    )
+    return *made, engine
+
+
+def norm_of_sums(optimizer):
+    return math.hypot(*(float(each.summed_grad.norm()) for each in optimizer.params))
+
+
+class Scalar(nn.Module):
+    """Ignores its reduction."""
+
+    reduction = "sum"
+
+    def forward(self, found, wanted):
+        return F.cross_entropy(found, wanted, reduction="sum")
+
+
+@pytest.mark.parametrize("accountant", ["subsampled_shuffle", "rdp"])
+@pytest.mark.parametrize("shape", ["column", "scalar", "fewer"])
+def test_losses_that_are_not_one_per_record_are_refused_before_any_backward_pass(accountant, shape):
+    network, ones = nn.Linear(8, 1), torch.ones(8, 1)
+    criterion = nn.BCEWithLogitsLoss(reduction="sum")
+    if shape == "scalar":
+        network, ones, criterion = nn.Linear(8, 3), torch.ones(8, dtype=torch.long), Scalar()
+    model, optimizer, criterion, loader, engine = private(
+        criterion, accountant=accountant, module=network, data=(1000 * torch.randn(8, 8), ones)
+    )
+    before = [each.detach().clone() for each in optimizer.params]
+    while True:  # Poisson batches may be empty
+        x, y = next(iter(loader))
+        if len(x) > 2:
+            break
+    out = model(x)
+    loss = criterion(out[:-1, 0], y[:-1, 0]) if shape == "fewer" else criterion(out, y)
+    with pytest.raises(ValueError, match=r"criterion must give one loss per record, of shape \(\d,\)"):
+        loss.backward()
+    assert all(each.grad is None or not each.grad.any() for each in optimizer.params)
+    with pytest.raises(ValueError, match="not clipped"):
+        optimizer.step()
+    assert not len(engine.accountant)
+    assert all(torch.equal(one, other) for one, other in zip(before, optimizer.params, strict=True))
+
+
+class Explosive(torch.autograd.Function):
+    """Fails in a backward pass when it is told to."""
+
+    countdown = 0
+
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        Explosive.countdown -= 1
+        if Explosive.countdown == 0:
+            raise RuntimeError("out of memory")
+        return gradient
+
+
+class Fragile(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.second(Explosive.apply(self.first(x)))
+
+
+@pytest.mark.parametrize("which", [1, 2], ids=["first", "second"])
+def test_after_an_exception_in_a_backward_pass_the_next_batch_is_clipped_by_its_own_norms(which):
+    model, optimizer, criterion, loader, engine = private(nn.CrossEntropyLoss(reduction="sum"), module=Fragile())
+    x, y = next(iter(loader))
+    Explosive.countdown = which
+    with pytest.raises(RuntimeError, match="out of memory"):
+        criterion(model(x), y).backward()
+    with pytest.raises(ValueError, match="not clipped"):
+        optimizer.step()
+    Explosive.countdown = 0
+    x, y = next(iter(loader))
+    optimizer.zero_grad()
+    criterion(model(1e4 * x), y).backward()
+    optimizer.step()
+    assert 1 < norm_of_sums(optimizer) <= 8.001
+    assert len(engine.accountant) == 1
+
+
+def test_a_plain_loss_beside_the_criterion_s_is_refused():
+    model, optimizer, criterion, loader, engine = private(nn.CrossEntropyLoss(reduction="sum"))
+    x, y = next(iter(loader))
+    out = model(x)
+    criterion(out, y).backward()
+    (1000 * optimizer.params[0].sum()).backward()
+    with pytest.raises(ValueError, match="gradients were changed between"):
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match="requires a gradient, which nobody would clip"):
+        criterion(model(x), y) + optimizer.params[0].sum()
+    assert not len(engine.accountant)
+
+
+def test_losses_of_the_same_records_add_up():
+    model, optimizer, criterion, loader, _ = private(nn.CrossEntropyLoss(reduction="sum"))
+    x, y = next(iter(loader))
+    out = model(100 * x)
+    (1 + criterion(out, y) / 2 - 3 * criterion(-out, y)).backward()
+    optimizer.step()
+    assert norm_of_sums(optimizer) <= 8.001
+
+
+def test_embeddings_take_empty_batches():
+    network = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(8, 3))
+    data = (torch.randint(9, (40, 2)), torch.randint(3, (40,)))
+    torch.manual_seed(0)
+    model, optimizer, criterion, loader, engine = private(
+        nn.CrossEntropyLoss(reduction="sum"), accountant="shuffled_checkin", module=network, data=data
+    )
+    loader.batch_sampler.sample_rate = 0.02
+    sizes = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+        sizes.append(len(x))
+    assert 0 in sizes
+    assert len(engine.accountant) == len(sizes)
+
+
+def test_evaluation_mode_is_named():
+    model, _, criterion, loader, _ = private(nn.CrossEntropyLoss(reduction="sum"))
+    x, y = next(iter(loader))
+    model.eval()
+    assert criterion(model(x), y).item() > 0
+    with pytest.raises(ValueError, match=r"evaluation mode; call model.train\(\)"):
+        criterion(model(x), y).backward()
+
+
+def test_a_parameter_that_takes_no_part_is_named():
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.spare = nn.Linear(5, 3), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.used(x)
+
+    model, _, criterion, loader, _ = private(nn.CrossEntropyLoss(reduction="sum"), module=Network())
+    x, y = next(iter(loader))
+    with pytest.raises(ValueError, match=r"parameters spare.weight, spare.bias took no part"):
+        criterion(model(x), y).backward()
+
+
+@pytest.mark.parametrize("wrap", [True, False])
+def test_finite_batches_train_as_opacus_does_bit_for_bit(wrap):
+    runs = []
+    for engine in (PrivacyEngine(accountant="rdp"), opacus.PrivacyEngine(accountant="rdp")):
+        torch.manual_seed(1)
+        toy = make_toy()["module"]
+        model, optimizer, criterion, loader, _ = private(
+            nn.CrossEntropyLoss(reduction="sum"), module=toy, engine=engine, poisson_sampling=False, wrap_model=wrap
+        )
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion((model if wrap else toy)(x), y).backward()
+            optimizer.pre_step()
+        runs.append([each.summed_grad for each in optimizer.params])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
