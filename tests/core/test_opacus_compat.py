@@ -10,10 +10,11 @@ from pathlib import Path
 import opacus
 import pytest
 import torch
-from opacus.grad_sample import GradSampleModule
+from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 from opacus.layers import DPMultiheadAttention
 from opacus.utils.adaptive_clipping import adaptive_clipping_utils
 from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import nn
 
 from opacus_shuffle.core import opacus_compat
@@ -319,6 +320,66 @@ def check_expanded_weights_refuse_empty_batches():
     model(torch.zeros(0, 3)).sum().backward()
     assert [tuple(parameter.grad_sample.shape) for parameter in model.parameters()] == [(0, 1, 3), (0, 1)]
     opacus_compat.allow_empty_batches(nn.Linear(3, 1))  # nothing to do
+
+
+def ghost_pass(records: int = 3):
+    """A network with ghost clipping after a forward pass in training mode, and its output."""
+    module = GradSampleModuleFastGradientClipping(nn.Linear(3, 1))
+    return module, module(torch.ones(records, 3))
+
+
+def check__norm_sample():
+    module, out = ghost_pass()
+    assert opacus_compat.records_of_calls(module) == 3
+    out.mean().backward()
+    assert opacus_compat.records_of_calls(module) is None
+    assert module.get_clipping_coef().shape == (3,)
+    assert opacus_compat.without_norm(module) == []
+    opacus_compat.forget_pass(module, norms_only=True)
+    assert opacus_compat.without_norm(module) == ["weight", "bias"]
+
+
+def check__forward_counter():
+    module, _ = ghost_pass()
+    layer = opacus_compat.wrapped_network(module)
+    assert layer.weight._forward_counter == 1
+    opacus_compat.expect_backward(layer)
+    assert layer.weight._forward_counter == 2
+    layer.weight._current_grad_sample = torch.zeros(1)
+    opacus_compat.forget_pass(module)
+    assert layer.weight._forward_counter == 0
+    assert not hasattr(layer, "activations")
+    assert not hasattr(layer.weight, "_current_grad_sample")
+    assert "param._current_grad_sample = " in inspect.getsource(opacus.grad_sample.grad_sample_module)
+
+
+def check_norms_of_no_records():
+    module, _ = ghost_pass(records=0)
+    layer = opacus_compat.wrapped_network(module)
+    assert opacus_compat.norms_of_no_records(module, layer)
+    assert module.get_clipping_coef().shape == (0,)
+    module, _ = ghost_pass()
+    assert not opacus_compat.norms_of_no_records(module, opacus_compat.wrapped_network(module))
+
+
+def check__prepare_criterion():
+    class Engine(opacus_compat.OpenEngine):
+        def build_criterion(self, **keywords):
+            assert {"module", "optimizer", "criterion", "loss_reduction"} <= set(keywords)
+            return super().build_criterion(**keywords)
+
+    network = nn.Linear(2, 2)
+    _, optimizer, criterion, _ = Engine(accountant="rdp").make_private(
+        module=network,
+        optimizer=torch.optim.SGD(network.parameters(), lr=1.0),
+        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(6, 2)), batch_size=3),
+        criterion=nn.CrossEntropyLoss(),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        grad_sample_mode="ghost",
+    )
+    assert type(criterion) is DPLossFastGradientClipping
+    assert criterion.optimizer is optimizer
 
 
 CONTRACT = {name.removeprefix("check_"): check for name, check in sorted(globals().items()) if name.startswith("check_")}

@@ -35,8 +35,17 @@ class PlannedParameters(DPOptimizer):
         super().__init__(optimizer, **keywords)
         self.planned = tuple(self.params)
 
-    def pre_step(self, closure: Any = None) -> Any:
+    def step(self, closure: Any = None) -> Any:
         """As Opacus's, for the planned parameters only.
+
+        Raises:
+            ValueError: If some were frozen or thawed; the batch is still there to be trained on.
+        """
+        self.check_planned()
+        return super().step(closure)
+
+    def pre_step(self, closure: Any = None) -> Any:
+        """As Opacus's; a closure may have frozen or thawed some.
 
         Raises:
             ValueError: If some were frozen or thawed.

@@ -63,7 +63,10 @@ def test_what_changes_the_sum_after_make_private_is_refused_at_the_step(spoil):
     model, optimizer, loader = made(engine, shuffle_weights=True, unshuffled_noise_multiplier=5.0)
     one_step(model, optimizer, loader)
     spoil(optimizer, model)
-    with pytest.raises(ValueError, match=r"after make_private: shuffled_fw accounts for what make_private found"):
+    with pytest.raises(
+        ValueError,
+        match=r"after make_private: shuffled_fw accounts|frozen or thawed after",
+    ):
         one_step(model, optimizer, loader)
     assert len(engine.accountant) == 1
 
