@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants import ShuffleAccountant
 from opacus_shuffle.accountants.report import PrivacyReport
-from opacus_shuffle.core.randomness import secret_generator
 from opacus_shuffle.core.validation import open_unit_interval, reject_unknown
 from opacus_shuffle.engine.attempt import AttemptMixin
 from opacus_shuffle.engine.checkpoints import CheckpointMixin
@@ -114,7 +113,7 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
         scheme = scheme_of(self)
         run = scheme.check(request)
         if noise_generator is None and not self.secure_mode:
-            noise_generator = secret_generator(scheme.noise_device(request))
+            noise_generator = scheme.noise_generator(request)
         with self.attempt(scheme, run) as attempt:
             scheme.describe(run)
             made = super(ShuffleMixin, attempt).make_private(**run.for_opacus(noise_generator))

@@ -34,7 +34,12 @@ from opacus_shuffle.engine.sampling.loaders import (
     with_batch_sampler,
     with_tickets,
 )
-from opacus_shuffle.engine.sampling.samplers import DistributedPoissonSampler, FixedSizeSampler, PoissonSampler
+from opacus_shuffle.engine.sampling.samplers import (
+    DistributedPoissonSampler,
+    ExactPoissonSampler,
+    FixedSizeSampler,
+    PoissonSampler,
+)
 from opacus_shuffle.engine.sampling.sampling_plan import Kind, SamplingPlan, plan_sampling
 from opacus_shuffle.engine.sampling.tickets import TicketBook
 from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan
@@ -234,7 +239,7 @@ class Scheme:
     def sampler(self, run: Run, loader: DataLoader, *, distributed: bool) -> DataLoader:
         """The loader that Opacus made, with the sampler that is accounted for, in whole numbers, and its tickets."""
         plan = run.sampling
-        generator = self.engine.secure_rng if self.engine.secure_mode else run.request.data_loader.generator
+        generator = self.sampling_generator(run)
         tickets = TicketBook(drop_outs=self.covers_drop_outs(run), random_record=run.request.rand_on_empty)
         if plan.kind == "own":
             return ticketed_copy(loader, tickets)
@@ -243,28 +248,47 @@ class Scheme:
                 num_samples=plan.num_users, batch_size=plan.batch_size, steps=plan.steps_per_epoch, generator=generator
             )
             return with_batch_sampler(loader, fixed, tickets)
-        generator = secret_generator("cpu") if generator is None else generator
         if distributed:
             drawn: Any = loader.batch_sampler
             drawn.__class__ = DistributedPoissonSampler
             drawn.num_batches, drawn.generator = plan.steps_per_epoch, generator
         else:
-            sampler = PoissonSampler(
-                num_samples=plan.num_users, sample_rate=plan.sample_rate, steps=plan.steps_per_epoch, generator=generator
-            )
-            set_batch_sampler(loader, sampler)
+            set_batch_sampler(loader, self.poisson_sampler(run, generator))
         return with_tickets(loader, TicketedDPDataLoader, tickets)
+
+    def poisson_sampler(self, run: Run, generator: torch.Generator | None) -> PoissonSampler:
+        """Every record's own coin, in every step."""
+        plan = run.sampling
+        return ExactPoissonSampler(
+            num_samples=plan.num_users, sample_rate=plan.sample_rate, steps=plan.steps_per_epoch, generator=generator
+        )
+
+    def sampling_generator(self, run: Run) -> torch.Generator | None:
+        """Draws who takes part: the loader's own generator, or a secret one."""
+        own: torch.Generator | None = run.request.data_loader.generator
+        if self.engine.secure_mode:
+            return self.engine.secure_rng
+        return secret_generator("cpu") if own is None else own
+
+    def noise_generator(self, request: Request) -> torch.Generator | None:
+        """Draws the noise where nobody passed a generator: a secret one."""
+        return secret_generator(self.noise_device(request))
 
     def build_optimizer(
         self, run: Run, *, distributed: bool, clipping: str, grad_sample_mode: str, noise_generator: Any, **keywords: Any
     ) -> DPOptimizer:
         """The optimizer that adds the noise that is accounted for; its keywords are Opacus's."""
         base = get_optimizer_class(clipping=clipping, distributed=distributed, grad_sample_mode=grad_sample_mode)
-        if not distributed:
-            keywords["expected_batch_size"] = run.sampling.batch_size  # which Opacus rounds down
+        keywords["expected_batch_size"] = self.expected_batch_size(
+            run, keywords["expected_batch_size"], distributed=distributed
+        )
         secure = self.engine.secure_mode
         generator = self.engine.secure_rng if secure else noise_generator
         return self.optimizer_class(base, run)(generator=generator, secure_mode=secure, **keywords)
+
+    def expected_batch_size(self, run: Run, opacus: float, *, distributed: bool) -> float:
+        """What a sum is divided by, from public numbers alone; Opacus rounds it down."""
+        return opacus if distributed else run.sampling.batch_size
 
     def optimizer_class(self, base: type[DPOptimizer], run: Run) -> Callable[..., DPOptimizer]:
         """Ours in the place of Opacus's class."""

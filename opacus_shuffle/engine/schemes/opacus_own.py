@@ -1,16 +1,24 @@
-"""Opacus's own accountants train as Opacus does, bit by bit, with exact numbers of batches; weights may be shuffled."""
+"""Opacus's own accountants train as Opacus does, bit by bit: the same batches, noise and errors under ``torch.manual_seed``.
+
+That includes its arithmetic in floating-point numbers: where it makes 92 batches of 93 and accounts for the rate 1/92, which is
+no less than is spent, so does this. What is refused besides is what would train on nothing, and settings of which nothing would
+come in silence. With a flag of this package, such as ``shuffle_weights``, noise and participation are secret instead.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.optimizers import DPOptimizer
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.validation import finite_number, positive
 from opacus_shuffle.engine.run import Budget, Request, Run
+from opacus_shuffle.engine.sampling.samplers import PoissonSampler
 from opacus_shuffle.engine.sampling.sampling_plan import Kind, SamplingPlan, plan_sampling
 from opacus_shuffle.engine.schemes.base import Scheme
 from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan, plan_batch_clip
@@ -37,9 +45,45 @@ class OpacusOwn(Scheme):
         return sigma if sigma == 0 else positive("noise_multiplier", sigma)
 
     def plan_sampling(self, request: Request) -> SamplingPlan:
-        """The loader's number of batches: Poisson, unless its own were asked for."""
+        """Opacus's numbers of batches and of records in them: Poisson, unless the loader's own were asked for."""
         kind: Kind = "own" if request.poisson_sampling is False else "poisson"
-        return plan_sampling(self.name, request.data_loader, kind, expected=True)
+        plan = plan_sampling(self.name, request.data_loader, kind, expected=True)
+        steps = plan.steps_per_epoch if kind == "own" else int(1 / plan.sample_rate)
+        rate = 1 / steps
+        batch = int(plan.num_users * rate)
+        if batch < 1:
+            raise ValueError(
+                f"data_loader has {plan.num_users} records in {plan.steps_per_epoch} batches, of which Opacus's arithmetic makes "
+                "an expected_batch_size of 0, so that gradients would be divided by it: take a larger batch_size, or a shuffle "
+                "accountant"
+            )
+        return dataclasses.replace(plan, steps_per_epoch=steps, batch_size=batch, sample_rate=rate)
+
+    def poisson_sampler(self, run: Run, generator: torch.Generator | None) -> PoissonSampler:
+        """Opacus's, number by number: drawn at the rate of the loader that was passed."""
+        plan = run.sampling
+        return PoissonSampler(
+            num_samples=plan.num_users,
+            sample_rate=1 / len(run.request.data_loader),
+            steps=plan.steps_per_epoch,
+            generator=generator,
+        )
+
+    def sampling_generator(self, run: Run) -> torch.Generator | None:
+        """Opacus's: the loader's, or PyTorch's own."""
+        return run.request.data_loader.generator if self.is_opacus(run.request) else super().sampling_generator(run)
+
+    def noise_generator(self, request: Request) -> torch.Generator | None:
+        """Opacus's: PyTorch's own."""
+        return None if self.is_opacus(request) else super().noise_generator(request)
+
+    def expected_batch_size(self, run: Run, opacus: float, *, distributed: bool) -> float:
+        """Opacus's."""
+        return opacus
+
+    def is_opacus(self, request: Request) -> bool:
+        """Whether nothing was asked for that Opacus does not have."""
+        return request.shuffling.groups is False and not self.engine.secure_mode
 
     def plan_batch_clip(self, request: Request, spec: PermutationSpec | None) -> BatchClipPlan | None:
         """Clips sums only where it was asked for."""
@@ -51,19 +95,19 @@ class OpacusOwn(Scheme):
         )
 
     def calibrate(self, request: Request, budget: Budget) -> dict[str, Any]:
-        """Finds Opacus's noise multiplier, for an exact number of steps."""
+        """Finds Opacus's noise multiplier; for a step more where Opacus would count one less than will run."""
         if (budget.bound, budget.adjacency) != ("certified", "zero_out"):
             raise ValueError(
                 f"accountant {self.name!r} has one ε only, got bound={budget.bound!r}, adjacency={budget.adjacency!r}: leave "
                 "them out or use a shuffle accountant"
             )
         self.refuse(request)
-        sampling = self.plan_sampling(request)
+        sampling, rate = self.plan_sampling(request), 1 / len(request.data_loader)
         found = get_noise_multiplier(
             target_epsilon=budget.target_epsilon,
             target_delta=budget.target_delta,
-            sample_rate=sampling.sample_rate,
-            steps=budget.epochs * sampling.steps_per_epoch,
+            sample_rate=rate,
+            steps=max(int(budget.epochs / rate), budget.epochs * sampling.steps_per_epoch),
             accountant=self.name,
         )
         return {"noise_multiplier": float(found)}
