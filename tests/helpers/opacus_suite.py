@@ -1,7 +1,7 @@
 """A pytest plugin that lets Opacus's own test files run with another engine in the place of Opacus's, and without torchvision.
 
 ``python -m pytest -p helpers.opacus_suite --engine=ours ...``. The little of torchvision that those files use is made here:
-``FakeData``, ``Compose``, ``ToTensor``, ``Normalize``, and a network with batch norm under the name of ``resnet18``.
+``FakeData``, ``Compose``, ``ToTensor``, ``Normalize``, and two networks with batch norm.
 """
 
 from __future__ import annotations
@@ -31,6 +31,15 @@ def pytest_configure(config: pytest.Config) -> None:
         from opacus_shuffle import PrivacyEngine
 
         opacus.PrivacyEngine = opacus.privacy_engine.PrivacyEngine = PrivacyEngine
+
+
+class densenet121(nn.Module):  # noqa: N801
+    """A network with batch norm whose last layer may be replaced."""
+
+    def __init__(self, weights: None = None) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+        self.classifier: nn.Module = nn.Linear(8, 1000)
 
 
 class FakeData(Dataset):
@@ -92,7 +101,7 @@ def _install_stub() -> None:
     parts = {
         "datasets": {"FakeData": FakeData},
         "transforms": {"Compose": Compose, "ToTensor": ToTensor, "Normalize": Normalize},
-        "models": {"resnet18": resnet18},
+        "models": {"resnet18": resnet18, "densenet121": densenet121},
     }
     package = types.ModuleType("torchvision")
     package.__path__ = []

@@ -53,9 +53,9 @@ class OpacusOwn(Scheme):
         batch = int(plan.num_users * rate)
         if batch < 1:
             raise ValueError(
-                f"data_loader has {plan.num_users} records in {plan.steps_per_epoch} batches, of which Opacus's arithmetic makes "
-                "an expected_batch_size of 0, so that gradients would be divided by it: take a larger batch_size, or a shuffle "
-                "accountant"
+                f"data_loader has {plan.num_users} records in {plan.steps_per_epoch} batches, of which Opacus's arithmetic "
+                "makes an expected_batch_size of 0, so that gradients would be divided by it: take a larger batch_size, or a "
+                "shuffle accountant"
             )
         return dataclasses.replace(plan, steps_per_epoch=steps, batch_size=batch, sample_rate=rate)
 

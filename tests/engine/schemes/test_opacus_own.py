@@ -127,11 +127,14 @@ def test_what_opacus_refuses_is_refused_with_its_kind_of_error(change):
         change = {**change, "optimizer": torch.optim.SGD(change["module"].parameters(), lr=0.1)}
 
     def refusal(engine_class):
-        with pytest.raises(Exception, match="") as caught:
-            engine_class(accountant="rdp").make_private(**{**toy, "noise_multiplier": 1.0, **change})
-        return caught.type
+        try:
+            return engine_class(accountant="rdp").make_private(**{**toy, "noise_multiplier": 1.0, **change})
+        except Exception as error:
+            return error
 
-    assert issubclass(refusal(PrivacyEngine), refusal(opacus.PrivacyEngine))
+    stock, ours = refusal(opacus.PrivacyEngine), refusal(PrivacyEngine)
+    assert isinstance(stock, Exception)
+    assert isinstance(ours, type(stock))
 
 
 def test_an_expected_batch_size_of_zero_which_opacus_divides_by_is_refused_by_name():
