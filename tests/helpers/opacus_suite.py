@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
         opacus.PrivacyEngine = opacus.privacy_engine.PrivacyEngine = PrivacyEngine
 
 
-class densenet121(nn.Module):  # noqa: N801
+class densenet121(nn.Module):
     """A network with batch norm whose last layer may be replaced."""
 
     def __init__(self, weights: None = None) -> None:
