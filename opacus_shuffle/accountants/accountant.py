@@ -26,6 +26,7 @@ from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.accountants.bounds.registry import bounds_of, compute_bound
 from opacus_shuffle.accountants.mechanism import Mechanism
+from opacus_shuffle.accountants.origins import rewound_sentence
 from opacus_shuffle.accountants.recorded_rounds import RecordedRounds, optional_count
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER
@@ -74,6 +75,8 @@ class ShuffleAccountant(RecordedRounds):
         one_of("bound", bound, bounds_of(self.mechanism_class))
         Adjacency(adjacency)
         orders = None if orders is None else renyi_orders(orders, maximum=MAX_ORDER)  # once, should it be a generator
+        if self.rewound:
+            warnings.warn(rewound_sentence(self.rewound), PrivacyAssumptionWarning, stacklevel=3)
         if not len(self):
             return 0.0
         answer = told.bound(delta, bound=bound, adjacency=adjacency, orders=orders)
@@ -113,7 +116,14 @@ class ShuffleAccountant(RecordedRounds):
     def report(self, delta: float, *, adjacency: str = "zero_out") -> PrivacyReport:
         """Returns every bound, and what the same noise would give under other trust models; needs at least one round."""
         simulated = self.mechanism_class.shuffled
-        return PrivacyReport(self.rounds, delta=delta, adjacency=adjacency, simulated=simulated, emulated=self.emulated)
+        return PrivacyReport(
+            self.rounds,
+            delta=delta,
+            adjacency=adjacency,
+            simulated=simulated,
+            emulated=self.emulated,
+            rewound=self.rewound,
+        )
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[DPOptimizer], None]:
         """Returns the step hook of a stock engine, which also learns n and B from it.

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from opacus.accountants import IAccountant
 
 from opacus_shuffle.accountants.mechanism import Mechanism
+from opacus_shuffle.accountants.origins import Origins, append, count, tell_of_kept_rounds
 from opacus_shuffle.core.validation import boolean, instance_of, integer, noise_level, one_of, reject_unknown, sampling_rate
 
 Triple = tuple[float, float, int]
 """Opacus's record of equal steps: noise multiplier, sample rate, number of steps."""
-Entry = TypeVar("Entry")
 _TOLD_BY_OPACUS = ("noise_multiplier", "num_users", "sample_rate")
 
 
@@ -50,6 +51,7 @@ class RecordedRounds(IAccountant):
         self._fields = self._known_fields(fields)
         self._rounds: list[tuple[Mechanism, int]] = []
         self._unread: list[tuple[tuple[float, float], int]] = []
+        self._origins = Origins()
         self._warned = False
         super().__init__()
         if fields and kind.trains_on_stock_engines and self._unknown() in ([], ["num_users"]):
@@ -90,7 +92,8 @@ class RecordedRounds(IAccountant):
         self._check_kind(mechanism)
         if self._unread:
             self._rounds, self._unread = self.rounds, []
-        _append(self._rounds, mechanism, integer("steps", steps))
+        append(self._rounds, mechanism, integer("steps", steps))
+        self._origins.add(int(steps))
 
     def _check_kind(self, mechanism: Any) -> None:
         """Refuses all but rounds of this very mechanism: one derived from it may mean something else, with other bounds."""
@@ -108,11 +111,17 @@ class RecordedRounds(IAccountant):
         told, steps = _read((noise_multiplier, sample_rate, 1))
         if not self._unknown():
             self._round(*told)  # refuses what is no round
-        _append(self._unread, told, steps)
+        append(self._unread, told, steps)
+        self._origins.add(steps)
 
     def __len__(self) -> int:
         """Rounds so far."""
-        return sum(steps for _, steps in [*self._rounds, *self._unread])
+        return count([*self._rounds, *self._unread])
+
+    @property
+    def rewound(self) -> int:
+        """Rounds that ran and are no longer accounted, because a checkpoint was loaded with ``allow_rewind=True``."""
+        return self._origins.rewound
 
     @property
     def rounds(self) -> list[tuple[Mechanism, int]]:
@@ -132,7 +141,7 @@ class RecordedRounds(IAccountant):
             )
         found = list(self._rounds)
         for told, steps in self._unread:
-            _append(found, self._round(*told), steps)
+            append(found, self._round(*told), steps)
         return found
 
     @property
@@ -146,7 +155,9 @@ class RecordedRounds(IAccountant):
     def history(self, triples: Iterable[Triple]) -> None:
         if not isinstance(triples, Iterable):
             raise ValueError(f"history must be a list of (noise_multiplier, sample_rate, steps) triples, got {triples!r}")
-        self._rounds, self._unread = [], [_read(triple) for triple in triples]
+        self._rounds, self._unread, self._origins = [], [_read(triple) for triple in triples], Origins()
+        if self._unread:
+            self._origins.add(count(self._unread))
 
     def _unknown(self) -> list[str]:
         """What is needed to turn one of Opacus's steps into a round, and not known."""
@@ -188,7 +199,11 @@ class RecordedRounds(IAccountant):
         return mechanism.noise_multiplier * math.sqrt(shares), rate, steps
 
     def state_dict(self, destination: Any = None) -> Any:
-        """Returns plain values: every round by the fields of its mechanism, and what else this accountant knows."""
+        """Returns plain values: every round by the fields of its mechanism, and what else this accountant knows.
+
+        Its attribute ``_metadata``, as that of a module's state, says which releases these rounds are; it travels with it
+        through ``copy``, ``pickle`` and ``torch.save``.
+        """
         destination = OrderedDict() if destination is None else destination
         rounds, unread = (self._rounds, list(self._unread)) if self._unknown() else (self.rounds, [])
         destination.update(
@@ -201,15 +216,59 @@ class RecordedRounds(IAccountant):
             batch_size=self.batch_size,
             fields=dict(self._fields),
         )
+        if isinstance(destination, OrderedDict):
+            destination._metadata = self._origins.as_state([*rounds, *unread])  # type: ignore[attr-defined]
         return destination
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Restores a :meth:`state_dict`; refused whole if it is not one, or speaks of another run.
+    def load_state_dict(self, state_dict: Any, *, allow_rewind: bool = False) -> None:
+        """Adds the rounds of a :meth:`state_dict`; refused whole if it is not one, was changed, or speaks of another run.
+
+        What ran here was released, whatever is loaded. So afterwards this accountant holds every round that it has recorded
+        *and* every round of the state, each once: going back to an earlier state of the same run leaves its later rounds in
+        the history, and a state that another engine saved, or that says nothing of its origins, is added in full.
+
+        Args:
+            state_dict: From :meth:`state_dict` of this mechanism's accountant.
+            allow_rewind: Hold the state's rounds alone, which is right only if nothing of the others was ever seen by anyone.
+                Reports say how many rounds were left out.
 
         Raises:
-            ValueError: If a key is missing or malformed, a round is none of this mechanism, or this accountant accounts for
-                another run already.
+            ValueError: If a key is missing or malformed, a round is none of this mechanism, this accountant accounts for
+                another run already, or the state is not as it was saved. Nothing is changed then.
         """
+        boolean("allow_rewind", allow_rewind)
+        saved, history = self._parsed(state_dict)
+        if self._contradicts(saved):
+            raise ValueError(
+                f"state_dict speaks of {_run(saved)}, this accountant of {_run(self)}: load it into an engine made private "
+                "with the same data set and the same kind of noise"
+            )
+        # Without its origins the state may be of any run with the same numbers: then nothing in it is known from elsewhere.
+        metadata = getattr(state_dict, "_metadata", None)
+        origins = Origins.unknown(count(history)) if metadata is None else Origins.from_state(metadata, history)
+        saved.planned, saved.batch_size = self.planned or saved.planned, saved.batch_size or self.batch_size
+        saved._fields, saved._warned = {**self._fields, **saved._fields}, self._warned
+        if allow_rewind or not len(self):
+            saved._origins = self._origins.replaced_by(origins)
+        else:
+            ran = copy.copy(saved)  # what ran here, in the light of what the state tells
+            ran._rounds, ran._unread = self._rounds, self._unread
+            for each in (ran, saved):
+                if not each._unknown():
+                    each._rounds, each._unread = each.rounds, []
+                elif each._rounds:
+                    unknown = ", ".join(each._unknown())
+                    raise ValueError(f"what ran here cannot be united with state_dict while {unknown} is unknown: set it first")
+            loaded: list[tuple[Any, int]] = [*saved._rounds, *saved._unread]
+            union: list[tuple[Any, int]]
+            saved._origins, union = self._origins.united([*ran._rounds, *ran._unread], origins, loaded)
+            saved._rounds = [(entry, steps) for entry, steps in union if isinstance(entry, Mechanism)]
+            saved._unread = [(entry, steps) for entry, steps in union if not isinstance(entry, Mechanism)]
+            tell_of_kept_rounds(len(saved) - count(loaded), count(loaded))
+        self.__dict__.update(saved.__dict__)
+
+    def _parsed(self, state_dict: Any) -> tuple[RecordedRounds, list[tuple[Any, int]]]:
+        """An accountant that holds what a state says, and its history as it is written there; refuses what is no state."""
         keys = self.state_dict().keys()
         if not isinstance(state_dict, dict) or set(state_dict) != set(keys):
             got = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else repr(state_dict)
@@ -225,22 +284,16 @@ class RecordedRounds(IAccountant):
         saved._unread = [_read((*_pairs("unread", [told])[0], steps)) for told, steps in unread]
         if state_dict["planned"] is not None:
             saved.planned = self._restored(state_dict["planned"])
+        history: list[tuple[Any, int]] = [*saved._rounds, *saved._unread]
         if not saved._unknown():
             saved._rounds, saved._unread = saved.rounds, []  # refuses what no such run can have
-        if self._contradicts(saved):
-            raise ValueError(
-                f"state_dict speaks of {_run(saved)}, this accountant of {_run(self)}: load it into an engine made private "
-                "with the same data set and the same kind of noise"
-            )
-        saved.planned, saved.batch_size = self.planned or saved.planned, saved.batch_size or self.batch_size
-        saved._fields, saved._warned = {**self._fields, **saved._fields}, self._warned
-        self.__dict__.update(saved.__dict__)
+        return saved, history
 
     def _contradicts(self, saved: RecordedRounds) -> bool:
         """Whether the other one is of another run than this one is known to account for, or of several."""
         if self.num_users is not None and saved.num_users != self.num_users:
             return True
-        if (self.num_users is not None or self.planned is not None) and saved.emulated != self.emulated:
+        if (self.num_users is not None or self.planned is not None or len(self)) and saved.emulated != self.emulated:
             return True
         if self.batch_size and saved.batch_size and saved.batch_size != self.batch_size:
             return True
@@ -273,13 +326,6 @@ class RecordedRounds(IAccountant):
         known = ["bound", "adjacency", "orders", "num_users", "batch_size", *names]
         reject_unknown(self.mechanism(), unknown, known)
         return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-
-
-def _append(entries: list[tuple[Entry, int]], entry: Entry, steps: int) -> None:
-    """Adds to a list of repetitions; an equal last entry is counted on."""
-    if entries and entries[-1][0] == entry:
-        steps += entries.pop()[1]
-    entries.append((entry, steps))
 
 
 def _read(triple: Any) -> tuple[tuple[float, float], int]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from opacus_shuffle.accountants.bounds.registry import Rounds, baselines_of, bounds_of, find_bound, kind_of, ladder
 from opacus_shuffle.accountants.mechanism import Mechanism
+from opacus_shuffle.accountants.origins import rewound_sentence
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound, finite
 from opacus_shuffle.core.rounding import round_down, round_up
 from opacus_shuffle.core.tables import html_table, paragraph, text_table
@@ -56,6 +57,7 @@ class PrivacyReport:
         adjacency: ``"zero_out"``, or ``"replace"``, for which some bounds have no value.
         simulated: The rounds were run in one process, as a training run is.
         emulated: The noise was added once to the sum (``local_noise=False``): the shuffle protocol is emulated.
+        rewound: Rounds that ran besides and were left out, because a checkpoint was loaded with ``allow_rewind=True``.
 
     Attributes:
         bounds: The ladder's rungs, from the least trust to the most.
@@ -65,7 +67,14 @@ class PrivacyReport:
     """
 
     def __init__(
-        self, rounds: Rounds, *, delta: float, adjacency: str = "zero_out", simulated: bool = False, emulated: bool = False
+        self,
+        rounds: Rounds,
+        *,
+        delta: float,
+        adjacency: str = "zero_out",
+        simulated: bool = False,
+        emulated: bool = False,
+        rewound: int = 0,
     ) -> None:
         if not isinstance(rounds, Sequence) or not all(
             isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], Mechanism) for entry in rounds
@@ -79,6 +88,7 @@ class PrivacyReport:
         self.kind = kind_of(self.rounds)
         self.simulated = boolean("simulated", simulated)
         self.emulated = boolean("emulated", emulated)
+        self.rewound = integer("rewound", rewound, minimum=0)
         self.bounds = tuple(ladder(self.rounds, delta=delta, adjacency=adjacency))
 
     @property
@@ -99,6 +109,7 @@ class PrivacyReport:
             "settings": [{**finite(dataclasses.asdict(mechanism)), "rounds": count} for mechanism, count in self.rounds],
             "simulated": self.simulated,
             "emulated": self.emulated,
+            "rewound": self.rewound,
             "quote": self.best.bound,
             "bounds": [bound.to_dict() for bound in self.bounds],
         }
@@ -111,7 +122,7 @@ class PrivacyReport:
         glossary = self._glossary()
         indent = max(len(term) for term, _ in glossary) + 2
         lines = [self._title(), "", *table, "", *paragraph(self._headline()), ""]
-        for sentence in self._contradictions():
+        for sentence in self._notes():
             lines += [*paragraph(sentence), ""]
         for term, text in glossary:
             lines += paragraph(text, term=term, indent=indent)
@@ -124,7 +135,7 @@ class PrivacyReport:
         glossary = "".join(f"<li><b>{html.escape(term)}</b> {html.escape(text)}</li>" for term, text in self._glossary())
         return (
             f"<p>{html.escape(self._title())}</p>{table}"
-            f"<p>{html.escape(' '.join([self._headline(), *self._contradictions()]))}</p><ul>{glossary}</ul>"
+            f"<p>{html.escape(' '.join([self._headline(), *self._notes()]))}</p><ul>{glossary}</ul>"
         )
 
     def plot(self, ax: Axes | None = None) -> Axes:
@@ -200,9 +211,10 @@ class PrivacyReport:
             f"{change} at most, plus delta, when one record {fate}."
         )
 
-    def _contradictions(self) -> list[str]:
-        """Estimates that are below what one pair of data sets has for certain."""
+    def _notes(self) -> list[str]:
+        """What was left out, and estimates that are below what one pair of data sets has for certain."""
         found = [contradiction(estimate, pair) for estimate in self.bounds for pair in self.bounds]
+        found.insert(0, rewound_sentence(self.rewound))
         return [sentence for sentence in found if sentence]
 
     def _glossary(self) -> list[tuple[str, str]]:

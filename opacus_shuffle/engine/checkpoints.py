@@ -1,60 +1,165 @@
-"""Checkpoints of an engine that shuffles weights, or whose accountant is one of this package's."""
+"""Checkpoints: whole at every moment, refused whole, and never a way to forget what was released."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import hashlib
+import os
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import opacus
 import torch
 
-from opacus_shuffle.accountants import ShuffleAccountant
+from opacus_shuffle.accountants import PrivacyAssumptionWarning, ShuffleAccountant
+from opacus_shuffle.accountants.origins import rewound_sentence
+from opacus_shuffle.core.atomic_file import replacing
+from opacus_shuffle.core.validation import boolean
+from opacus_shuffle.engine.opacus_history import OpacusHistory
+from opacus_shuffle.engine.unchanged import unchanged_if_refused
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
+
+_SHUFFLER, _ORIGINS = "opacus_shuffle", "opacus_shuffle_origins"
+_NEEDED = ("module_state_dict", "privacy_accountant_state_dict")
 
 
 class CheckpointMixin(opacus.PrivacyEngine):
-    """Saves and loads what a run needs to go on, refused whole if it is of another run.
+    """Saves and loads what a run needs to go on.
 
     Attributes:
         shuffler: Permutes the weights of the latest ``make_private``; None without ``shuffle_weights``.
     """
 
     shuffler: WeightShuffler | None = None
+    accountant: Any  # Opacus's, untyped
+    _opacus_history: OpacusHistory | None = None
 
-    def save_checkpoint(self, *, checkpoint_dict: dict[str, Any] | None = None, **keywords: Any) -> None:
-        """As :meth:`opacus.PrivacyEngine.save_checkpoint`, with the secret of the permutations to come if weights are shuffled.
+    def save_checkpoint(self, *, path: Any, checkpoint_dict: dict[str, Any] | None = None, **keywords: Any) -> None:
+        """As :meth:`opacus.PrivacyEngine.save_checkpoint`, whole or not at all.
 
-        That secret says nothing about the permutations so far (a generator of your own does). Still, publish
-        ``module.state_dict()``, not checkpoints.
+        A file is written beside ``path``, flushed to the disk and renamed, so that a process killed at any moment leaves the
+        earlier checkpoint or the new one. Weights and accounting are in the same file: keep no weights without theirs
+        (docs/checkpoints.rst). With ``shuffle_weights`` it holds the secret of the permutations to come, too. That secret says
+        nothing about the permutations so far (a generator of your own does). Still, publish ``module.state_dict()``, not
+        checkpoints.
 
         Args:
+            path: As Opacus's; a file object is written to directly.
             checkpoint_dict: As Opacus's.
             **keywords: As Opacus's.
         """
         checkpoint_dict = {} if checkpoint_dict is None else checkpoint_dict
         if self.shuffler is not None:
             keywords["module"].state_dict()  # draws a permutation if one is due, before the secret is written down
-            checkpoint_dict["opacus_shuffle"] = self.shuffler.state_dict()
-        super().save_checkpoint(checkpoint_dict=checkpoint_dict, **keywords)
+            checkpoint_dict[_SHUFFLER] = self.shuffler.state_dict()
+        if not isinstance(self.accountant, ShuffleAccountant):  # ours say it themselves
+            self._opacus_history = self._opacus_history or OpacusHistory()
+            if (origins := self._opacus_history.state(self.accountant)) is not None:
+                checkpoint_dict[_ORIGINS] = origins
+        with replacing(path) as file:
+            super().save_checkpoint(path=file, checkpoint_dict=checkpoint_dict, **keywords)
 
-    def load_checkpoint(self, **keywords: Any) -> dict[str, Any]:
-        """As :meth:`opacus.PrivacyEngine.load_checkpoint`; permutations go on from where the saved run was.
+    def load_checkpoint(self, *, path: Any, allow_rewind: bool = False, **keywords: Any) -> dict[str, Any]:
+        """As :meth:`opacus.PrivacyEngine.load_checkpoint`, refused whole, and without forgetting what this engine released.
+
+        An engine that has run nothing holds the checkpoint's accounting afterwards, as Opacus's does. One that has run holds
+        every round that ran *and* every round of the checkpoint, each once: going back to an earlier checkpoint of this run
+        leaves the rounds since in the account, because they were released; the rounds of another run are added to those that
+        ran here. A checkpoint of Opacus's own engine does not say which rounds it holds; it counts as another run's. A warning
+        names the rounds that stay. Permutations of weights go on from where the saved run was.
 
         Args:
+            path: As Opacus's.
+            allow_rewind: Account for the checkpoint's rounds alone. That is right only if nobody ever saw anything of the
+                others, be it weights, losses or predictions. Reports and :meth:`get_epsilon` say how many were left out.
             **keywords: As Opacus's.
+
+        Raises:
+            ValueError: If the checkpoint misses a part, was changed, or is of another run than this engine accounts for; what
+                Opacus and PyTorch raise besides. Whatever it is: modules, optimizers, schedulers, accounting and shuffling are
+                as before.
         """
-        accounted = isinstance(self.accountant, ShuffleAccountant)
-        if self.shuffler is not None or accounted:  # looked at before anything is loaded
-            path = keywords["path"]
-            begin = path.tell() if hasattr(path, "seek") else None
-            saved = torch.load(path, map_location="cpu", weights_only=False)
-            if begin is not None:
-                path.seek(begin)
-            if accounted and "privacy_accountant_state_dict" in saved:
-                copy.deepcopy(self.accountant).load_state_dict(saved["privacy_accountant_state_dict"])
-            if self.shuffler is not None and "opacus_shuffle" in saved:
-                self.shuffler.check_state_dict(saved["opacus_shuffle"])
-        checkpoint: dict[str, Any] = super().load_checkpoint(**keywords)
-        if self.shuffler is not None and "opacus_shuffle" in checkpoint:
-            self.shuffler.load_state_dict(checkpoint["opacus_shuffle"])
+        boolean("allow_rewind", allow_rewind)
+        options = keywords.get("torch_load_kwargs") or {}
+        owners = [keywords.get(name) for name in ("module", "optimizer", "noise_scheduler", "grad_clip_scheduler")]
+        with _one_file(path, by_name=bool(options.get("mmap"))) as file:
+            saved, name = _read(file, options)
+            accountant, history = self._accounting(saved, name, allow_rewind)
+            if self.shuffler is not None and _SHUFFLER in saved:
+                self.shuffler.check_state_dict(saved[_SHUFFLER])
+            del saved
+            with unchanged_if_refused(*owners, self.shuffler), self._loading_into(copy.deepcopy(accountant)):
+                checkpoint: dict[str, Any] = super().load_checkpoint(path=file, **keywords)
+                if self.shuffler is not None and _SHUFFLER in checkpoint:
+                    self.shuffler.load_state_dict(checkpoint[_SHUFFLER])
+        self.accountant.__dict__.clear()
+        self.accountant.__dict__.update(accountant.__dict__)
+        self._opacus_history = history
         return checkpoint
+
+    def warn_if_rewound(self) -> None:
+        """Says so where rounds that ran are no longer accounted by one of Opacus's own accountants; the others say it."""
+        if self._opacus_history is not None and (left_out := self._opacus_history.origins.rewound):
+            warnings.warn(rewound_sentence(left_out), PrivacyAssumptionWarning, stacklevel=3)
+
+    @contextlib.contextmanager
+    def _loading_into(self, accountant: Any) -> Iterator[None]:
+        """Has Opacus load into an accountant that may be thrown away."""
+        own, self.accountant = self.accountant, accountant
+        try:
+            with warnings.catch_warnings():
+                # Told already; all that Opacus has to say passes.
+                warnings.filterwarnings("ignore", message="the checkpoint holds .* rounds; .* stay in")
+                yield
+        finally:
+            self.accountant = own
+
+    def _accounting(self, saved: dict[str, Any], name: str, allow_rewind: bool) -> tuple[Any, OpacusHistory | None]:
+        """What the accountant is after a load, and what follows its history; refuses what does not fit."""
+        state = saved["privacy_accountant_state_dict"]
+        if isinstance(self.accountant, ShuffleAccountant):
+            accountant = copy.deepcopy(self.accountant)
+            accountant.load_state_dict(state, allow_rewind=allow_rewind)
+            return accountant, None
+        history = self._opacus_history or OpacusHistory()
+        return history.loaded(self.accountant, state, saved.get(_ORIGINS), name=name, allow_rewind=allow_rewind)
+
+
+@contextlib.contextmanager
+def _one_file(path: Any, *, by_name: bool) -> Iterator[Any]:
+    """The file to load, opened once, so that what was looked at is what is loaded even if another one takes its place."""
+    if by_name or not isinstance(path, str | os.PathLike):
+        yield path
+    else:
+        with open(path, "rb") as file:
+            yield file
+
+
+def _read(file: Any, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """A checkpoint's parts but for its tensors, and a name for its content; the file is left where it was."""
+    begin = file.tell() if hasattr(file, "seek") else None
+    saved = torch.load(file, **{**options, "map_location": "cpu", "weights_only": False})
+    missing = [each for each in _NEEDED if not isinstance(saved, dict) or each not in saved]
+    if missing:
+        raise ValueError(
+            f"the checkpoint holds no {' and no '.join(missing)}: load one that engine.save_checkpoint has written (weights "
+            "alone go by module.load_state_dict, and bring no accounting with them)"
+        )
+    name = "" if _ORIGINS in saved else _name_of(file, begin)
+    if begin is not None:
+        file.seek(begin)
+    return {each: saved[each] for each in (_SHUFFLER, _ORIGINS, _NEEDED[1]) if each in saved}, name
+
+
+def _name_of(file: Any, begin: int | None) -> str:
+    """A name for the content of a checkpoint that says nothing of its origins: the same file again is the same rounds."""
+    if begin is None:
+        with open(file, "rb") as opened:
+            return _name_of(opened, 0)
+    file.seek(begin)
+    found = hashlib.sha256()
+    while part := file.read(2**20):
+        found.update(part)
+    return found.hexdigest()[:32]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -178,6 +179,26 @@ class WeightShuffler:
         self._keys = KeyChain(state["key"])
         self.steps, self.shuffles = state["steps"], state["shuffles"]
         self._changed, self._plan = False, None
+
+    def remember(self) -> Callable[[], None]:
+        """Returns what puts everything back as it is now: the secret, what is due, and where tensors would be moved, these."""
+        tensors = [each for moved in self._followers().values() for each in moved] if self._private else []
+        values = [each.detach().clone() for each in tensors]
+        attributes, keys, generator = dict(self.__dict__), self._keys.key, self._generator
+        state: Any = None if generator is None else generator.get_state()
+
+        def undo() -> None:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, values, strict=True):
+                    tensor.copy_(value)
+            self.__dict__.update(attributes)
+            self._keys.key = keys
+            if generator is not None:
+                generator.set_state(state)
+            if self._plan is not None:
+                self._versions = [tensor._version for tensor in self._network.parameters()]
+
+        return undo
 
     def _draw(self) -> PermutationPlan:
         self.shuffles += 1
