@@ -167,7 +167,7 @@ def tell_of_kept_rounds(kept: int, loaded: int) -> None:
         warnings.warn(
             f"the checkpoint holds {loaded} rounds; {kept} more, which ran or were loaded here before, were released and "
             "stay in the account (allow_rewind=True would leave them out, and reports would say so)",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

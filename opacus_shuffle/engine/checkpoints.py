@@ -86,14 +86,18 @@ class CheckpointMixin(opacus.PrivacyEngine):
         owners = [keywords.get(name) for name in ("module", "optimizer", "noise_scheduler", "grad_clip_scheduler")]
         with _one_file(path, by_name=bool(options.get("mmap"))) as file:
             saved, name = _read(file, options)
-            accountant, history = self._accounting(saved, name, allow_rewind)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                accountant, history = self._accounting(saved, name, allow_rewind)
             if self.shuffler is not None and _SHUFFLER in saved:
                 self.shuffler.check_state_dict(saved[_SHUFFLER])
             del saved
-            with unchanged_if_refused(*owners, self.shuffler), self._loading_into(copy.deepcopy(accountant)):
+            with unchanged_if_refused(*owners, self.shuffler), self._with_another_accountant():
                 checkpoint: dict[str, Any] = super().load_checkpoint(path=file, **keywords)
                 if self.shuffler is not None and _SHUFFLER in checkpoint:
                     self.shuffler.load_state_dict(checkpoint[_SHUFFLER])
+                for each in told:
+                    warnings.warn(each.message, stacklevel=2)
         self.accountant.__dict__.clear()
         self.accountant.__dict__.update(accountant.__dict__)
         self._opacus_history = history
@@ -105,14 +109,12 @@ class CheckpointMixin(opacus.PrivacyEngine):
             warnings.warn(rewound_sentence(left_out), PrivacyAssumptionWarning, stacklevel=3)
 
     @contextlib.contextmanager
-    def _loading_into(self, accountant: Any) -> Iterator[None]:
-        """Has Opacus load into an accountant that may be thrown away."""
-        own, self.accountant = self.accountant, accountant
+    def _with_another_accountant(self) -> Iterator[None]:
+        """Has Opacus load into an accountant that is thrown away."""
+        own = self.accountant
+        self.accountant = type(own)() if isinstance(own, ShuffleAccountant) else copy.deepcopy(own)
         try:
-            with warnings.catch_warnings():
-                # Told already; all that Opacus has to say passes.
-                warnings.filterwarnings("ignore", message="the checkpoint holds .* rounds; .* stay in")
-                yield
+            yield
         finally:
             self.accountant = own
 

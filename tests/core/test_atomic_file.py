@@ -1,0 +1,46 @@
+"""Files that are whole at every moment."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+
+import pytest
+
+from opacus_shuffle.core.atomic_file import replacing
+
+
+@pytest.mark.skipif(os.name == "nt", reason="permissions and links of POSIX")
+def test_a_file_is_replaced_where_it_is_with_its_permissions(tmp_path):
+    target, link = tmp_path / "run.pt", tmp_path / "latest"
+    target.write_bytes(b"old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    with replacing(link) as file:
+        file.write(b"new")
+        file.flush()
+        assert target.read_bytes() == b"old"
+    assert link.is_symlink()
+    assert target.read_bytes() == b"new"
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+    assert sorted(os.listdir(tmp_path)) == ["latest", "run.pt"]
+
+
+def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path):
+    target = tmp_path / "run.pt"
+    for before in ([], ["run.pt"]):
+        with pytest.raises(TypeError), replacing(str(target)) as file:
+            file.write(b"half", None)
+        assert os.listdir(tmp_path) == before
+        target.write_bytes(b"old")
+    assert target.read_bytes() == b"old"
+
+
+def test_what_is_no_file_is_written_to_directly():
+    buffer = io.BytesIO()
+    with replacing(buffer) as file:
+        assert file is buffer
+    with replacing(os.devnull) as file:
+        assert file == os.devnull
+    assert not os.path.isfile(os.devnull)

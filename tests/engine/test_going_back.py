@@ -1,0 +1,153 @@
+"""No checkpoint, and nothing else that is loaded, makes an engine forget what it released."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+
+import opacus
+import pytest
+import torch
+from helpers.toy import make_toy, run_epoch, way_of
+
+from opacus_shuffle import PrivacyEngine
+from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
+
+OURS, OPACUS = ("shuffled_checkin", "shuffle_gauss"), ("rdp", "prv", "gdp")
+every_accountant = pytest.mark.parametrize("name", OURS + OPACUS)
+STEPS = 4  # of an epoch
+pytestmark = pytest.mark.filterwarnings("ignore:GDP accounting")
+stays = pytest.mark.filterwarnings("ignore:the checkpoint holds")
+
+
+class Run:
+    """A small private run."""
+
+    def __init__(self, name: str, **toy) -> None:
+        self.engine = PrivacyEngine(accountant=name)
+        keywords = {} if name in OPACUS else way_of(name)
+        self.model, self.optimizer, self.loader = self.engine.make_private(**make_toy(**toy), noise_multiplier=2.0, **keywords)
+
+    def train(self, epochs: int = 1) -> Run:
+        for _ in range(epochs):
+            run_epoch(self.model, self.optimizer, self.loader)
+        return self
+
+    def saved(self) -> io.BytesIO:
+        file = io.BytesIO()
+        self.engine.save_checkpoint(path=file, module=self.model, optimizer=self.optimizer)
+        return file
+
+    def load(self, file: io.BytesIO, **keywords) -> Run:
+        file.seek(0)
+        self.engine.load_checkpoint(path=file, module=self.model, optimizer=self.optimizer, **keywords)
+        return self
+
+    @property
+    def rounds(self) -> int:
+        return sum(steps for *_, steps in self.engine.accountant.history)
+
+
+@every_accountant
+def test_going_back_to_an_earlier_checkpoint_keeps_the_rounds_since(name):
+    run = Run(name).train(2)
+    weights, file = copy.deepcopy(run.model.state_dict()), run.saved()
+    spent = run.train(1).engine.get_epsilon(1e-5)
+    with pytest.warns(UserWarning, match=f"{STEPS} more, .* stay in the account"):
+        run.load(file)
+    assert all(torch.equal(weights[key], value) for key, value in run.model.state_dict().items())
+    assert (run.rounds, run.engine.get_epsilon(1e-5)) == (3 * STEPS, spent)
+    assert run.train(1).rounds == 4 * STEPS
+    last = run.saved()
+    assert Run(name).load(last).rounds == 4 * STEPS
+    with pytest.warns(UserWarning, match="stay in the account"):
+        assert run.load(file).rounds == 4 * STEPS
+
+
+@stays
+@every_accountant
+def test_the_rounds_of_another_run_are_added_to_those_that_ran_here_once(name):
+    theirs = Run(name).train(2)
+    file = theirs.saved()
+    run = Run(name).train(1).load(file)
+    assert run.rounds == 3 * STEPS
+    assert run.load(file).rounds == run.train(0).rounds == 3 * STEPS
+    assert run.train(1).load(theirs.train(1).saved()).rounds == 5 * STEPS
+    assert theirs.load(run.saved()).rounds == 5 * STEPS
+    branch = Run(name).load(file).train(1)  # the same beginning, another end
+    assert branch.load(theirs.saved()).rounds == 6 * STEPS
+
+
+@every_accountant
+def test_an_engine_that_ran_nothing_holds_what_the_checkpoint_holds(name):
+    run = Run(name).train(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyAssumptionWarning)
+        warnings.filterwarnings("error", message="the checkpoint holds")
+        again = Run(name).load(run.saved())
+        assert again.load(run.saved()).engine.get_epsilon(1e-5) == run.engine.get_epsilon(1e-5)
+    assert again.engine.accountant.history == run.engine.accountant.history
+    assert again.engine.accountant.state_dict() == run.engine.accountant.state_dict()
+
+
+@stays
+@every_accountant
+def test_a_rewound_account_says_so_for_ever(name):
+    run = Run(name).train(1)
+    file = run.saved()
+    run.train(1).load(file, allow_rewind=True)
+    again = Run(name).load(run.train(1).saved())
+    for each in (run, again):
+        assert each.rounds == 2 * STEPS
+        with pytest.warns(PrivacyAssumptionWarning, match=f"{STEPS} rounds that ran are left out"):
+            each.engine.get_epsilon(1e-5)
+        if name in OURS:
+            report = each.engine.privacy_report(1e-5)
+            assert report.to_dict()["rewound"] == STEPS
+            for text in (" ".join(str(report).split()), report._repr_html_()):
+                assert f"{STEPS} rounds that ran are left out of this account" in text
+    with pytest.raises(ValueError, match="allow_rewind must be"):
+        run.load(file, allow_rewind="yes")
+
+
+@stays
+@pytest.mark.parametrize("name", OURS)
+def test_an_accountant_alone_never_forgets_either(name):
+    accountant = Run(name).train(1).engine.accountant
+    state = accountant.state_dict()
+    step = {"noise_multiplier": accountant.history[0][0], "sample_rate": accountant.history[0][1]}
+    accountant.step(**step)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(accountant)))
+    accountant.load_state_dict(pickle.loads(pickle.dumps(state)))
+    assert len(accountant) == STEPS + 1
+    for each in (accountant, copied):
+        each.step(**step)
+    accountant.load_state_dict(copied.state_dict())  # both have gone on from the same rounds
+    assert len(accountant) == STEPS + 3
+    accountant.load_state_dict(dict(state))  # says nothing of its origins: it may be anyone's
+    assert len(accountant) == 2 * STEPS + 3
+
+
+@pytest.mark.parametrize("name", OPACUS)
+def test_a_checkpoint_of_opacus_itself_is_another_run_unless_nothing_ran(name):
+    stock = opacus.PrivacyEngine(accountant=name)
+    model, optimizer, loader = stock.make_private(**make_toy(), noise_multiplier=2.0)
+    run_epoch(model, optimizer, loader)
+    file = io.BytesIO()
+    stock.save_checkpoint(path=file, module=model, optimizer=optimizer)
+    run = Run(name).load(file).load(file)
+    assert run.engine.accountant.history == stock.accountant.history
+    assert run.engine.accountant.history[0][2] == STEPS
+    with pytest.warns(UserWarning, match="stay in the account"):
+        assert Run(name).train(1).load(file).rounds == 2 * STEPS
+
+
+def test_gdp_refuses_what_its_history_cannot_hold():
+    file = Run("gdp").train(1).saved()
+    other = Run("gdp", batch_size=8).train(1)
+    before = list(other.engine.accountant.history)
+    with pytest.raises(ValueError, match="'gdp' cannot hold"):
+        other.load(file)
+    assert other.engine.accountant.history == before
