@@ -123,6 +123,7 @@ class ShuffleAccountant(RecordedRounds):
             simulated=simulated,
             emulated=self.emulated,
             rewound=self.rewound,
+            predictable=self.predictable,
         )
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[DPOptimizer], None]:

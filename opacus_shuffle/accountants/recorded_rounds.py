@@ -34,6 +34,7 @@ class RecordedRounds(IAccountant):
         mechanism_class: What is accounted.
         planned: What every round of a run is, but for its noise; None until :meth:`plan` says it.
         emulated: Whether the noise of the reports is added once to their sum: ε describes the protocol that is emulated.
+        predictable: What a user has passed that lets others draw the run's randomness again: then it is not private.
     """
 
     mechanism_class: ClassVar[type[Mechanism]]
@@ -52,6 +53,7 @@ class RecordedRounds(IAccountant):
         self._rounds: list[tuple[Mechanism, int]] = []
         self._unread: list[tuple[tuple[float, float], int]] = []
         self._origins = Origins()
+        self.predictable: tuple[str, ...] = ()
         self._warned = False
         super().__init__()
         if fields and kind.trains_on_stock_engines and self._unknown() in ([], ["num_users"]):
@@ -216,6 +218,8 @@ class RecordedRounds(IAccountant):
             batch_size=self.batch_size,
             fields=dict(self._fields),
         )
+        if self.predictable:
+            destination.update(predictable=list(self.predictable))
         if isinstance(destination, OrderedDict):
             destination._metadata = self._origins.as_state([*rounds, *unread])  # type: ignore[attr-defined]
         return destination
@@ -248,6 +252,7 @@ class RecordedRounds(IAccountant):
         origins = Origins.unknown(count(history)) if metadata is None else Origins.from_state(metadata, history)
         saved.planned, saved.batch_size = self.planned or saved.planned, saved.batch_size or self.batch_size
         saved._fields, saved._warned = {**self._fields, **saved._fields}, self._warned
+        saved.predictable = tuple(dict.fromkeys((*self.predictable, *saved.predictable)))
         if allow_rewind or not len(self):
             saved._origins = self._origins.replaced_by(origins)
         else:
@@ -269,8 +274,8 @@ class RecordedRounds(IAccountant):
 
     def _parsed(self, state_dict: Any) -> tuple[RecordedRounds, list[tuple[Any, int]]]:
         """An accountant that holds what a state says, and its history as it is written there; refuses what is no state."""
-        keys = self.state_dict().keys()
-        if not isinstance(state_dict, dict) or set(state_dict) != set(keys):
+        keys = [key for key in self.state_dict() if key != "predictable"]  # which is there if there is something to say
+        if not isinstance(state_dict, dict) or set(state_dict) - {"predictable"} != set(keys):
             got = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else repr(state_dict)
             raise ValueError(f"state_dict of {self.mechanism()} must hold {', '.join(keys)}, got {got}")
         one_of("mechanism in state_dict", state_dict["mechanism"], [self.mechanism()])
@@ -280,6 +285,8 @@ class RecordedRounds(IAccountant):
         saved._rounds = [
             (self._restored(fields), integer("steps", steps)) for fields, steps in _pairs("rounds", state_dict["rounds"])
         ]
+        said = instance_of("predictable in state_dict", state_dict.get("predictable", []), (list,))
+        saved.predictable = tuple(instance_of("predictable in state_dict", each, (str,)) for each in said)
         unread = _pairs("unread", state_dict["unread"])
         saved._unread = [_read((*_pairs("unread", [told])[0], steps)) for told, steps in unread]
         if state_dict["planned"] is not None:

@@ -57,6 +57,7 @@ class PrivacyReport:
         adjacency: ``"zero_out"``, or ``"replace"``, for which some bounds have no value.
         simulated: The rounds were run in one process, as a training run is.
         emulated: The noise was added once to the sum (``local_noise=False``): the shuffle protocol is emulated.
+        predictable: Seeds and generators that a user has passed, with which others can draw the noise again.
         rewound: Rounds that ran besides and were left out, because a checkpoint was loaded with ``allow_rewind=True``.
 
     Attributes:
@@ -75,6 +76,7 @@ class PrivacyReport:
         simulated: bool = False,
         emulated: bool = False,
         rewound: int = 0,
+        predictable: Sequence[str] = (),
     ) -> None:
         if not isinstance(rounds, Sequence) or not all(
             isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], Mechanism) for entry in rounds
@@ -89,6 +91,7 @@ class PrivacyReport:
         self.simulated = boolean("simulated", simulated)
         self.emulated = boolean("emulated", emulated)
         self.rewound = integer("rewound", rewound, minimum=0)
+        self.predictable = tuple(predictable)
         self.bounds = tuple(ladder(self.rounds, delta=delta, adjacency=adjacency))
 
     @property
@@ -110,11 +113,15 @@ class PrivacyReport:
             "simulated": self.simulated,
             "emulated": self.emulated,
             "rewound": self.rewound,
+            "private": not self.predictable,
+            "predictable": list(self.predictable),
             "quote": self.best.bound,
             "bounds": [bound.to_dict() for bound in self.bounds],
         }
 
     def __repr__(self) -> str:
+        if self.predictable:
+            return f"<PrivacyReport: {self._title()}; not private: {', '.join(self.predictable)}>"
         return f"<PrivacyReport: {self._title()}; to quote: epsilon = {round_up(self.best.epsilon)} ({self.best.bound})>"
 
     def __str__(self) -> str:
@@ -215,6 +222,8 @@ class PrivacyReport:
         """What was left out, and estimates that are below what one pair of data sets has for certain."""
         found = [contradiction(estimate, pair) for estimate in self.bounds for pair in self.bounds]
         found.insert(0, rewound_sentence(self.rewound))
+        if self.predictable:
+            found.insert(0, not_private(self.predictable))
         return [sentence for sentence in found if sentence]
 
     def _glossary(self) -> list[tuple[str, str]]:
@@ -236,6 +245,14 @@ class PrivacyReport:
         used = {bound.guarantee for bound in self.bounds}
         terms += [(guarantee.name, guarantee.value) for guarantee in Guarantee if guarantee in used]
         return terms + [(name, text) for name, text in HOW_IT_RAN.items() if getattr(self, name)]
+
+
+def not_private(predictable: Sequence[str]) -> str:
+    """The sentence to say of a run whose randomness others can draw again."""
+    return (
+        f"This run is not private: whoever knows {' or '.join(predictable)} can draw its randomness again and take it off. "
+        "Every ε of it is that of the same run with secret randomness: for experiments alone."
+    )
 
 
 def contradiction(estimate: PrivacyBound, pair: PrivacyBound) -> str:

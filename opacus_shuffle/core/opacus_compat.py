@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -34,6 +35,8 @@ from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSample
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_shuffle.core.system_randomness import SystemGenerator, system_noise
+
 POISSON_SAMPLERS = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 """Opacus's batch samplers in which every record flips a coin of its own."""
 
@@ -42,12 +45,25 @@ WRAPPER_NAMES = ("_module", "module", "_orig_mod")
 """Where Opacus, distributed training and ``torch.compile`` define their wrappers, and under which names these keep the
 network."""
 
-gaussian_noise = _generate_noise
-"""``gaussian_noise(std, reference, generator, secure_mode)``: noise of the reference's shape."""
 mark_as_used = _mark_as_processed
 """Notes on a gradient, or a list of them, that a step has used it."""
 refuse_used = _check_processed_flag
 """Raises a ValueError for a gradient, or a list of them, that a step has used."""
+
+
+@functools.wraps(_generate_noise)
+def gaussian_noise(std: float, reference: torch.Tensor, generator: Any = None, secure_mode: bool = False) -> Any:
+    """Noise of the reference's shape: Opacus's, or the system's where that is asked for."""
+    if isinstance(generator, SystemGenerator) or (secure_mode and generator is None):
+        return system_noise(float(std), reference, generator) if std else torch.zeros_like(reference)
+    return _generate_noise(std=std, reference=reference, generator=generator, secure_mode=secure_mode)
+
+
+def let_optimizers_draw_system_noise() -> None:
+    """From now on Opacus's optimizers take a ``SystemGenerator``; to others nothing changes."""
+    for module in (value for name, value in sys.modules.items() if name.startswith("opacus.optimizers.")):
+        if getattr(module, "_generate_noise", None) is _generate_noise:
+            module._generate_noise = gaussian_noise  # type: ignore[attr-defined]
 
 
 class OpenEngine(opacus.PrivacyEngine):

@@ -58,6 +58,13 @@ class SystemGenerator(SecretGenerator):
         return total.ravel()[:count] / math.sqrt(_DRAWS)
 
 
+def uniforms(count: int, generator: torch.Generator) -> torch.Tensor:
+    """Whole multiples of 2⁻⁵³ in [0, 1), all equally likely: float64."""
+    if isinstance(generator, SystemGenerator):
+        return torch.from_numpy((generator.words(count) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+    return torch.rand(count, generator=generator, dtype=torch.float64)
+
+
 class SystemNoise:
     """Gaussian noise that is added to a tensor in double precision, and the sum rounded to a grid.
 

@@ -36,6 +36,7 @@ class _Plan:
 class AttemptMixin(OpenEngine):
     """Opacus's four builders, which follow the run that is attempted."""
 
+    secure_mode: bool
     _plan: _Plan | None = None
 
     @contextmanager
@@ -80,7 +81,13 @@ class AttemptMixin(OpenEngine):
 
     def build_data_loader(self, data_loader: DataLoader, *, distributed: bool, **keywords: Any) -> DataLoader:
         """The loader with the scheme's sampler."""
-        loader = super().build_data_loader(data_loader, distributed=distributed, **keywords)
+        secure, own = self.secure_mode, self._plan is not None and self._plan.run.sampling.kind == "own"
+        # Opacus lets the loader's own order be drawn by the secure generator, and fails where there is no order to draw.
+        self.secure_mode = secure and own and getattr(data_loader.sampler, "generator", False) is not False
+        try:
+            loader = super().build_data_loader(data_loader, distributed=distributed, **keywords)
+        finally:
+            self.secure_mode = secure
         return loader if self._plan is None else self._plan.scheme.sampler(self._plan.run, loader, distributed=distributed)
 
     def build_optimizer(self, *, optimizer: torch.optim.Optimizer, **keywords: Any) -> DPOptimizer:

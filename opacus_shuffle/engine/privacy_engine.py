@@ -27,8 +27,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants import ShuffleAccountant
-from opacus_shuffle.accountants.report import PrivacyReport
-from opacus_shuffle.core.validation import open_unit_interval, reject_unknown
+from opacus_shuffle.accountants.report import PrivacyReport, not_private
+from opacus_shuffle.core.opacus_compat import let_optimizers_draw_system_noise
+from opacus_shuffle.core.system_randomness import SystemGenerator
+from opacus_shuffle.core.validation import boolean, integer, open_unit_interval, reject_unknown
 from opacus_shuffle.engine.attempt import AttemptMixin
 from opacus_shuffle.engine.checkpoints import CheckpointMixin
 from opacus_shuffle.engine.run import Budget, Request
@@ -49,6 +51,26 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
     """
 
     dataset: Any  # Opacus's, untyped
+    seed: int | None = None
+    runs: int = 0
+
+    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False, seed: int | None = None, **keywords: Any) -> None:
+        if seed is not None:
+            if boolean("secure_mode", secure_mode):
+                raise ValueError(
+                    f"seed={seed!r} makes a run repeatable, which secure_mode=True is there to prevent: leave one out"
+                )
+            seed = integer("seed", seed, minimum=0)
+        with warnings.catch_warnings():
+            if secure_mode:
+                warnings.filterwarnings("ignore", "Secure RNG turned off")
+            super().__init__(accountant=accountant, secure_mode=False, **keywords)  # True would look for torchcsprng
+        self.secure_mode, self.seed, self.runs = boolean("secure_mode", secure_mode), seed, 0
+        if secure_mode:
+            let_optimizers_draw_system_noise()
+            self.secure_rng = SystemGenerator()
+        if seed is not None:
+            warnings.warn(not_private((f"seed={seed}",)), stacklevel=2)
 
     def make_private(  # type: ignore[override]
         self,
@@ -118,6 +140,9 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
             scheme.describe(run)
             made = super(ShuffleMixin, attempt).make_private(**run.for_opacus(noise_generator))
             scheme.attach(run, made)
+        self.runs += 1
+        if found := [each for each in scheme.predictable(run) if not each.startswith("seed=")]:
+            warnings.warn(not_private(found), stacklevel=2)
         return made
 
     def make_private_with_epsilon(  # type: ignore[override]
@@ -204,5 +229,8 @@ class PrivacyEngine(ShuffleMixin, opacus.PrivacyEngine):
     Args:
         accountant: ``"shuffle_gauss"``, ``"subsampled_shuffle"``, ``"shuffled_checkin"``, ``"shuffled_fw"``,
             ``"shuffled_sums"``, or any of Opacus's own.
-        secure_mode: As Opacus's.
+        secure_mode: Draw noise and participation from the operating system's cryptographic generator, and noise as the sum of
+            several draws on a grid that does not depend on the data. Needs no further package (Opacus's needs ``torchcsprng``).
+        seed: For experiments on data that need no protection: noise, participation and permutations are the same whenever the
+            same calls are made on an engine of this seed. Such a run is not private, and its report says so.
     """

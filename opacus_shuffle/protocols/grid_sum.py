@@ -19,11 +19,13 @@ from opacus_shuffle.analysis import binomial_sums, sampled_sums
 from opacus_shuffle.analysis.binomial_sums import BinomialSum, gaussian_equivalent
 from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.core.guarantees import InconsistentBound
+from opacus_shuffle.core.system_randomness import SystemGenerator, uniforms
 from opacus_shuffle.core.validation import instance_of, integer, one_of
 from opacus_shuffle.protocols.calibration import GridPlan, Promise
 from opacus_shuffle.protocols.messages import Messages, shuffled
 from opacus_shuffle.protocols.random_rounding import draws_of, numpy_draws, round_at_random
 from opacus_shuffle.protocols.statement import PrivacyStatement
+from opacus_shuffle.protocols.system_binomials import system_binomials
 
 _CHUNK = 2**17  # numbers that are rounded at a time: what a processor's cache holds
 TOLERANCE = 1e-5
@@ -284,7 +286,7 @@ class GridSum(ABC):
         norms = torch.zeros(len(block), dtype=torch.float64).index_add_(0, row, values**2).sqrt()
         place = self._place(self._within(values, norms[row]))
         whole = place.floor()
-        rounded = whole + (torch.rand(len(place), generator=draws, dtype=torch.float64) < place - whole)
+        rounded = whole + (uniforms(len(place), draws) < place - whole)
         total = torch.zeros(self.dimension, dtype=torch.int64).index_add_(0, column, rounded.long())
         zeros = len(block) - torch.bincount(column, minlength=self.dimension)
         zero = torch.full((self.dimension,), -self._low * self.granularity / self._span, dtype=torch.float64)
@@ -300,8 +302,10 @@ class GridSum(ABC):
     def draw_noise(self, num_reports: int, generator: torch.Generator | None = None) -> torch.Tensor:
         """Draws the noise bits of so many users, added up: int64, shape (d,)."""
         reports = self.check_reports(num_reports)
-        noise = numpy_draws(draws_of(generator)).binomial(reports * self.noise_bits, self.bit_probability, self.dimension)
-        return torch.from_numpy(noise)
+        trials, draws = reports * self.noise_bits, draws_of(generator)
+        if isinstance(draws, SystemGenerator):
+            return torch.from_numpy(system_binomials(trials, self.bit_probability, self.dimension, draws))
+        return torch.from_numpy(numpy_draws(draws).binomial(trials, self.bit_probability, self.dimension))
 
     def decode(self, counts: torch.Tensor, num_reports: int) -> torch.Tensor:
         """Returns the analyzer's estimate of the sum from the numbers of ones: float64, shape (d,).

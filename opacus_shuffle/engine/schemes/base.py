@@ -22,7 +22,7 @@ from opacus_shuffle.accountants.accountant import assumption
 from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.mechanisms import Mechanism
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning
-from opacus_shuffle.core.randomness import secret_generator
+from opacus_shuffle.core.randomness import SecretGenerator, secret_generator, seeded_generator
 from opacus_shuffle.core.validation import noise_level, one_of, refuse_taken
 from opacus_shuffle.engine.optimizers import GhostLogicalBatch, TicketedSteps, optimizer_class
 from opacus_shuffle.engine.run import Budget, Request, Run
@@ -218,6 +218,7 @@ class Scheme:
             )
         accountant.plan(self.mechanism(run, run.noise_multiplier), emulated=self.emulated(run.request))
         accountant.num_users, accountant.batch_size = sampling.num_users, sampling.batch_size
+        accountant.predictable = tuple(dict.fromkeys((*accountant.predictable, *self.predictable(run))))
 
     def mechanism(self, run: Run, noise_multiplier: float, batches: int = 1) -> Mechanism:
         """One round of this run, at an optimizer's noise multiplier; more than one batch may be accumulated in it."""
@@ -264,15 +265,32 @@ class Scheme:
         )
 
     def sampling_generator(self, run: Run) -> torch.Generator | None:
-        """Draws who takes part: the loader's own generator, or a secret one."""
+        """Draws who takes part: the loader's own generator, a secret one, or one of the engine's seed."""
         own: torch.Generator | None = run.request.data_loader.generator
         if self.engine.secure_mode:
             return self.engine.secure_rng
-        return secret_generator("cpu") if own is None else own
+        return self.fresh_generator("participation") if own is None else own
 
     def noise_generator(self, request: Request) -> torch.Generator | None:
-        """Draws the noise where nobody passed a generator: a secret one."""
-        return secret_generator(self.noise_device(request))
+        """Draws the noise where nobody passed a generator: a secret one, or one of the engine's seed."""
+        return self.fresh_generator("noise", self.noise_device(request))
+
+    def fresh_generator(self, use: str, device: torch.device | str = "cpu") -> torch.Generator:
+        """A secret generator, or where the engine has a seed a repeatable one for this use."""
+        seed, runs = self.engine.seed, self.engine.runs
+        return secret_generator(device) if seed is None else seeded_generator(device, seed, f"{use} of run {runs}")
+
+    def predictable(self, run: Run) -> tuple[str, ...]:
+        """What a user has passed that lets whoever knows it draw the run's randomness again."""
+        asked, found = run.request, []
+        if self.engine.seed is not None:
+            found.append(f"seed={self.engine.seed}")
+        loader, secure = asked.data_loader.generator, self.engine.secure_mode
+        if not (loader is None or secure or run.sampling.kind == "own" or isinstance(loader, SecretGenerator)):
+            found.append("the generator of data_loader")
+        if not (asked.noise_generator is None or isinstance(asked.noise_generator, SecretGenerator)):
+            found.append("noise_generator")
+        return tuple(found)
 
     def build_optimizer(
         self, run: Run, *, distributed: bool, clipping: str, grad_sample_mode: str, noise_generator: Any, **keywords: Any
@@ -315,7 +333,7 @@ class Scheme:
             )
         if isinstance(optimizer, GhostLogicalBatch):
             optimizer.watch(module)
-        self.engine.shuffler = _shuffler(run, module, optimizer)  # it takes the place of an earlier one
+        self.engine.shuffler = _shuffler(self, run, module, optimizer)  # it takes the place of an earlier one
         optimizer.step_hook = None  # Opacus's has the rate 1/L; a fixed-size batch has B/n
         if isinstance(optimizer, TicketedSteps):
             optimizer.account_with(self.account(run), self.tickets(made[-1]))
@@ -345,19 +363,22 @@ class Scheme:
         return False
 
 
-def _shuffler(run: Run, module: Any, optimizer: DPOptimizer) -> WeightShuffler | None:
+def _shuffler(scheme: Scheme, run: Run, module: Any, optimizer: DPOptimizer) -> WeightShuffler | None:
     """Shuffles, in place of what an earlier call has started."""
     network, shuffling = run.request.module, run.request.shuffling
     if run.spec is None:
         for each in (unwrap(network), innermost(optimizer)):
             detach_shuffler(each)
         return None
+    generator = shuffling.generator
+    if generator is None and scheme.engine.seed is not None:
+        generator = scheme.fresh_generator("permutations")
     shuffler = WeightShuffler(
         network,
         run.spec,
         optimizer,
         mode=shuffling.mode,
-        generator=shuffling.generator,
+        generator=generator,
         synchronise=is_distributed(network),
     )
     if isinstance(module, torch.nn.Module):

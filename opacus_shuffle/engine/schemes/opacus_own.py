@@ -18,10 +18,11 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.validation import finite_number, positive
 from opacus_shuffle.engine.run import Budget, Request, Run
-from opacus_shuffle.engine.sampling.samplers import PoissonSampler
+from opacus_shuffle.engine.sampling.samplers import ExactPoissonSampler, PoissonSampler
 from opacus_shuffle.engine.sampling.sampling_plan import Kind, SamplingPlan, plan_sampling
 from opacus_shuffle.engine.schemes.base import Scheme
 from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan, plan_batch_clip
+from opacus_shuffle.engine.weights.weight_shuffling import PARALLEL
 from opacus_shuffle.permutation import PermutationSpec
 
 
@@ -36,6 +37,11 @@ class OpacusOwn(Scheme):
                 "'subsampled_shuffle' or 'shuffled_checkin'"
             )
         self.refuse_aggregator(request)
+        if self.engine.secure_mode and (isinstance(request.module, PARALLEL) or request.grad_sample_mode.startswith("ghost_")):
+            raise ValueError(
+                f"secure_mode=True is for one process, got a {type(request.module).__name__} with "
+                f"grad_sample_mode={request.grad_sample_mode!r}: who takes part is drawn otherwise there; leave it out"
+            )
 
     def check_noise(self, request: Request) -> float:
         """The noise multiplier; Opacus allows none at all."""
@@ -60,9 +66,10 @@ class OpacusOwn(Scheme):
         return dataclasses.replace(plan, steps_per_epoch=steps, batch_size=batch, sample_rate=rate)
 
     def poisson_sampler(self, run: Run, generator: torch.Generator | None) -> PoissonSampler:
-        """Opacus's, number by number: drawn at the rate of the loader that was passed."""
+        """Opacus's, number by number (with a flag of ours the exact one): drawn at the rate of the loader that was passed."""
         plan = run.sampling
-        return PoissonSampler(
+        kind = PoissonSampler if self.is_opacus(run.request) else ExactPoissonSampler
+        return kind(
             num_samples=plan.num_users,
             sample_rate=1 / len(run.request.data_loader),
             steps=plan.steps_per_epoch,
@@ -83,7 +90,11 @@ class OpacusOwn(Scheme):
 
     def is_opacus(self, request: Request) -> bool:
         """Whether nothing was asked for that Opacus does not have."""
-        return request.shuffling.groups is False and not self.engine.secure_mode
+        return request.shuffling.groups is False and not self.engine.secure_mode and self.engine.seed is None
+
+    def predictable(self, run: Run) -> tuple[str, ...]:
+        """As Opacus, all is: there nothing is said of it."""
+        return () if self.is_opacus(run.request) else super().predictable(run)
 
     def plan_batch_clip(self, request: Request, spec: PermutationSpec | None) -> BatchClipPlan | None:
         """Clips sums only where it was asked for."""

@@ -52,11 +52,6 @@ class VectorSums(Scheme):
         one_of("clipping (with shuffled_sums)", request.clipping, ("flat",))
         what = "grad_sample_mode (with shuffled_sums, which needs each record's gradient)"
         one_of(what, request.grad_sample_mode, ("hooks", "functorch", "ew"))
-        if self.engine.secure_mode:
-            raise ValueError(
-                "secure_mode=True draws from a generator that has no binomials: leave it out with shuffled_sums, whose noise "
-                "is whole numbers from generators seeded by the operating system"
-            )
 
     def refuse_aggregator(self, request: Request) -> None:
         """Refuses what is no protocol, or a noise multiplier beside one."""

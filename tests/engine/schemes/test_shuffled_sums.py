@@ -279,13 +279,6 @@ def test_what_no_protocol_can_be_built_for_is_refused(changes, named):
         PrivacyEngine(accountant="shuffled_sums").make_private_with_epsilon(**{**make_toy(), **budget, **changes})
 
 
-def test_secure_mode_says_why_not():
-    engine = PrivacyEngine(accountant="shuffled_sums")
-    engine.secure_mode = True  # what it is with torchcsprng installed
-    with pytest.raises(ValueError, match="binomial"):
-        engine.make_private(**make_toy(), aggregator=protocol_for())
-
-
 def test_distributed_modules_are_refused():
     class Parallel(opacus.distributed.DifferentiallyPrivateDistributedDataParallel):
         def __init__(self, module):
