@@ -1,7 +1,7 @@
 """A pytest plugin that lets Opacus's own test files run with another engine in the place of Opacus's, and without torchvision.
 
-``python -m pytest -p helpers.opacus_suite --engine=ours ...``. The little of torchvision that those files use is made here:
-``FakeData``, ``Compose``, ``ToTensor``, ``Normalize``, and two networks with batch norm.
+``python -m pytest -p helpers.opacus_suite --engine=ours [--accountant=shuffled_checkin] ...``. The little of torchvision that
+those files use is made here: ``FakeData``, ``Compose``, ``ToTensor``, ``Normalize``, and two networks with batch norm.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--engine", choices=("stock", "ours"), default="stock")
+    parser.addoption("--accountant", default="prv", help="of an engine of ours that is given none")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,7 +31,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--engine") == "ours":
         from opacus_shuffle import PrivacyEngine
 
-        opacus.PrivacyEngine = opacus.privacy_engine.PrivacyEngine = PrivacyEngine
+        class Engine(PrivacyEngine):
+            def __init__(self, *, accountant: str = config.getoption("--accountant"), **keywords: Any) -> None:
+                super().__init__(accountant=accountant, **keywords)
+
+        opacus.PrivacyEngine = opacus.privacy_engine.PrivacyEngine = Engine
 
 
 class densenet121(nn.Module):
