@@ -63,7 +63,7 @@ class ShuffledRound:
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)
 
     def one_report(self, tail: float) -> RatioDistribution:
-        """Returns the upper distribution of R of one report by itself."""
+        """Returns the distribution, from above, of one report's likelihood ratio R, out to ``tail`` standard deviations."""
         return mean_distribution(noise_multiplier=self.noise_multiplier, num_users=1, tail=tail)
 
 

@@ -86,7 +86,7 @@ def print_report(options: dict[str, Any]) -> None:
 
 
 def draw_report(options: dict[str, Any]) -> None:
-    """Draws the ladder over the number of rounds."""
+    """Draws the ladder over the number of rounds into a file, and prints the file's name."""
     output = options.pop("output")
     check_output(output)
     save(privacy_report(**flags.fields_of_run(options), **options).plot().get_figure(root=True), output)

@@ -57,14 +57,29 @@ class ShuffleScalarSum(GridSum):
         self.max_value = top
 
     def randomize(self, x: Any, generator: torch.Generator | None = None) -> Messages:
-        """Returns one user's messages for a number ``x`` in [0, ``max_value``]; ``generator`` is secret by default."""
+        """Returns one user's messages.
+
+        Args:
+            x: The user's number, in [0, ``max_value``].
+            generator: On the CPU; by default secret, from the operating system.
+
+        Raises:
+            ValueError: If ``x`` is no number in that range.
+        """
         point = real_numbers("x", x)
         if point.numel() != 1:
             raise ValueError(f"x must be one number, got shape {tuple(point.shape)}")
         return self._randomize(point.reshape(1, 1), generator)
 
     def analyze(self, messages: Messages) -> float:
-        """Returns the unbiased estimate of the sum from the shuffled messages."""
+        """Returns the unbiased estimate of the sum of those whose messages these are.
+
+        Args:
+            messages: What ``shuffle`` answered.
+
+        Raises:
+            ValueError: If they are not that, come from another protocol, or from too few or too many users for its guarantee.
+        """
         return float(self._analyze(messages))
 
     def simulate(self, x: Any, generator: torch.Generator | None = None) -> float:
@@ -73,6 +88,10 @@ class ShuffleScalarSum(GridSum):
         Args:
             x: One number per user, shape (n,); or an iterable of such blocks.
             generator: On the CPU; by default secret.
+
+        Raises:
+            ValueError: If ``x`` is nothing of the kind, a number lies outside of [0, ``max_value``], or there are too few or
+                too many of them.
         """
         if isinstance(x, str | bytes) or not isinstance(x, Iterable):
             raise ValueError(f"x must be a vector of numbers, one per user, got {x!r}")

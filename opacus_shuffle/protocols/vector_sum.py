@@ -135,7 +135,14 @@ class ShuffleVectorSum(GridSum):
         return self._randomize(point.unsqueeze(0), generator)
 
     def analyze(self, messages: Messages) -> torch.Tensor:
-        """Returns the unbiased estimate of the sum from the shuffled messages: float64, shape (d,)."""
+        """Returns the unbiased estimate of the sum of those whose messages these are: float64, shape (d,).
+
+        Args:
+            messages: What ``shuffle`` answered.
+
+        Raises:
+            ValueError: If they are not that, come from another protocol, or from too few or too many users for its guarantee.
+        """
         return self._analyze(messages)
 
     def simulate(self, X: Any, generator: torch.Generator | None = None) -> torch.Tensor:

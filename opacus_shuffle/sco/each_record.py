@@ -105,7 +105,7 @@ def refuse_randomness_or_memory(error: RuntimeError, name: str) -> None:
 
 @contextlib.contextmanager
 def no_random_draws(name: str) -> Iterator[None]:
-    """Refuses code that draws from PyTorch's global generator."""
+    """Refuses, with a ``ValueError`` of this name, a block that has drawn from PyTorch's global generator on the CPU."""
     before = torch.get_rng_state()
     yield
     if not torch.equal(before, torch.get_rng_state()):

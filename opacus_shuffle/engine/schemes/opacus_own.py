@@ -127,7 +127,7 @@ class OpacusOwn(Scheme):
         """Nothing: Opacus's accountants learn all from the step hook."""
 
     def account(self, run: Run) -> Callable[[DPOptimizer], None]:
-        """Opacus's own."""
+        """What tells Opacus's accountant of every step: Opacus's own hook."""
         hook: Callable[[DPOptimizer], None] = self.accountant.get_optimizer_hook_fn(sample_rate=run.sampling.sample_rate)
         return hook
 

@@ -235,7 +235,11 @@ def unify_dimensions(ones: Iterable[Factors], others: Iterable[Factors]) -> None
 
 
 def grids(axes: Sequence[Axis], kind: str = "product") -> list[tuple[int, tuple[tuple[Axis, int], ...]]]:
-    """Returns the grids of a product or a sum of axes in units of its own entries: (offset, (atom, stride) pairs)."""
+    """Returns where the entries of a product or a sum of axes lie: grids, each its offset and the stride of every atom.
+
+    The entry of a grid at place i of one atom, j of the next is number offset + i·stride + j·stride′. A product of atoms is one
+    grid; a sum has those of each of its parts.
+    """
     found: list[tuple[int, tuple[tuple[Axis, int], ...]]] = [] if kind == "sum" else [(0, ())]
     start, stride = 0, math.prod(axis.root.size for axis in axes)
     for axis in (each.root for each in axes):

@@ -189,7 +189,7 @@ class TracedRun:
         return self._labels[tensor]
 
     def leaves(self, tensor: torch.Tensor, way: str) -> None:
-        """Fixes a tensor whose values leave PyTorch, so that nobody knows what becomes of them."""
+        """Fixes a tensor whose values leave PyTorch, so that nobody knows what becomes of them; notes by which call."""
         if not self.is_constant(tensor):
             self.unknown[way] += 1
             self.fix([tensor])
