@@ -30,7 +30,7 @@ DELTA = 1e-5
 WEIGHTS = {"dimension": 1000, "batch_clip": 50.0}
 """What is permuted, and a clipping of sums with which WS's estimate is positive up to σ = 2: it says 0 where σ² exceeds c′."""
 
-# shuffled_sums is described by its protocol (test_shuffled_sums_accountant.py), the others by plain numbers.
+# shuffled_sums is described by its protocol (tests/accountants/test_shuffled_sums_accountant.py), the others by plain numbers.
 ACCOUNTANTS = [opacus_shuffle.accountants.ACCOUNTANTS[name] for name in ONE_NOISE]
 # The reports of this family are shuffled, so n and a report's own noise matter; shuffled_fw shuffles weights, and the server
 # adds the noise. What is about reports is asked of the family alone.

@@ -15,7 +15,7 @@ from opacus_shuffle.accountants.mechanisms import MECHANISMS, ShuffledCheckIn, S
 from opacus_shuffle.accountants.report import epsilons_over_rounds, first_rounds
 from opacus_shuffle.core.tables import WIDTH
 
-# shuffled_sums is described by its protocol (tests/test_shuffled_sums_accountant.py), the others by plain numbers.
+# shuffled_sums is described by its protocol (tests/accountants/test_shuffled_sums_accountant.py), the others by plain numbers.
 PLAIN = ONE_NOISE
 every_mechanism = pytest.mark.parametrize("mechanism", PLAIN)
 # Reports are shuffled here, by a shuffler that is trusted; shuffled_fw shuffles weights at a server that is.
