@@ -12,6 +12,7 @@ the time to find the permutations, to draw one, and to move everything once agai
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 import warnings
 from collections.abc import Callable
@@ -66,7 +67,7 @@ class Run:
         network.to(device)
         self.device = device
         self.engine = opacus_shuffle.PrivacyEngine(accountant="rdp")
-        self.network, self.optimizer, _ = self.engine.make_private(
+        self.network, self.optimizer, loader = self.engine.make_private(
             module=network,
             optimizer=torch.optim.AdamW(network.parameters(), lr=1e-4),
             data_loader=DataLoader(data, batch_size=batch),
@@ -74,7 +75,7 @@ class Run:
             max_grad_norm=1.0,
             **shuffling,
         )
-        self.batch = {name: value.to(device) for name, value in next(iter(DataLoader(data, batch_size=batch))).items()}
+        self.batches = itertools.chain.from_iterable(itertools.repeat(loader))  # every step takes a fresh one
         self.inside = 0.0  # seconds in the shuffler's hooks
         shuffler = self.engine.shuffler
         assert shuffler is not None
@@ -97,9 +98,10 @@ class Run:
 
     def step(self) -> tuple[float, float]:
         """Seconds of one step: in the shuffler, and outside of it."""
+        batch = {name: value.to(self.device) for name, value in next(self.batches).items()}
         self._wait()
         start, self.inside = time.perf_counter(), 0.0
-        self.network(**self.batch).loss.backward()
+        self.network(**batch).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._wait()
@@ -149,7 +151,7 @@ def measure(name: str, build: Callable[[], nn.Module], data: Records, options: a
     assert shuffler is not None
     tensors = [p.detach() for p in modes["every_step"].network.parameters()]
     copies = [torch.empty_like(tensor) for tensor in tensors]
-    sample = {key: value[:2] for key, value in modes["every_step"].batch.items()}
+    sample = {key: value.to(options.device) for key, value in next(iter(DataLoader(data, batch_size=2))).items()}
     network = build().to(options.device)
     find = seconds(lambda: find_permutations(network, sample), 1)
     draw, move = (1e3 * seconds(each) for each in (shuffler.spec.sample, shuffler.shuffle_))
