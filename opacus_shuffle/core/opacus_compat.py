@@ -182,6 +182,15 @@ def forget_parameters(module: nn.Module) -> None:
         parameter.__dict__.pop("summed_grad", None)
 
 
+def without_records(state: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a network, a layer, a parameter or a wrapper, without what Opacus keeps of single records there."""
+    left_out = {"_norm_sample", "_current_grad_sample", "max_batch_len"}
+    if all(isinstance(call, list | tuple) for call in state.get("activations") or ()):  # a list of its own stays
+        left_out.add("activations")
+    reset = {"grad_sample": None, "summed_grad": None, "_forward_counter": 0, "_per_sample_gradient_norms": None}
+    return {name: reset.get(name, value) for name, value in state.items() if name not in left_out}
+
+
 def waits_for_step(parameter: nn.Parameter) -> bool:
     """Whether gradients of records wait for a step here; those that a step has used are marked."""
     waiting, total = getattr(parameter, "grad_sample", None), getattr(parameter, "summed_grad", None)
@@ -252,6 +261,9 @@ def _forward(module: GradSampleModuleExpandedWeights, x: torch.Tensor, *args: An
         if parameter.requires_grad:
             parameter.grad_sample = parameter.new_zeros((0, *parameter.shape))
     return module._module(x, *args, **keywords)
+
+
+_forward.__name__ = "forward"  # under which a copy that is pickled finds Opacus's own
 
 
 def allow_empty_batches(module: Any) -> None:

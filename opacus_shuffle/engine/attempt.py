@@ -16,10 +16,13 @@ from torch.utils.data import DataLoader
 from opacus_shuffle.core.opacus_compat import OpenEngine, allow_empty_batches, forget_parameters
 from opacus_shuffle.engine.optimizers.ghost_loss import clipped_whatever_happens
 from opacus_shuffle.engine.optimizers.ticketed_steps import guard_of, guard_steps
+from opacus_shuffle.engine.raw_data import leave_out_records
 from opacus_shuffle.engine.run import Run
 from opacus_shuffle.engine.schemes import Scheme
+from opacus_shuffle.engine.watched_buffers import watch_buffers
 from opacus_shuffle.engine.weights.module import ShuffleGradSampleModule, make_plain, make_shuffled
 from opacus_shuffle.engine.weights.optimizers import innermost
+from opacus_shuffle.permutation.network import unwrap
 
 Engine = TypeVar("Engine", bound="AttemptMixin")
 
@@ -69,6 +72,9 @@ class AttemptMixin(OpenEngine):
                 forget_parameters(module)
             raise
         self.__dict__.update({name: value for name, value in vars(attempt).items() if value is not begun.get(name)})
+        for each in (module, plan.wrapped):
+            leave_out_records(each)
+        watch_buffers(unwrap(module))
 
     def build_model(self, module: nn.Module, **keywords: Any) -> Any:
         """Opacus's wrapper, which lets empty batches pass."""

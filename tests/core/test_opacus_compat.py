@@ -28,6 +28,34 @@ from opacus_shuffle.core.opacus_compat import (
 )
 
 
+def test_what_opacus_keeps_of_records_has_the_names_that_are_left_out():
+    x = torch.randn(3, 2)
+    for kind in (GradSampleModule, GradSampleModuleFastGradientClipping):
+        network = nn.Linear(2, 1)
+        ghost = {"max_grad_norm": 1.0} if kind is not GradSampleModule else {}
+        model = kind(network, **ghost)
+        before = {id(each): set(vars(each)) for each in (model, network, network.weight)}
+        model(x)
+        assert set(vars(network)) - before[id(network)] <= {"activations", "max_batch_len"}
+        model(x).sum().backward()
+        opacus.optimizers.DPOptimizer(
+            torch.optim.SGD(network.parameters(), lr=1.0), noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=3
+        )
+        if ghost:
+            model.get_norm_sample()
+        for each in (model, network, network.weight):
+            left = opacus_compat.without_records(vars(each))
+            assert set(left) - before[id(each)] <= {
+                "grad_sample",
+                "summed_grad",
+                "_forward_counter",
+                "_per_sample_gradient_norms",
+            }
+            held = [name for name in set(left) - {"_parameters"} if isinstance(left[name], torch.Tensor)]
+            assert held == []
+        assert isinstance(network.weight.grad_sample if not ghost else network.weight._norm_sample, torch.Tensor)
+
+
 @pytest.fixture
 def fresh():
     """Answers that are found again, and not kept for the other tests."""

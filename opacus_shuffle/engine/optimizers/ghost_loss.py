@@ -44,6 +44,10 @@ class GhostPasses:
         self.module = module
         self.end()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what the layers have shown: that is data."""
+        return vars(GhostPasses(self.module))
+
     def end(self) -> None:
         """Forgets the passes."""
         self.calls: list[tuple[nn.Module, list[torch.Tensor], int | None]] = []

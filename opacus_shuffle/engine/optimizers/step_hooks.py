@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from opacus.optimizers import DPOptimizer
+from opacus_shuffle.engine.optimizers.not_copied import NotCopied
 
 
-class StepHooks(DPOptimizer):
+class StepHooks(NotCopied):
     """Mixin for any Opacus optimizer: every attached hook runs, the accountant's first."""
 
     def attach_step_hook(self, fn: Callable[[Any], None]) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from opacus_shuffle.engine.raw_data import leaving
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
 from opacus_shuffle.permutation.discover import find_permutations
 from opacus_shuffle.permutation.spec import PermutationSpec
@@ -97,12 +98,12 @@ class ShuffleGradSampleModule:
         """Returns a copy of Opacus's class: it has nothing to do with the run."""
         copied = object.__new__(_plain_class(type(self)))
         memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "shuffler"}, memo))
+        copied.__dict__.update(copy.deepcopy({k: v for k, v in leaving(self.__dict__).items() if k != "shuffler"}, memo))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Has it pickled as Opacus's class; the shuffler's hooks refuse where that would show what was not released."""
-        return object.__new__, (_plain_class(type(self)),), {k: v for k, v in self.__dict__.items() if k != "shuffler"}
+        return object.__new__, (_plain_class(type(self)),), {k: v for k, v in leaving(self.__dict__).items() if k != "shuffler"}
 
 
 @functools.cache

@@ -1,0 +1,97 @@
+"""Buffers that the data flow into: a running mean, say. Nothing clips or noises them, and whoever gets the network gets them.
+
+>>> import torch
+>>> class Mean(nn.Module):
+...     def __init__(self):
+...         super().__init__()
+...         self.register_buffer("mean", torch.zeros(2))
+...     def forward(self, x):
+...         self.mean.lerp_(x.mean(0), 0.1)
+...         return x
+>>> network = nn.Sequential(Mean())
+>>> watch_buffers(network)
+>>> with warnings.catch_warnings(record=True) as told:
+...     warnings.simplefilter("always")
+...     _ = network(torch.ones(3, 2))
+>>> str(told[0].message)[:58]
+"buffer '0.mean' of the network changes in the forward pass"
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
+
+
+class WatchedBuffers:
+    """Warns, by name, of buffers that forward passes in training mode change: at the first one, and whenever they leave.
+
+    Args:
+        network: The network itself, not a wrapper.
+
+    Attributes:
+        changed: Their names.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.changed: list[str] = []
+        self._places = [
+            (part, key, f"{name}.{key}" if name else key) for name, part in network.named_modules() for key in part._buffers
+        ]
+        self._before: list[tuple[int, int]] = []
+        self._handles: list[Any] = []
+        if self._places:
+            self._handles = [
+                network.register_forward_pre_hook(self._look),
+                network.register_forward_hook(self._look_again),
+                network.register_state_dict_post_hook(self),  # type: ignore[no-untyped-call]
+            ]
+
+    def end(self) -> None:
+        """Stops watching."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _look(self, network: nn.Module, *_: Any) -> None:
+        self._before = self._now() if network.training else []
+
+    def _look_again(self, network: nn.Module, *_: Any) -> None:
+        if not (network.training and self._before):
+            return
+        for (_, _, name), before, after in zip(self._places, self._before, self._now(), strict=True):
+            if before != after and name not in self.changed:
+                self.changed.append(name)
+                self._warn([name])
+
+    def __call__(self, *_: Any) -> None:
+        """Warns again, as a hook of the state dict."""
+        if self.changed:
+            self._warn(self.changed)
+
+    def _now(self) -> list[tuple[int, int]]:
+        """Which tensors the buffers are, and how often each was written to."""
+        tensors = [part._buffers.get(key) for part, key, _ in self._places]
+        return [(id(each), 0 if each is None or each.is_inference() else each._version) for each in tensors]
+
+    @staticmethod
+    def _warn(names: list[str]) -> None:
+        which = ", ".join(map(repr, names))
+        warnings.warn(
+            f"buffer {which} of the network changes in the forward pass: if it depends on the records, as a mean of the batch "
+            "does, it is neither clipped nor noised, and whoever gets the network, its state_dict or a checkpoint gets what no "
+            "epsilon covers; compute it from public data, or take it out of the network",
+            PrivacyAssumptionWarning,
+            stacklevel=2,
+        )
+
+
+def watch_buffers(network: nn.Module) -> None:
+    """Watches the buffers of a network, in the place of whoever did so before."""
+    for hook in list(network._forward_pre_hooks.values()):
+        if isinstance(earlier := getattr(hook, "__self__", None), WatchedBuffers):
+            earlier.end()
+    WatchedBuffers(network)

@@ -1,0 +1,88 @@
+"""Buffers that records flow into are named."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from helpers.toy import make_toy, run_epoch
+from torch import nn
+
+from opacus_shuffle import PrivacyEngine
+from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
+
+
+class Statistics(nn.Module):
+    """Keeps a running mean that its output does not use."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("mean", torch.zeros(40))
+        self.register_buffer("constant", torch.ones(40))
+
+    def forward(self, x):
+        with torch.no_grad():
+            if self.how == "in place" and self.training and len(x):
+                self.mean.lerp_(x.mean(0), 0.1)
+            if self.how == "anew" and self.training and len(x):
+                self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return x * self.constant
+
+
+def private(how: str, **keywords):
+    toy = make_toy()
+    toy["module"].insert(1, Statistics(how))
+    engine = PrivacyEngine(accountant="rdp")
+    made = engine.make_private(**toy, noise_multiplier=2.0, poisson_sampling=False, **keywords)
+    return engine, toy["module"], made
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ew"])
+@pytest.mark.parametrize("how", ["in place", "anew"])
+def test_a_buffer_that_a_training_pass_changes_is_named_then_and_whenever_it_leaves(how, mode):
+    engine, network, (model, optimizer, loader) = private(how, grad_sample_mode=mode)
+    with pytest.warns(PrivacyAssumptionWarning, match=r"buffer '1\.mean' of the network changes"):
+        run_epoch(model, optimizer, loader)
+    for leaves in (
+        network.state_dict,
+        model.state_dict,
+        lambda: engine.save_checkpoint(path=io.BytesIO(), module=model, optimizer=optimizer),
+    ):
+        with pytest.warns(PrivacyAssumptionWarning, match=r"buffer '1\.mean'"):
+            leaves()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyAssumptionWarning)
+        run_epoch(model, optimizer, loader)  # once is enough
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(network)))
+    assert copied[1].mean.shape == (40,)
+
+
+def test_buffers_that_stay_and_passes_in_evaluation_are_nothing_to_warn_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyAssumptionWarning)
+        engine, network, (model, optimizer, loader) = private("constant")
+        run_epoch(model, optimizer, loader)
+        network[1].how = "in place"
+        model.eval()
+        model(torch.randn(3, 5))
+        model.train()
+        model.state_dict()
+        network.load_state_dict(network.state_dict())
+        model(torch.randn(0, 5))
+        again = engine.make_private(
+            module=model,
+            optimizer=optimizer,
+            data_loader=loader,
+            noise_multiplier=2.0,
+            max_grad_norm=1.0,
+            poisson_sampling=False,
+        )
+    assert len(network._forward_pre_hooks) == len(network._forward_hooks) == 1
+    with pytest.warns(PrivacyAssumptionWarning, match=r"1\.mean") as told:
+        again[0](torch.randn(3, 5))
+    assert len(told) == 1
