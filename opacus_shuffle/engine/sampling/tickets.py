@@ -16,6 +16,7 @@ ValueError: optimizer.step() has no fresh batch: the last batch of the data load
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Set
 from typing import Any
 
@@ -62,10 +63,15 @@ class Part:
 class TicketBook:
     """What one ``make_private`` knows of its batches: shared by its loader and its optimizer, and never copied with them.
 
+    Attributes:
+        warns_of_fewer: Fewer records than were drawn are warned of, not refused, as Opacus's own accountants are used to it.
+
     Args:
         drop_outs: Fewer records than were drawn may report, because the protocol covers that.
         random_record: A batch of no records comes with a random one (``rand_on_empty``).
     """
+
+    warns_of_fewer: bool = False
 
     def __init__(self, *, drop_outs: bool = False, random_record: bool = False) -> None:
         self.drop_outs, self.random_record = drop_outs, random_record
@@ -122,6 +128,13 @@ class TicketBook:
         if len(rows) == 1 and max(rows) < expected and (more or self.drop_outs):
             return
         found = " and ".join(map(str, sorted(rows)))
+        if len(rows) == 1 and max(rows) < expected and self.warns_of_fewer:
+            warnings.warn(
+                f"optimizer.step() got gradients of {found} records, this batch has {expected}: unless others were left out, "
+                "these are no records (is batch_first right?), and no ε is meant for what is released",
+                stacklevel=2,
+            )
+            return
         raise ValueError(
             f"optimizer.step() got gradients of {found} records, this batch has {expected}: each of its records must have one "
             "gradient, clipped as a whole; pass the batch as the loader yields it, and let no layer turn one record into "

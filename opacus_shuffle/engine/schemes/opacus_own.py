@@ -133,4 +133,8 @@ class OpacusOwn(Scheme):
 
     def sampler(self, run: Run, loader: DataLoader, *, distributed: bool) -> DataLoader:
         """As Opacus's: the user's own loader stays what it is."""
-        return loader if run.sampling.kind == "own" else super().sampler(run, loader, distributed=distributed)
+        if run.sampling.kind == "own":
+            return loader
+        ticketed: Any = super().sampler(run, loader, distributed=distributed)
+        ticketed.tickets.warns_of_fewer = self.is_opacus(run.request)
+        return ticketed  # type: ignore[no-any-return]

@@ -142,6 +142,24 @@ def test_an_expected_batch_size_of_zero_which_opacus_divides_by_is_refused_by_na
         PrivacyEngine(accountant="rdp").make_private(**make_toy(records=49, batch_size=1), noise_multiplier=1.0)
 
 
+def _steps_on(rows, **options):
+    model, optimizer, loader = PrivacyEngine(accountant="rdp").make_private(**make_toy(), noise_multiplier=1.0, **options)
+    for x, y in loader:
+        if len(x) > 2:
+            nn.functional.cross_entropy(model(rows(x)), rows(y)).backward()
+            return optimizer.step()
+    raise AssertionError("no batch is large enough")
+
+
+def test_fewer_gradients_than_records_are_warned_of_as_opacus_s_own_tests_have_them_and_more_are_refused():
+    with pytest.warns(UserWarning, match="got gradients of 2 records, this batch has"):
+        _steps_on(lambda batch: batch[:2])
+    with pytest.raises(ValueError, match=r"got gradients of \d+ records, this batch has"):
+        _steps_on(lambda batch: batch.repeat_interleave(2, dim=0))
+    with pytest.raises(ValueError, match="got gradients of 2 records, this batch has"):
+        _steps_on(lambda batch: batch[:2], shuffle_weights=True)
+
+
 def test_a_flag_of_ours_makes_noise_and_participation_secret_with_opacus_s_accountants_too():
     def run():
         toy = make_toy()
