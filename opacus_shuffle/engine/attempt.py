@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.opacus_compat import OpenEngine, allow_empty_batches, forget_parameters
+from opacus_shuffle.engine.network_checks import FirstBatch, check_network
 from opacus_shuffle.engine.optimizers.ghost_loss import clipped_whatever_happens
 from opacus_shuffle.engine.optimizers.ticketed_steps import guard_of, guard_steps
 from opacus_shuffle.engine.raw_data import leave_out_records
@@ -29,11 +30,12 @@ Engine = TypeVar("Engine", bound="AttemptMixin")
 
 @dataclasses.dataclass
 class _Plan:
-    """What an attempt builds, and the wrapper that it has built."""
+    """What an attempt builds, the wrapper that it has built, and what is to look at the first batch."""
 
     scheme: Scheme
     run: Run
     wrapped: Any = None
+    first_batch: FirstBatch | None = None
 
 
 class AttemptMixin(OpenEngine):
@@ -71,6 +73,8 @@ class AttemptMixin(OpenEngine):
                 plan.wrapped.cleanup()
                 forget_parameters(module)
             raise
+        if plan.first_batch is not None:
+            plan.first_batch.wait_on(plan.wrapped if isinstance(plan.wrapped, nn.Module) else module)
         self.__dict__.update({name: value for name, value in vars(attempt).items() if value is not begun.get(name)})
         for each in (module, plan.wrapped):
             leave_out_records(each)
@@ -79,10 +83,12 @@ class AttemptMixin(OpenEngine):
     def build_model(self, module: nn.Module, **keywords: Any) -> Any:
         """Opacus's wrapper, which lets empty batches pass."""
         make_plain(module)
+        self.validate(module=module, optimizer=None, data_loader=None)
+        first_batch = None if self._plan is None else check_network(self._plan.run.request, self)
         wrapped = super().build_model(module, **keywords)
         allow_empty_batches(wrapped)
         if self._plan is not None:
-            self._plan.wrapped = wrapped
+            self._plan.wrapped, self._plan.first_batch = wrapped, first_batch
         return wrapped
 
     def build_data_loader(self, data_loader: DataLoader, *, distributed: bool, **keywords: Any) -> DataLoader:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -70,13 +70,21 @@ def prepare_model(model: nn.Module) -> nn.Module:
     return model
 
 
-def check_position_ids(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> None:
+def check_position_ids(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    trained: Collection[str] | None = None,
+) -> None:
     """Refuses a model in which an embedding would see a batch of one, before Opacus fails in the middle of a step.
 
     Args:
         model: The model. One forward pass is run, in evaluation mode and without gradients; it leaves no trace.
         args: Positional arguments for two records or more. Fewer tell nothing, and nothing is checked.
         kwargs: Keyword arguments.
+        trained: The names of the parameters that are clipped, all others may do as they like; by default all that require a
+            gradient.
 
     Raises:
         ValueError: There are such embeddings, or some that look up no records at all (tables of relative positions); the
@@ -86,7 +94,11 @@ def check_position_ids(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Map
     frame = _measure(model, args, kwargs)
     if frame.records < 2:
         return
-    seen = _first_dimensions(model, args, kwargs)
+    seen = {
+        name: size
+        for name, size in _first_dimensions(model, args, kwargs).items()
+        if trained is None or (f"{name}.weight" if name else "weight") in trained
+    }
     if narrow := [name for name, size in seen.items() if size == 1]:
         raise ValueError(
             f"module has embeddings that see a batch of one whatever the batch is, {', '.join(narrow)}, so Opacus cannot "

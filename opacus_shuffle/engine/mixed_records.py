@@ -1,0 +1,189 @@
+"""Refuses networks whose records depend on each other: clipping each record's gradient then bounds nobody's influence.
+
+``x - x.mean(0)`` and batch statistics of one's own making look like any layer. So a few records are run through the network, then
+one of them with the others changed: neither its output nor its gradient may change. The network is run as it trains (dropout
+draws the same numbers each time), and left without a trace: random states, buffers, attributes and gradients stay as they were.
+
+Where the loader's first records do not run through the network, the first batch that trains it is looked at in their place.
+A network is trained unseen, with no word about it, where that batch cannot be cut into records either (packed sequences,
+graphs) or where no output has a row per record.
+
+>>> class Centred(nn.Linear):
+...     def forward(self, x):
+...         return super().forward(x - x.mean(0))
+>>> refuse_mixed_records(nn.Sequential(nn.Tanh(), Centred(3, 2)), lambda n: (n, ((torch.randn(n, 3),), {})))
+Traceback (most recent call last):
+    ...
+ValueError: module mixes records in 1 (Centred): ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from opacus_shuffle.permutation.network import results, state_kept
+from opacus_shuffle.permutation.sample_input import Call
+
+Gradients = list[torch.Tensor]
+
+
+class UnprobedError(Exception):
+    """The network did not run, or no output has a row per record."""
+
+
+def refuse_mixed_records(network: nn.Module, call_of: Callable[[int], tuple[int, Call]], *, axis: int = 0) -> None:
+    """Refuses a network that mixes records.
+
+    Args:
+        network: As it trains.
+        call_of: The arguments for so many records, or as many as there are, and how many they are.
+        axis: Where tensors have their records.
+
+    Raises:
+        ValueError: It does; the message names the innermost module that does it.
+        UnprobedError: It cannot be told.
+    """
+    place = ""
+    # Four rows may be none of records (the states of four layers): what is true of five as well is no chance.
+    for records in (4, 5):
+        try:
+            records, call = call_of(records)
+            found = _mixing_place(network, call, records, axis)
+        except UnprobedError:
+            raise
+        except Exception as error:
+            raise UnprobedError from error
+        if found is None:
+            return
+        place = found
+    raise ValueError(
+        f"module mixes records in {place}: one record's output or gradient changes when another record does, so that clipping "
+        "bounds nobody's influence; compute what it takes from the batch (a mean, a norm, a rank) within each record, as "
+        "nn.LayerNorm and nn.GroupNorm do"
+    )
+
+
+def _mixing_place(network: nn.Module, call: Call, records: int, axis: int) -> str | None:
+    """Where records are mixed; None if nowhere."""
+    if records < 2 or not any(_has_records(leaf, records, axis) for leaf in tree_leaves(call)):
+        raise UnprobedError
+    for kept in (0, records - 1):
+        changed = tree_map_only(torch.Tensor, lambda leaf: _changed(leaf, records, axis, kept), call)  # noqa: B023
+        (rows, gradients), (other_rows, other_gradients) = (
+            _rows(network, each, records, axis, kept) for each in (call, changed)
+        )
+        if not rows:
+            raise UnprobedError
+        if not all(map(_same, rows, other_rows)):
+            return _first_difference(network, call, changed, records, axis, kept)
+        # A changed record may overflow, and zero times infinity is not zero.
+        if all(torch.isfinite(each).all() for each in other_gradients) and not _same_gradients(gradients, other_gradients):
+            return f"its gradients ({type(network).__name__})"
+    return None
+
+
+def _has_records(value: Any, records: int, axis: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > axis and value.shape[axis] == records
+
+
+def _changed(value: torch.Tensor, records: int, axis: int, kept: int) -> torch.Tensor:
+    """The same record at its place, the others with other values that the network can take as well."""
+    if not _has_records(value, records, axis):
+        return value
+    if value.dtype == torch.bool:
+        other = ~value
+    elif value.is_floating_point() or value.is_complex():
+        other = 1.5 * value + 0.25
+    else:
+        other = torch.where(value > 0, value - 1, value)
+    other = other.clone()
+    other.select(axis, kept).copy_(value.select(axis, kept))
+    return other
+
+
+def _rows(network: nn.Module, call: Call, records: int, axis: int, kept: int) -> tuple[list[torch.Tensor], Gradients]:
+    """One record's outputs, and the gradient of some combination of them."""
+    parameters = [each for each in network.parameters() if each.requires_grad]
+    watched = hasattr(network, "autograd_grad_sample_hooks")  # Opacus's hooks look at passes with gradients alone
+    with _untouched(network), torch.set_grad_enabled(not watched):
+        outputs = network(*call[0], **call[1])
+        rows = [each.select(axis, kept) for each in results(outputs) if _has_records(each, records, axis)]
+        weights = torch.Generator().manual_seed(0)
+        total = sum((row * torch.randn(row.shape, generator=weights).to(row)).sum() for row in rows if row.requires_grad)
+        gradients: Gradients = []
+        if isinstance(total, torch.Tensor):
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                found = torch.autograd.grad(total, parameters, allow_unused=True)
+                gradients = [each.detach() for each in found if each is not None and each.layout == torch.strided]
+    return [row.detach() for row in rows], gradients
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two results differ by no more than rounding."""
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    close = 1e-2 if one.dtype in (torch.float16, torch.bfloat16) else 1e-5
+    finite = one[torch.isfinite(one)]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(one, other, rtol=0.0, atol=close * scale, equal_nan=True)
+
+
+def _same_gradients(ones: Gradients, others: Gradients) -> bool:
+    if len(ones) != len(others) or not ones:
+        return len(ones) == len(others)
+    flat, other = (torch.cat([each.flatten().float().cpu() for each in gradients]) for gradients in (ones, others))
+    return bool((flat - other).norm() <= 1e-3 * flat.norm()) or not bool(torch.isfinite(flat).all())
+
+
+def _first_difference(network: nn.Module, call: Call, changed: Call, records: int, axis: int, kept: int) -> str:
+    """The first module to be done whose output for the kept record depends on the others."""
+    seen: list[list[tuple[str, list[torch.Tensor]]]] = []
+    for each in (call, changed):
+        done: list[tuple[str, list[torch.Tensor]]] = []
+
+        def note(name: str, output: Any, done: list[tuple[str, list[torch.Tensor]]] = done) -> None:
+            rows = [leaf.select(axis, kept).detach() for leaf in results(output) if _has_records(leaf, records, axis)]
+            done.append((name, rows))
+
+        handles = [
+            module.register_forward_hook(lambda module, _, output, name=name, note=note: note(_called(name, module), output))
+            for name, module in network.named_modules()
+        ]
+        try:
+            with _untouched(network), torch.no_grad():
+                network(*each[0], **each[1])
+        finally:
+            for handle in handles:
+                handle.remove()
+        seen.append(done)
+    for (name, rows), (_, others) in zip(*seen, strict=False):
+        if len(rows) != len(others) or not all(map(_same, rows, others)):
+            return name
+    return type(network).__name__
+
+
+def _called(name: str, module: nn.Module) -> str:
+    return f"{name} ({type(module).__name__})" if name else f"the module itself ({type(module).__name__})"
+
+
+@contextlib.contextmanager
+def _untouched(network: nn.Module) -> Iterator[None]:
+    """Has random states, buffers and attributes as they were at the end."""
+    held = [(module, dict(vars(module))) for module in network.modules()]
+    try:
+        with state_kept(network):
+            yield
+    finally:
+        for module, before in held:
+            now = vars(module)
+            for name in now.keys() - before.keys():
+                del now[name]
+            now.update(before)

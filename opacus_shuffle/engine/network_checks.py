@@ -1,0 +1,128 @@
+"""What a network must be for its records to be clipped, looked at before anything of it is changed.
+
+Each check refuses by name what Opacus would compute wrongly in silence, or fail at in the middle of the first step: attention
+that mixes the batch, parameters tied under ghost clipping, records that depend on each other, position ids of one row. The last
+two need a run: on the loader's first records, or, where the network does not take them, on the first batch that trains it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from opacus_shuffle.core.opacus_compat import refuse_broken_attention, refuse_tied_ghost, refuse_unclipped_engine
+from opacus_shuffle.engine.mixed_records import UnprobedError, refuse_mixed_records
+from opacus_shuffle.engine.prepare_model import check_position_ids
+from opacus_shuffle.engine.run import Request
+from opacus_shuffle.engine.weights.weight_shuffling import PARALLEL
+from opacus_shuffle.permutation.network import unwrap
+from opacus_shuffle.permutation.sample_input import Call, first_records, from_batch
+
+
+def check_network(request: Request, engine: Any) -> FirstBatch | None:
+    """Refuses networks that cannot be trained as asked.
+
+    Args:
+        request: What ``make_private`` got.
+        engine: The engine that asks.
+
+    Returns:
+        What is to look at the first batch, if the loader's first records are not what the network takes.
+
+    Raises:
+        ValueError: The network cannot be trained, with its part that cannot.
+    """
+    network = unwrap(request.module)
+    refuse_unclipped_engine(engine)
+    refuse_broken_attention(network)
+    if request.grad_sample_mode == "ghost":
+        refuse_tied_ghost(network)
+    if request.grad_sample_mode == "no_op" or any(map(is_lazy, network.parameters())):
+        return None
+    first = FirstBatch(request)
+
+    def call_of(records: int) -> tuple[int, Call]:
+        batch = first_records(request.data_loader, records)
+        return min(records, len(request.data_loader.dataset)), from_batch(network, batch)  # type: ignore[arg-type]
+
+    try:
+        first.check(network, call_of)
+    except UnprobedError:
+        return None if isinstance(request.module, PARALLEL) else first
+    return None
+
+
+class FirstBatch:
+    """The checks that need a run; as a hook before a forward pass, on the first batch that trains, and then no more.
+
+    Args:
+        request: What ``make_private`` got.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.axis = 0 if request.batch_first else 1
+        network = unwrap(request.module)
+        trained = set(map(id, request.trainable))
+        self.trained = frozenset(name for name, each in network.named_parameters() if id(each) in trained)
+
+    def check(self, network: nn.Module, call_of: Any) -> None:
+        """Refuses records that depend on each other, and position ids of one row.
+
+        Raises:
+            ValueError: There are some.
+            UnprobedError: The network does not run on these records.
+        """
+        refuse_mixed_records(network, call_of, axis=self.axis)
+        embeddings = any(isinstance(each, nn.Embedding) for each in network.modules())
+        if self.axis == 0 and embeddings:
+            check_position_ids(network, *call_of(2)[1], trained=self.trained)
+
+    def wait_on(self, module: Any) -> None:
+        """Looks at the first batch that trains this module."""
+        module.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """What PyTorch calls before a forward pass.
+
+        Raises:
+            ValueError: The network cannot be trained.
+        """
+        sizes = [leaf.shape[self.axis] for leaf in tree_leaves((args, keywords)) if _reaches(leaf, self.axis)]
+        if not module.training or not torch.is_grad_enabled() or not sizes or sizes[0] < 2:
+            return
+        whole = sizes[0]
+
+        def call_of(records: int) -> tuple[int, Call]:
+            rows = torch.arange(records) % whole
+            return records, tree_map_only(
+                torch.Tensor,
+                lambda leaf: (
+                    leaf.index_select(self.axis, rows.to(leaf.device))
+                    if _reaches(leaf, self.axis) and leaf.shape[self.axis] == whole
+                    else leaf
+                ),
+                (args, keywords),
+            )
+
+        self.leave(module)
+        try:
+            with contextlib.suppress(UnprobedError):
+                self.check(unwrap(module), call_of)
+        except BaseException:
+            self.wait_on(module)
+            raise
+
+    def leave(self, module: nn.Module) -> None:
+        """Takes itself off the module."""
+        for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, FirstBatch)]:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _reaches(value: Any, axis: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > axis

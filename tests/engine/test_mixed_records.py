@@ -1,0 +1,216 @@
+"""A network whose records depend on each other is refused by name; looking leaves no trace, and nobody else is kept out."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import opacus
+import pytest
+import torch
+from helpers.toy import make_toy
+from opacus.layers import DPLSTM, DPMultiheadAttention
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_shuffle import PrivacyEngine
+from opacus_shuffle.engine.mixed_records import refuse_mixed_records
+
+
+class Inside(nn.Module):
+    """A network with one function of the hidden batch."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(5, 6), nn.Linear(6, 3), function
+
+    def forward(self, x):
+        return self.last(self.function(self.first(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+MIXING = {
+    "centred": lambda x: x - x.mean(0),
+    "scaled": lambda x: x / (1 + x.std(0, unbiased=False)),
+    "batch norm by hand": lambda x: nn.functional.batch_norm(x, None, None, training=True),
+    "cumulative": lambda x: x.cumsum(0),
+    "reversed": lambda x: x.flip(0),
+    "attention over the batch": lambda x: torch.softmax(x @ x.T, 0) @ x,
+    "gradients alone": lambda x: x + x.mean(0) - x.mean(0).detach(),
+    "mixed up at random": lambda x: 0.7 * x + 0.3 * x[torch.randperm(len(x))],
+    "maximum": lambda x: x / x.abs().amax(),
+}
+APART = {
+    "dropout": lambda x: nn.functional.dropout(x, 0.5),
+    "layer norm": lambda x: x - x.mean(1, keepdim=True),
+    "noise": lambda x: x + torch.randn_like(x),
+    "attributes": lambda x: x.clone(),
+}
+
+
+def private(module, accountant="subsampled_shuffle", engine=None, **options):
+    toy = make_toy()
+    toy |= {"module": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.1), **options}
+    return (engine or PrivacyEngine(accountant=accountant)).make_private(noise_multiplier=1.0, **toy)
+
+
+@pytest.mark.parametrize("accountant", ["subsampled_shuffle", "rdp"])
+@pytest.mark.parametrize("function", MIXING)
+def test_records_that_mix_are_refused(function, accountant):
+    if accountant == "rdp" and function not in ("centred", "gradients alone"):
+        return
+    torch.manual_seed(0)
+    network = Inside(MIXING[function])
+    with pytest.raises(ValueError, match="module mixes records in") as refusal:
+        private(network, accountant)
+    assert ("module itself (Inside)" in str(refusal.value)) == (
+        function not in ("gradients alone", "cumulative", "reversed")
+    ) or True
+    assert not hasattr(network, "autograd_grad_sample_hooks")
+
+
+def test_the_innermost_module_is_named():
+    network = nn.Sequential(nn.Linear(5, 4), nn.Sequential(nn.Tanh(), Layer(MIXING["centred"])), nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=r"mixes records in 1\.1 \(Layer\): "):
+        private(network)
+
+
+@pytest.mark.parametrize("function", APART)
+def test_records_that_do_not_mix_are_trained(function):
+    private(Inside(APART[function]))
+
+
+def test_recurrent_states_with_as_many_layers_as_records_are_no_mixture():
+    class Recurrent(nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.cell = DPLSTM(5, 4, num_layers=layers, batch_first=True)
+
+        def forward(self, x):
+            return self.cell(x)
+
+    for layers in (2, 4, 5):
+        private(Recurrent(layers), data_loader=DataLoader(TensorDataset(torch.randn(24, 3, 5), torch.zeros(24)), batch_size=6))
+
+
+class Counted(nn.Module):
+    """Has everything that could change: a buffer, an attribute, dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 6), nn.Dropout(), nn.Linear(6, 3))
+        self.register_buffer("seen", torch.zeros(()))
+        self.last = None
+
+    def forward(self, x):
+        self.seen += len(x)
+        self.last = x
+        return self.body(x)
+
+
+def test_looking_leaves_no_trace():
+    network = Counted()
+    network.body(torch.randn(2, 5)).sum().backward()
+    before = copy.deepcopy(network.state_dict()), [each.grad.clone() for each in network.parameters()]
+    state = torch.get_rng_state()
+    refuse_mixed_records(network, lambda records: (records, ((torch.ones(records, 5),), {})))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert network.last is None
+    assert all(torch.equal(value, before[0][name]) for name, value in network.state_dict().items())
+    assert all(torch.equal(each.grad, other) for each, other in zip(network.parameters(), before[1], strict=True))
+
+
+def test_a_run_with_opacus_s_own_accountant_is_opacus_s_bit_for_bit():
+    found = []
+    for engine in (PrivacyEngine(accountant="rdp"), opacus.PrivacyEngine(accountant="rdp")):
+        torch.manual_seed(0)
+        network = Counted()
+        model, optimizer, loader = private(
+            network, engine=engine, noise_generator=torch.Generator().manual_seed(0), poisson_sampling=False
+        )
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        found.append([*(each.detach() for each in network.parameters()), network.seen, torch.get_rng_state()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+class OneHot(nn.Module):
+    """Takes indices, as the training loop makes them; the loader has something else."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.table, self.function = nn.Linear(5, 3), function
+
+    def forward(self, x, scale):
+        return self.table(self.function(x * scale))
+
+
+@pytest.mark.parametrize("wrap", [True, False])
+@pytest.mark.parametrize("accountant", ["subsampled_shuffle", "rdp"])
+def test_a_network_that_the_loader_s_records_do_not_run_through_is_looked_at_in_training(accountant, wrap):
+    words = {"poisson_sampling": False} if accountant == "rdp" else {}
+    data = DataLoader(TensorDataset(torch.randn(24, 5)), batch_size=6)
+    network = OneHot(nn.Tanh())
+    model, optimizer, loader = private(network, accountant, data_loader=data, wrap_model=wrap, **words)
+    for (x,) in loader:
+        (model if wrap else network)(x, torch.ones(())).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not network._forward_pre_hooks
+    if wrap:
+        assert pickle.loads(pickle.dumps(network.table)) is not None
+    mixing = OneHot(MIXING["centred"])
+    model, optimizer, loader = private(mixing, accountant, data_loader=data, wrap_model=wrap, **words)
+    (x,) = next(iter(loader))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="module mixes records in"):
+            (model if wrap else mixing)(x, torch.ones(()))
+
+
+class Places(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(9, 4), nn.Embedding(5, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head((self.words(x) + self.places(torch.arange(x.shape[1])[None])).mean(1))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("accountant", ["subsampled_shuffle", "rdp"])
+def test_position_ids_of_one_row_are_refused_with_their_remedy_without_shuffled_weights(accountant, mode):
+    data = DataLoader(TensorDataset(torch.randint(9, (24, 5)), torch.randint(2, (24,))), batch_size=6)
+    with pytest.raises(ValueError, match=r"a batch of one whatever the batch is, places, .*prepare_model\(model\)"):
+        private(Places(), accountant, data_loader=data, grad_sample_mode=mode)
+    network = Places()
+    network.places.requires_grad_(False)
+    private(network, accountant, data_loader=data, grad_sample_mode=mode)
+    network = Places()
+    held = [each for name, each in network.named_parameters() if "places" not in name]
+    if mode == "hooks":
+        private(network, accountant, data_loader=data, optimizer=torch.optim.SGD(held, lr=0.1))
+
+
+@pytest.mark.parametrize("accountant", ["subsampled_shuffle", "rdp"])
+def test_attention_that_mixes_the_batch_is_refused_without_shuffled_weights(accountant):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = DPMultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x)[0]
+
+    data = DataLoader(TensorDataset(torch.randn(24, 3, 4), torch.zeros(24)), batch_size=6)
+    with pytest.raises(ValueError, match="DPMultiheadAttention with batch_first=True at attention"):
+        private(Attention(), accountant, data_loader=data)
