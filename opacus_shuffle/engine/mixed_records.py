@@ -1,8 +1,8 @@
 """Refuses networks whose records depend on each other: clipping each record's gradient then bounds nobody's influence.
 
-``x - x.mean(0)`` and batch statistics of one's own making look like any layer. So a few records are run through the network, then
-one of them with the others changed: neither its output nor its gradient may change. The network is run as it trains (dropout
-draws the same numbers each time), and left without a trace: random states, buffers, attributes and gradients stay as they were.
+``x - x.mean(0)`` and batch statistics of one's own making look like any layer. So a few records are run through the network,
+then one of them with the others changed: neither its output nor its gradient may change. The network is run as it trains, with
+the same random numbers each time, and left without a trace: random states, buffers, attributes and gradients stay as they were.
 
 Where the loader's first records do not run through the network, the first batch that trains it is looked at in their place.
 A network is trained unseen, with no word about it, where that batch cannot be cut into records either (packed sequences,
@@ -73,18 +73,18 @@ def _mixing_place(network: nn.Module, call: Call, records: int, axis: int) -> st
     """Where records are mixed; None if nowhere."""
     if records < 2 or not any(_has_records(leaf, records, axis) for leaf in tree_leaves(call)):
         raise UnprobedError
-    for kept in (0, records - 1):
+    for kept in sorted({0, 1, records - 1}):
         changed = tree_map_only(torch.Tensor, lambda leaf: _changed(leaf, records, axis, kept), call)  # noqa: B023
         (rows, gradients), (other_rows, other_gradients) = (
             _rows(network, each, records, axis, kept) for each in (call, changed)
         )
         if not rows:
             raise UnprobedError
-        if not all(map(_same, rows, other_rows)):
+        if not _all_same(rows, other_rows):
             return _first_difference(network, call, changed, records, axis, kept)
         # A changed record may overflow, and zero times infinity is not zero.
         if all(torch.isfinite(each).all() for each in other_gradients) and not _same_gradients(gradients, other_gradients):
-            return f"its gradients ({type(network).__name__})"
+            return f"its gradients, {_called(network, '')}"
     return None
 
 
@@ -112,6 +112,7 @@ def _rows(network: nn.Module, call: Call, records: int, axis: int, kept: int) ->
     parameters = [each for each in network.parameters() if each.requires_grad]
     watched = hasattr(network, "autograd_grad_sample_hooks")  # Opacus's hooks look at passes with gradients alone
     with _untouched(network), torch.set_grad_enabled(not watched):
+        _seed(network, kept)  # a mixture may be drawn at random, and leave some where they are
         outputs = network(*call[0], **call[1])
         rows = [each.select(axis, kept) for each in results(outputs) if _has_records(each, records, axis)]
         weights = torch.Generator().manual_seed(0)
@@ -136,6 +137,10 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=0.0, atol=close * scale, equal_nan=True)
 
 
+def _all_same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(ones) == len(others) and all(map(_same, ones, others))
+
+
 def _same_gradients(ones: Gradients, others: Gradients) -> bool:
     if len(ones) != len(others) or not ones:
         return len(ones) == len(others)
@@ -144,34 +149,43 @@ def _same_gradients(ones: Gradients, others: Gradients) -> bool:
 
 
 def _first_difference(network: nn.Module, call: Call, changed: Call, records: int, axis: int, kept: int) -> str:
-    """The first module to be done whose output for the kept record depends on the others."""
-    seen: list[list[tuple[str, list[torch.Tensor]]]] = []
-    for each in (call, changed):
-        done: list[tuple[str, list[torch.Tensor]]] = []
+    """The first module to be done whose output for the kept record depends on the others, and its input does not."""
 
-        def note(name: str, output: Any, done: list[tuple[str, list[torch.Tensor]]] = done) -> None:
-            rows = [leaf.select(axis, kept).detach() for leaf in results(output) if _has_records(leaf, records, axis)]
-            done.append((name, rows))
+    def rows(value: Any) -> list[torch.Tensor]:
+        return [leaf.select(axis, kept).detach() for leaf in results(value) if _has_records(leaf, records, axis)]
 
-        handles = [
-            module.register_forward_hook(lambda module, _, output, name=name, note=note: note(_called(name, module), output))
-            for name, module in network.named_modules()
-        ]
-        try:
+    seen: list[list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]] = []
+    names = {module: name for name, module in network.named_modules()}
+
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        seen[-1].append((names[module], rows(inputs), rows(output)))
+
+    handles = [module.register_forward_hook(note) for module in names]
+    try:
+        for each in (call, changed):
+            seen.append([])
             with _untouched(network), torch.no_grad():
+                _seed(network, kept)
                 network(*each[0], **each[1])
-        finally:
-            for handle in handles:
-                handle.remove()
-        seen.append(done)
-    for (name, rows), (_, others) in zip(*seen, strict=False):
-        if len(rows) != len(others) or not all(map(_same, rows, others)):
-            return name
-    return type(network).__name__
+    finally:
+        for handle in handles:
+            handle.remove()
+    for (name, inputs, outputs), (_, other_inputs, other_outputs) in zip(*seen, strict=False):
+        if not _all_same(outputs, other_outputs):
+            inside = _all_same(inputs, other_inputs)
+            return _called(network, name if inside else name.rpartition(".")[0])
+    return _called(network, "")
 
 
-def _called(name: str, module: nn.Module) -> str:
-    return f"{name} ({type(module).__name__})" if name else f"the module itself ({type(module).__name__})"
+def _called(network: nn.Module, name: str) -> str:
+    return f"{name or 'the module itself'} ({type(network.get_submodule(name)).__name__})"
+
+
+def _seed(network: nn.Module, seed: int) -> None:
+    """Seeds where the network draws, and nowhere else: ``torch.manual_seed`` would reach devices that are yet to be used."""
+    torch.default_generator.manual_seed(seed)
+    for index in {each.device.index for each in network.parameters() if each.device.type == "cuda"}:
+        torch.cuda.default_generators[index].manual_seed(seed)
 
 
 @contextlib.contextmanager
