@@ -14,11 +14,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.opacus_compat import OpenEngine, allow_empty_batches, forget_parameters
-from opacus_shuffle.engine.network_checks import FirstBatch, check_network
+from opacus_shuffle.engine.network_checks import FirstBatch, check_network, explain_missing_calls, refuse_unsupported
 from opacus_shuffle.engine.optimizers.ghost_loss import clipped_whatever_happens
 from opacus_shuffle.engine.optimizers.ticketed_steps import guard_of, guard_steps
 from opacus_shuffle.engine.raw_data import leave_out_records
 from opacus_shuffle.engine.run import Run
+from opacus_shuffle.engine.sampling.empty_batches import prepare_empty_batches
 from opacus_shuffle.engine.schemes import Scheme
 from opacus_shuffle.engine.watched_buffers import watch_buffers
 from opacus_shuffle.engine.weights.module import ShuffleGradSampleModule, make_plain, make_shuffled
@@ -83,10 +84,11 @@ class AttemptMixin(OpenEngine):
     def build_model(self, module: nn.Module, **keywords: Any) -> Any:
         """Opacus's wrapper, which lets empty batches pass."""
         make_plain(module)
-        self.validate(module=module, optimizer=None, data_loader=None)
+        refuse_unsupported(self, module)
         first_batch = None if self._plan is None else check_network(self._plan.run.request, self)
         wrapped = super().build_model(module, **keywords)
         allow_empty_batches(wrapped)
+        explain_missing_calls(wrapped)
         if self._plan is not None:
             self._plan.wrapped, self._plan.first_batch = wrapped, first_batch
         return wrapped
@@ -100,7 +102,10 @@ class AttemptMixin(OpenEngine):
             loader = super().build_data_loader(data_loader, distributed=distributed, **keywords)
         finally:
             self.secure_mode = secure
-        return loader if self._plan is None else self._plan.scheme.sampler(self._plan.run, loader, distributed=distributed)
+        if self._plan is None:
+            return loader
+        prepare_empty_batches(loader, data_loader, self._plan.run.sampling)
+        return self._plan.scheme.sampler(self._plan.run, loader, distributed=distributed)
 
     def build_optimizer(self, *, optimizer: torch.optim.Optimizer, **keywords: Any) -> DPOptimizer:
         """The scheme's optimizer."""

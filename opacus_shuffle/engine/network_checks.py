@@ -8,9 +8,13 @@ two need a run: on the loader's first records, or, where the network does not ta
 from __future__ import annotations
 
 import contextlib
+import types
 from typing import Any
 
 import torch
+from opacus.utils.module_utils import trainable_modules
+from opacus.validators import ModuleValidator
+from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -55,6 +59,52 @@ def check_network(request: Request, engine: Any) -> FirstBatch | None:
     except UnprobedError:
         return None if isinstance(request.module, PARALLEL) else first
     return None
+
+
+def refuse_unsupported(engine: Any, module: nn.Module) -> None:
+    """Refuses layers as Opacus does, which says why, and names them, which it does not.
+
+    Raises:
+        UnsupportedModuleError: A ``ValueError`` of Opacus's.
+    """
+    try:
+        engine.validate(module=module, optimizer=None, data_loader=None)
+    except UnsupportedModuleError as error:
+        checks = ModuleValidator.VALIDATORS
+        named = [
+            f"{name or 'the module itself'} ({type(layer).__name__})"
+            for name, layer in trainable_modules(module)
+            if type(layer) in checks and checks[type(layer)](layer)
+        ]
+        if not named:
+            raise
+        raise UnsupportedModuleError(
+            f"module has layers that Opacus does not support, {', '.join(named)}: {error}; replace them by hand or by "
+            "module = PrivacyEngine.get_compatible_module(module), and make the optimizer for its parameters"
+        ) from error
+
+
+def explain_missing_calls(module: Any) -> None:
+    """Has a backward pass that finds no calls of a layer say why: the network ran in evaluation mode.
+
+    Args:
+        module: Opacus's wrapper or hooks.
+    """
+    if hasattr(module, "rearrange_grad_samples"):
+        module.rearrange_grad_samples = types.MethodType(_rearranged, module)
+
+
+def _rearranged(self: Any, *, module: nn.Module, **keywords: Any) -> Any:
+    """Opacus's method, which would not say why."""
+    if not vars(module).get("activations") and not module.training:
+        raise ValueError(
+            f"no gradient per record can be had: {type(module).__name__} ran in evaluation mode; call model.train() before the "
+            "forward pass"
+        )
+    return type(self).rearrange_grad_samples(self, module=module, **keywords)
+
+
+_rearranged.__name__ = "rearrange_grad_samples"  # under which a copy that is pickled finds Opacus's own
 
 
 class FirstBatch:

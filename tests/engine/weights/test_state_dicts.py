@@ -47,8 +47,8 @@ def test_what_has_left_is_a_copy():
 
 def test_kept_variables_are_parameters_that_are_trained_as_those_of_the_network():
     run = prepare("mlp", shuffle=True, shuffle_mode="on_release")
-    run.network[2].bias.requires_grad_(False)
     run.train(1)
+    run.network[2].bias.requires_grad_(False)
     found = run.network.state_dict(keep_vars=True)
     assert all(isinstance(value, nn.Parameter) for value in found.values())
     assert [name for name, value in found.items() if not value.requires_grad] == ["2.bias"]

@@ -1,0 +1,70 @@
+"""What a batch of no records looks like, known before the first one is drawn.
+
+Opacus learns the form of batches from the first that has records. Where an empty one comes before it, a list of zeros takes its
+place, whatever the form is; and where batches hold more than tensors, it fails in the middle of an epoch.
+
+>>> loader = DataLoader([{"x": torch.ones(3)}] * 40, batch_size=4)
+>>> from opacus.data_loader import DPDataLoader
+>>> private = DPDataLoader.from_data_loader(loader)
+>>> prepare_empty_batches(private, loader, SamplingPlan("poisson", 40, 10, 4, 0.1))
+>>> private.collate_fn([])["x"].shape
+torch.Size([0, 3])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from opacus.data_loader import CollateFnWithEmpty
+from torch.utils.data import DataLoader
+
+from opacus_shuffle.engine.sampling.sampling_plan import SamplingPlan
+from opacus_shuffle.permutation.sample_input import first_records
+
+NEVER = 1e-9
+"""An empty batch that is less likely than that in an epoch is not waited for."""
+
+
+def prepare_empty_batches(loader: DataLoader, original: DataLoader, sampling: SamplingPlan) -> None:
+    """Shows a loader of Poisson batches their form.
+
+    Args:
+        loader: Of Opacus; any other is left alone.
+        original: The user's.
+        sampling: How batches are drawn.
+
+    Raises:
+        ValueError: Batches hold what cannot be emptied, and some will be empty.
+    """
+    collate = loader.collate_fn
+    if not isinstance(collate, CollateFnWithEmpty) or collate.first_batch is not None:
+        return
+    try:
+        batch = first_records(original)
+    except Exception:  # the first batch will tell
+        return
+    collate.first_batch = batch
+    odd = next(_odd(batch, "a batch"), None)
+    chance = sampling.steps_per_epoch * math.exp(sampling.num_users * math.log1p(-min(sampling.sample_rate, 1 - 1e-16)))
+    if odd is not None and chance > NEVER:
+        raise ValueError(
+            f"data_loader yields batches with {odd}, of which Opacus cannot make one for a batch of no records, and Poisson "
+            f"sampling draws such batches (about {chance:.2g} per epoch): let collate_fn return tensors in tuples, lists and "
+            "dictionaries only, or use a larger batch_size"
+        )
+
+
+def _odd(value: Any, path: str) -> Iterator[str]:
+    """What is neither a tensor nor a plain container, and where."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _odd(each, f"{path}[{key!r}]")
+    elif type(value) in (list, tuple):
+        for number, each in enumerate(value):
+            yield from _odd(each, f"{path}[{number}]")
+    elif not (isinstance(value, torch.Tensor) and value.dim()):
+        what = "tensor of one number" if isinstance(value, torch.Tensor) else type(value).__name__
+        yield f"a {what} at {path}"
