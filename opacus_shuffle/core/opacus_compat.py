@@ -266,6 +266,31 @@ def _forward(module: GradSampleModuleExpandedWeights, x: torch.Tensor, *args: An
 _forward.__name__ = "forward"  # under which a copy that is pickled finds Opacus's own
 
 
+def forget_unfinished_passes(network: nn.Module) -> None:
+    """Forgets forward passes that no backward pass has finished, hooks left in place.
+
+    What they have left would never let the next gradients be done, but add them to those of the batch after.
+    """
+    if not any(getattr(parameter, "_forward_counter", 0) for parameter in network.parameters()):
+        return
+    for layer in network.modules():
+        kept = layer.__dict__.get("activations")
+        if isinstance(kept, list) and all(
+            isinstance(each, list) for each in kept
+        ):  # an attribute of the user's is none of these
+            kept.clear()
+            layer.__dict__.pop("max_batch_len", None)
+    for parameter in network.parameters():
+        if hasattr(parameter, "_forward_counter"):
+            parameter._forward_counter = 0
+        parameter.__dict__.pop("_current_grad_sample", None)
+
+
+def watches_gradients(module: Any) -> bool:
+    """Whether what wraps a network, or hooks it, still computes gradients per record of it."""
+    return hasattr(module, "autograd_grad_sample_hooks") or isinstance(module, GradSampleModuleExpandedWeights)
+
+
 def allow_empty_batches(module: Any) -> None:
     """Lets a module with expanded weights see empty Poisson batches, which PyTorch refuses; does nothing to others."""
     if isinstance(module, GradSampleModuleExpandedWeights):

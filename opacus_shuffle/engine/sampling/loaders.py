@@ -81,7 +81,7 @@ class _Yielded:
             elif self._drawn:
                 self._drawn.popleft()
             raise
-        self._tickets.issue(self._drawn.popleft() if self._drawn else None)
+        self._tickets.issue(self._drawn.popleft() if self._drawn else None, batch)
         return batch
 
 

@@ -20,6 +20,8 @@ import warnings
 from collections.abc import Set
 from typing import Any
 
+from opacus_shuffle.engine.sampling.yielded_tensors import YieldedTensors
+
 REMEDY = "iterate over the data loader that make_private returned, and step once on each batch, before the next one is drawn"
 
 
@@ -76,14 +78,16 @@ class TicketBook:
     def __init__(self, *, drop_outs: bool = False, random_record: bool = False) -> None:
         self.drop_outs, self.random_record = drop_outs, random_record
         self.latest: Part | None = None
+        self.tensors = YieldedTensors()
         self._sum: Ticket | None = None  # what is summed, and not released
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
-    def issue(self, part: Part | None) -> None:
+    def issue(self, part: Part | None, batch: Any = None) -> None:
         """Gives out the ticket of a batch that is being yielded; None is a batch that no step may take."""
         self.latest = part
+        self.tensors.remember(batch, part)
 
     def fresh(self) -> Part:
         """The part that the next step may take.

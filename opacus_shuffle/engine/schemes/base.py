@@ -26,6 +26,7 @@ from opacus_shuffle.core.randomness import SecretGenerator, secret_generator, se
 from opacus_shuffle.core.validation import noise_level, one_of, refuse_taken
 from opacus_shuffle.engine.optimizers import GhostLogicalBatch, TicketedSteps, optimizer_class
 from opacus_shuffle.engine.run import Budget, Request, Run
+from opacus_shuffle.engine.sampling.fresh_inputs import watch_inputs
 from opacus_shuffle.engine.sampling.loaders import (
     TicketedDPDataLoader,
     TicketedLoader,
@@ -335,6 +336,7 @@ class Scheme:
             optimizer.watch(module)
         self.engine.shuffler = _shuffler(self, run, module, optimizer)  # it takes the place of an earlier one
         optimizer.step_hook = None  # Opacus's has the rate 1/L; a fixed-size batch has B/n
+        watch_inputs(run.request.module, module, self.tickets(made[-1]))
         if isinstance(optimizer, TicketedSteps):
             optimizer.account_with(self.account(run), self.tickets(made[-1]))
         else:

@@ -340,3 +340,87 @@ def test_opacus_s_accountants_without_poisson_sampling_keep_opacus_s_freedom():
     run.optimizer.step()  # accumulated
     assert run.steps == run.accounted == 9
     run.refused("inside of a private one", run.plain.step)
+
+
+# --- fresh inputs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
+def test_a_batch_that_was_kept_is_refused_under_the_ticket_of_another(mode):
+    run = Toy(grad_sample_mode=mode)
+    batches = list(run.loader)
+    for kept in (batches[0], [each[:6] for each in batches[1]], [each.view_as(each) for each in batches[2]]):
+        next(iter(run.loader))
+        with pytest.raises(ValueError, match="drawn before the last one"):
+            run.backward(kept)
+    with torch.no_grad():
+        run.model(batches[0][0])
+    run.model.eval()
+    run.model(batches[0][0])
+    run.model.train()
+    run.optimizer.zero_grad()
+    run.train(run.loader)
+    assert run.steps == run.accounted == 4
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
+def test_a_batch_that_nobody_steps_on_leaves_nothing_to_the_next_one(mode):
+    """Opacus would add the rows of later batches, one record's gradient to another's."""
+    torch.manual_seed(0)
+    run = Toy("rdp", grad_sample_mode=mode)
+    seen = []
+    run.optimizer.attach_step_hook(lambda o: seen.append([p.summed_grad.clone() for p in o.params]))
+    for number, (x, y) in enumerate(run.loader):
+        run.optimizer.zero_grad()
+        if number == 1:
+            with pytest.raises(RuntimeError, match="half way"):
+                _breaking(run.model(x))
+            continue
+        loss = run.criterion(run.model(x), y)
+        if number == 2:
+            continue
+        before = [p.detach().clone() for p in run.optimizer.params]
+        loss.backward()
+        run.optimizer.step()
+    alone = Toy("rdp", grad_sample_mode=mode, poisson_sampling=False)
+    with torch.no_grad():
+        for parameter, value in zip(alone.optimizer.params, before, strict=True):
+            parameter.copy_(value)
+    alone.optimizer.attach_step_hook(lambda o: seen.append([p.summed_grad.clone() for p in o.params]))
+    alone.train([(x, y)])
+    assert run.steps == run.accounted == 2
+    torch.testing.assert_close(seen[1], seen[2])
+
+
+def _breaking(output):
+    """A backward pass that raises when it has gone through half of the layers."""
+
+    def stop(_):
+        raise RuntimeError("half way")
+
+    output.register_hook(stop)
+    output.sum().backward()
+
+
+def test_two_draws_never_meet_in_one_backward_pass():
+    run = Toy()
+    batches = iter(run.loader)
+    (x, y), loss = next(batches), 0
+    loss = run.criterion(run.model(x), y)
+    x, y = next(batches)
+    loss = loss + run.criterion(run.model(x), y)
+    with pytest.raises((IndexError, RuntimeError)):
+        loss.backward()
+    run.optimizer.zero_grad()
+    run.train(run.loader)
+    assert run.steps == run.accounted == 4
+
+
+def test_copies_and_released_networks_are_not_watched():
+    run = Toy()
+    batches = list(run.loader)
+    hooks = run.toy["module"]._forward_pre_hooks
+    for copied in (copy.deepcopy(hooks), pickle.loads(pickle.dumps(hooks))):
+        for hook in copied.values():
+            hook(run.toy["module"], (batches[0][0],), {})
+    run.model.to_standard_module().train()(batches[0][0])
