@@ -271,8 +271,6 @@ def forget_unfinished_passes(network: nn.Module) -> None:
 
     What they have left would never let the next gradients be done, but add them to those of the batch after.
     """
-    if not any(getattr(parameter, "_forward_counter", 0) for parameter in network.parameters()):
-        return
     for layer in network.modules():
         kept = layer.__dict__.get("activations")
         if isinstance(kept, list) and all(
@@ -281,7 +279,7 @@ def forget_unfinished_passes(network: nn.Module) -> None:
             kept.clear()
             layer.__dict__.pop("max_batch_len", None)
     for parameter in network.parameters():
-        if hasattr(parameter, "_forward_counter"):
+        if getattr(parameter, "_forward_counter", 0):
             parameter._forward_counter = 0
         parameter.__dict__.pop("_current_grad_sample", None)
 
