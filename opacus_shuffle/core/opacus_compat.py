@@ -279,8 +279,8 @@ def forget_unfinished_passes(network: nn.Module) -> None:
             kept.clear()
             layer.__dict__.pop("max_batch_len", None)
     for parameter in network.parameters():
-        if getattr(parameter, "_forward_counter", 0):
-            parameter._forward_counter = 0
+        if "_forward_counter" in parameter.__dict__:
+            parameter.__dict__["_forward_counter"] = 0
         parameter.__dict__.pop("_current_grad_sample", None)
 
 

@@ -12,10 +12,12 @@ import pytest
 import torch
 from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 from opacus.layers import DPMultiheadAttention
+from opacus.optimizers import DPOptimizer
 from opacus.utils.adaptive_clipping import adaptive_clipping_utils
 from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle.core import opacus_compat
 from opacus_shuffle.core.opacus_compat import (
@@ -456,3 +458,60 @@ def test_adaptive_ghost_clipping_sets_the_noise_that_we_look_for():
     from opacus.utils.adaptive_clipping import adaptive_clipping_utils
 
     assert "optimizer._adjusted_noise_multiplier =" in inspect.getsource(adaptive_clipping_utils)
+
+
+def test_a_pass_that_was_never_finished_is_forgotten_and_would_have_been_added_to_the_next():
+    network = nn.Linear(3, 2)
+    network.extra = nn.Identity()
+    network.extra.activations = ["the user's own"]
+    module, x = GradSampleModule(network), torch.randn(4, 3)
+    module(x)  # nobody goes back
+    module(x).sum().backward()
+    assert network.weight.grad_sample is None
+    assert network.weight._forward_counter == 1
+    opacus_compat.forget_unfinished_passes(network)
+    assert network.extra.activations == ["the user's own"]
+    module(x).sum().backward()
+    torch.testing.assert_close(network.weight.grad_sample.sum(0), 4 * x.sum(0).repeat(2, 1))
+    assert opacus_compat.watches_gradients(module)
+    assert not opacus_compat.watches_gradients(module.to_standard_module())
+    module.remove_hooks()
+    assert not opacus_compat.watches_gradients(module)
+
+
+def test_an_optimizer_asks_whether_a_step_only_sums_and_forgets_what_is_to_be_forgotten():
+    class Never(opacus_compat.OpenOptimizer):
+        def only_sums(self, signalled):
+            asked.append(signalled)
+            return False
+
+    asked = []
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = Never(torch.optim.SGD([parameter], lr=1.0), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=2)
+    optimizer.signal_skip_step()
+    assert optimizer.signalled()
+    parameter.grad_sample = torch.ones(2, 3)
+    assert opacus_compat.rows_waiting(optimizer) == {2}
+    assert optimizer.pre_step()
+    assert asked == [True]
+    assert not optimizer.signalled()
+    opacus_compat.drop_sum(optimizer)
+    assert parameter.summed_grad is None
+
+
+def test_batch_memory_manager_builds_its_loader_by_the_name_that_is_replaced(monkeypatch):
+    from opacus.utils import batch_memory_manager
+
+    built = []
+    monkeypatch.setattr(batch_memory_manager, "DataLoader", batch_memory_manager.DataLoader)
+    opacus_compat.build_physical_loaders_with(lambda **keywords: built.append(keywords))
+    loader = DataLoader(TensorDataset(torch.zeros(4, 1)), batch_size=2)
+    optimizer = DPOptimizer(
+        torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=2
+    )
+    with batch_memory_manager.BatchMemoryManager(data_loader=loader, max_physical_batch_size=1, optimizer=optimizer):
+        pass
+    (keywords,) = built
+    assert keywords["dataset"] is loader.dataset
+    splitting = keywords["batch_sampler"]
+    assert (splitting.sampler, splitting.max_batch_size, splitting.optimizer) == (loader.batch_sampler, 1, optimizer)
