@@ -267,15 +267,10 @@ _forward.__name__ = "forward"  # under which a copy that is pickled finds Opacus
 
 
 def forget_unfinished_passes(network: nn.Module) -> None:
-    """Forgets forward passes that no backward pass has finished, hooks left in place.
-
-    What they have left would never let the next gradients be done, but add them to those of the batch after.
-    """
+    """Forgets what was not finished: the next gradients would never be done, but be added to those of the batch after."""
     for layer in network.modules():
-        kept = layer.__dict__.get("activations")
-        if isinstance(kept, list) and all(
-            isinstance(each, list) for each in kept
-        ):  # an attribute of the user's is none of these
+        kept = layer.__dict__.get("activations")  # an attribute of the user's is no list of lists
+        if isinstance(kept, list) and all(isinstance(each, list) for each in kept):
             kept.clear()
             layer.__dict__.pop("max_batch_len", None)
     for parameter in network.parameters():
