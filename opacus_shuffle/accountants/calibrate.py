@@ -38,6 +38,8 @@ def smallest_noise(epsilon: Callable[[float], float], *, target_epsilon: float, 
     """
     target = positive("target_epsilon", target_epsilon)
 
+    least = max(min(1e-300, 1e-3 * target), math.ulp(0.0))  # what stands for zero in logarithms
+
     @functools.cache
     def spent(sigma: float) -> float:
         with warnings.catch_warnings():
@@ -49,7 +51,7 @@ def smallest_noise(epsilon: Callable[[float], float], *, target_epsilon: float, 
 
     def excess(log_sigma: float) -> float:
         value = spent(math.exp(log_sigma))
-        difference = math.log(max(value, 1e-300)) - math.log(target)
+        difference = math.log(max(value, least)) - math.log(target)
         return max(difference, 1e-16) if value > target else difference  # logarithms may agree where the numbers do not
 
     start, quarter = max(0.0, math.log(lowest)), math.log(4)

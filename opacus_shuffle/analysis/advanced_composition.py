@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from opacus_shuffle.core.validation import integer, open_unit_interval, positive, sampling_rate
+from opacus_shuffle.core.validation import integer, not_negative_or_infinite, open_unit_interval, positive, sampling_rate
 
 RELATIVE_ERROR = 1e-12
 """Every ε is enlarged by this fraction, above the rounding of its few operations."""
@@ -29,6 +29,7 @@ RELATIVE_ERROR = 1e-12
 
 def subsample(epsilon: float, *, sample_rate: float) -> float:
     """Returns ε of a step on a sample, WS Theorem 2 (its δ becomes ``sample_rate`` times as large)."""
+    epsilon, sample_rate = not_negative_or_infinite("epsilon", epsilon), sampling_rate("sample_rate", sample_rate)
     if epsilon > 700:  # (1 − q) + q·e^ε overflows
         return epsilon if sample_rate == 1 else float(np.logaddexp(math.log1p(-sample_rate), epsilon + math.log(sample_rate)))
     return math.log1p(sample_rate * math.expm1(epsilon))
@@ -36,7 +37,13 @@ def subsample(epsilon: float, *, sample_rate: float) -> float:
 
 def compose(epsilons: Sequence[tuple[float, int]], *, slack: float) -> float:
     """Returns ε of steps with these (ε_j, number of repetitions), WS Theorem 1 with δ′ = ``slack``, rounded up."""
+    open_unit_interval("slack", slack)
+    for epsilon, count in epsilons:
+        not_negative_or_infinite("epsilons", epsilon)
+        integer("repetitions", count)
     total = math.fsum(epsilon * count for epsilon, count in epsilons)
+    if total == math.inf:
+        return math.inf
     peak = max((epsilon for epsilon, _ in epsilons), default=0.0)
     if peak == 0:
         return 0.0

@@ -17,7 +17,7 @@ import math
 from scipy.special import erfcx, log_ndtr
 
 from opacus_shuffle.core.solve import safe_root
-from opacus_shuffle.core.validation import not_negative, open_unit_interval
+from opacus_shuffle.core.validation import finite_number, not_negative, open_unit_interval
 
 _SMALL = 1e-4
 RELATIVE_ERROR = 1e-8
@@ -30,6 +30,14 @@ def log_delta(*, mu: float, epsilon: float) -> float:
     For small μ the two terms cancel. There δ = e^{ε/2}·(G(μ/2) − G(−μ/2)) with G(s) = e^{xs}Φ(x + s), x = −ε/μ, is
     e^{ε/2}·μ·(xΦ(x) + φ(x)) up to a relative error of μ²/24 times |G‴/G′| = |x² − φ/(xΦ + φ)| < 3.
     """
+    finite_number("epsilon", epsilon)
+    if not_negative("mu", mu) == 0:
+        return -math.inf if epsilon >= 0 else math.log(-math.expm1(epsilon))
+    return _log_delta(mu, epsilon)
+
+
+def _log_delta(mu: float, epsilon: float) -> float:
+    """Returns log δ(ε) of checked numbers."""
     if mu < _SMALL and epsilon >= 0:
         x = epsilon / mu
         # xΦ + φ at −x, over φ(x): 1 less x times Mills' ratio.
@@ -62,7 +70,7 @@ def compute_epsilon(*, mu: float, delta: float) -> float:
     # Φ(μ/2 − ε/μ) ≤ δ already at this end.
     high = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))
     epsilon = safe_root(
-        lambda e: max(log_delta(mu=mu, epsilon=e), -1e6) - math.log(delta),
+        lambda e: max(_log_delta(mu, e), -1e6) - math.log(delta),
         unsafe=0.0,
         safe=high,
         tolerance=1e-13 * high,

@@ -13,6 +13,7 @@ and replacement are 1.5 and 1.8 to 1.15. Few clones (σ below about 1 at n = 600
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import Merged, Rounds, ShuffledRound, coarsen, merge, tail_for, unshuffled_epsilon
-from opacus_shuffle.core.validation import one_of, open_unit_interval
+from opacus_shuffle.core.validation import finite_number, noise_level, one_of, open_unit_interval
 
 Counts = npt.NDArray[np.int64]
 Clones = Literal["mended", "truncated"]
@@ -37,8 +38,12 @@ Clones = Literal["mended", "truncated"]
 RESOLUTION = 0.04
 _LARGEST_STRETCH = 30.0
 """Truncated clones whose factor would be above e to this are of no use, and count as lost."""
+MOST_USERS = 10**9
+"""More users hide better, so a larger number is computed as this one (1.17)."""
 _GROUP_BITS = 7
 """Pool sizes are rounded down to this many significant bits: by 0.6 % on average, 0.3 % in ε."""
+_FEW_KINDS, _FEWER_BITS, _COARSER = 4, 5, 0.06
+"""For histories with more kinds of rounds, coarser groups and grids: rounded up as ever, by about 1 % of ε more."""
 
 
 def compute_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out", clones: Clones = "mended") -> float:
@@ -78,7 +83,9 @@ def compute_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
 
 def clone_probability(noise_multiplier: float, margin: float) -> float:
     """Returns α: how much of a user's distribution is a clone's, but for a share Φ(−``margin``)."""
-    return math.exp(-margin / noise_multiplier - 0.5 / noise_multiplier**2)
+    noise_level("noise_multiplier", noise_multiplier)
+    exponent = -finite_number("margin", margin) / noise_multiplier - 0.5 / noise_multiplier**2
+    return math.exp(min(exponent, 0.0))
 
 
 def _chained(rounds: Merged, delta: float, clones: Clones, give_up: float) -> float:
@@ -101,7 +108,7 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones) -> float:
     tail = tail_for(rounds, delta)
     if tail is None:
         return math.inf
-    rounds = coarsen(rounds, "upper")
+    rounds = tuple((_of_fewer_users(each), count) for each, count in coarsen(rounds, "upper"))
     unshuffled = unshuffled_epsilon(rounds, delta=delta)
     budget = 1e-4 * delta / sum(count for _, count in rounds)
     best, guess = math.inf, 0.0
@@ -109,13 +116,21 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones) -> float:
         margin = _best_margin(rounds, delta, clones, guess)
         if margin is None:
             break
-        mixtures = [(_mixture(each, margin, clones, budget, tail), count) for each, count in rounds]
+        few = len(rounds) <= _FEW_KINDS
+        mixtures = [(_mixture(each, margin, clones, budget, tail, few=few), count) for each, count in rounds]
         epsilon = privacy_loss.compute_epsilon(mixtures, delta=delta, slack=_slack(rounds, margin, clones))
         best, last = min(best, epsilon), guess
         guess = epsilon if epsilon < math.inf else max(2 * guess, 1.0)
         if abs(epsilon - last) <= 0.02 or guess > unshuffled:  # e^last was near enough
             break
     return best
+
+
+def _of_fewer_users(each: ShuffledRound) -> ShuffledRound:
+    """Returns the round of at most :data:`MOST_USERS`; of a sample of fixed size, :func:`_pools` takes no more (1.17)."""
+    if each.sampling == "fixed_size" or each.num_users <= MOST_USERS:
+        return each
+    return dataclasses.replace(each, num_users=MOST_USERS)
 
 
 def _slack(rounds: Merged, margin: float, clones: Clones) -> tuple[float, float]:
@@ -161,7 +176,7 @@ def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float) -> 
     return None if max(pool(each, margin) for each, _ in rounds) < 1.5 else margin
 
 
-def _mixture(each: ShuffledRound, margin: float, clones: Clones, budget: float, tail: float) -> Mixture:
+def _mixture(each: ShuffledRound, margin: float, clones: Clones, budget: float, tail: float, *, few: bool = True) -> Mixture:
     """Returns the round's R as a mixture over pool sizes (1.7, 1.14); ``budget`` of probability may be lost to rare ones."""
     probability = clone_probability(each.noise_multiplier, margin)
     stretch = 0.0
@@ -169,12 +184,13 @@ def _mixture(each: ShuffledRound, margin: float, clones: Clones, budget: float, 
         probability *= float(ndtr(margin))
         stretch = -float(log_ndtr(margin))
     parts, lost = [], 0.0
-    for weight, users, rates in _pools(each, probability, budget):
+    for weight, users, rates in _pools(each, probability, budget, _GROUP_BITS if few else _FEWER_BITS):
         if users == 0:
             lost += weight
             continue
         sigma = each.noise_multiplier
-        distribution = mean_distribution(noise_multiplier=sigma, num_users=users, resolution=RESOLUTION, tail=tail)
+        step = RESOLUTION if few else _COARSER
+        distribution = mean_distribution(noise_multiplier=sigma, num_users=users, resolution=step, tail=tail)
         for share, (size, rate) in rates:
             if stretch * (size - 1) > _LARGEST_STRETCH:
                 lost += weight * share
@@ -188,13 +204,13 @@ def _mixture(each: ShuffledRound, margin: float, clones: Clones, budget: float, 
 
 
 def _pools(
-    each: ShuffledRound, probability: float, budget: float
+    each: ShuffledRound, probability: float, budget: float, bits: int = _GROUP_BITS
 ) -> Iterator[tuple[float, int, list[tuple[float, tuple[int, float]]]]]:
     """Yields groups of pool sizes (1.14): (probability, users, [(share, (largest size, π))]); users 0 for what is lost."""
     n, gamma = each.num_users, each.sample_rate
     chance, trials = probability, n - 1
     if each.sampling == "fixed_size":
-        trials = round(n * gamma)
+        trials = min(round(n * gamma), MOST_USERS)
     elif each.sampling == "poisson":
         chance = gamma * probability
     others = trials - 1 if each.sampling == "fixed_size" else trials
@@ -209,7 +225,7 @@ def _pools(
     rare = gamma * (inside.cdf(low - 2) + inside.sf(high)) + (1 - gamma) * (outside.cdf(low - 1) + outside.sf(high + 1))
     yield float(max(rare, 0.0)), 0, []
     rates, lowest, highest = _membership(each, probability, sizes, present, weights, budget)
-    dropped = np.maximum(np.floor(np.log2(np.maximum(sizes, 1))).astype(np.int64) - (_GROUP_BITS - 1), 0)  # bits of each size
+    dropped = np.maximum(np.floor(np.log2(np.maximum(sizes, 1))).astype(np.int64) - (bits - 1), 0)  # bits of each size
     groups = np.maximum((sizes >> dropped) << dropped, 1)
     for group in np.unique(groups):
         chosen = (groups == group) & (weights > 0)

@@ -20,9 +20,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from opacus_shuffle.analysis import gaussian, privacy_loss
+from opacus_shuffle.analysis.classes import classes
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution, mean_distribution
-from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, merge, tail_for
+from opacus_shuffle.analysis.shuffled_rounds import MOST_KINDS, ShuffledRound, merge, tail_for
 from opacus_shuffle.core.solve import bracket, safe_root
 from opacus_shuffle.core.validation import finite_number, integer, open_unit_interval, positive, sampling_rate
 
@@ -102,10 +103,28 @@ def _compute_epsilon(rounds: tuple[tuple[SampledSum, int], ...], delta: float) -
     if tail is None:
         return math.inf
     mixtures = []
-    for each, count in rounds:
+    for each, count in _coarsen(rounds):
         distribution = sampled_distribution(mu=each.mu, sample_rate=each.sample_rate, tail=tail)
         mixtures.append((Mixture(((1.0, distribution),), lost=each.sample_rate * each.lost), count))
     return privacy_loss.compute_epsilon(mixtures, delta=delta)
+
+
+def _coarsen(rounds: tuple[tuple[SampledSum, int], ...]) -> tuple[tuple[SampledSum, int], ...]:
+    """Leaves few different μ and losses of the same γ: rounded up, where that costs least."""
+    if len(rounds) <= MOST_KINDS:
+        return rounds
+    ordered = sorted(rounds, key=lambda kind: (kind[0].sample_rate, -kind[0].mu))
+    rates = [each.sample_rate for each, _ in ordered]
+    apart = np.array([False, *(rate != last for rate, last in zip(rates[1:], rates, strict=False))])
+    sizes = np.array([math.log1p(each.sample_rate * math.expm1(min(each.mu**2, 600.0))) for each, _ in ordered])
+    found = classes(sizes, np.array([count for _, count in ordered]), apart, most=MOST_KINDS)
+    return tuple(
+        (
+            dataclasses.replace(ordered[few.start][0], lost=max(each.lost for each, _ in ordered[few])),
+            sum(count for _, count in ordered[few]),
+        )
+        for few in found
+    )
 
 
 def largest_mu(*, epsilon: float, delta: float, rounds: int, sample_rate: float, lost: float = 0.0) -> float:
@@ -135,7 +154,7 @@ def largest_mu(*, epsilon: float, delta: float, rounds: int, sample_rate: float,
 
     def excess(log_mu: float) -> float:
         value = spent(math.exp(log_mu))
-        difference = math.log(max(value, 1e-300)) - math.log(target)
+        difference = math.log(max(value, max(min(1e-300, 1e-3 * target), math.ulp(0.0)))) - math.log(target)
         return max(difference, 1e-16) if value > target else difference
 
     start = math.log(1e-3)

@@ -22,15 +22,17 @@ import numpy as np
 from scipy.special import ndtr
 
 from opacus_shuffle.analysis import gaussian, privacy_loss
+from opacus_shuffle.analysis.classes import classes
 from opacus_shuffle.analysis.mean_ratio import Sampling, check_round
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution, Side, has_distribution, mean_distribution
 from opacus_shuffle.core.validation import integer, open_unit_interval
 
-_MOST_KINDS = 40
-"""Histories with more different rounds have their σ rounded to a grid, on the safe side."""
-_COARSE = 64.0
-"""Grid points per doubling of σ then: 1.1 % apart."""
+MOST_KINDS, MOST_SHUFFLED_KINDS = 40, 10
+"""Histories with more different rounds have their σ rounded to so few, on the safe side; the latter where one takes long."""
+_MANY = 1000
+_FINE = 64.0
+"""Of more different rounds than that, σ is rounded to so many values per doubling first: 1.1 % apart."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,8 +82,8 @@ def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
         delta: δ in (0, 1).
 
     Returns:
-        ``(lower, upper)``, some tenths of a percent apart for σ ≥ 0.5 (two percent for more than 40 different rounds, whose σ
-        are rounded). Below σ = 0.05 the upper one is the unshuffled Gaussian's and the lower one 0.
+        ``(lower, upper)``, some tenths of a percent apart for σ ≥ 0.5 (several percent for more than 10 different rounds, whose
+        σ are rounded). Below σ = 0.05 the upper one is the unshuffled Gaussian's and the lower one 0.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -144,7 +146,7 @@ def unshuffled_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -
 def _participation_epsilon(rounds: Merged, delta: float, tail: float) -> float:
     """Returns ε where it is seen in which rounds the user takes part, each with probability γ."""
     mixtures = []
-    for each, count in coarsen(rounds, "upper"):
+    for each, count in coarsen(rounds, "upper", shuffled=False):
         report = each.one_report(tail)
         nothing = RatioDistribution(np.array([1 - report.centre]), np.ones(1), report.centre, 0.0, 0.0)
         mixtures.append((Mixture(((each.sample_rate, report), (1 - each.sample_rate, nothing))), count))
@@ -168,7 +170,7 @@ def sampled_gaussian_epsilon(rounds: Rounds, *, delta: float) -> float:
     everyone = unshuffled_epsilon(merged, delta=delta)
     if all(each.sample_rate == 1.0 for each, _ in merged) or (tail := tail_for(merged, delta)) is None:
         return everyone
-    coarse = coarsen(merged, "upper")
+    coarse = coarsen(merged, "upper", shuffled=False)
     mixtures = [(Mixture.of(each.one_report(tail).scaled(each.sample_rate)), count) for each, count in coarse]
     return min(everyone, privacy_loss.compute_epsilon(mixtures, delta=delta))
 
@@ -181,13 +183,34 @@ def merge(rounds: Iterable[tuple[Kind, int]]) -> tuple[tuple[Kind, int], ...]:
     return tuple(counts.items())
 
 
-def coarsen(rounds: Merged, side: Side) -> Merged:
-    """Leaves some tens of different σ at most: rounded down for an upper ε and up for a lower one (X grows with 1/σ²)."""
-    if len(rounds) <= _MOST_KINDS:
+def coarsen(rounds: Merged, side: Side, *, shuffled: bool = True) -> Merged:
+    """Leaves few different σ: rounded down for an upper ε and up for a lower one (X grows with 1/σ²), where that costs least.
+
+    Args:
+        rounds: Merged rounds; those that differ in n or γ stay apart.
+        side: Of the ε.
+        shuffled: Whether the distribution of R is that of all reports, which takes long, or of one.
+    """
+    most = MOST_SHUFFLED_KINDS if shuffled else MOST_KINDS
+    if len(rounds) > _MANY:
+        towards = math.floor if side == "upper" else math.ceil
+        powers = [towards(math.log2(each.noise_multiplier) * _FINE) / _FINE for each, _ in rounds]
+        rounds = merge([(each.with_noise(2**power), count) for power, (each, count) in zip(powers, rounds, strict=True)])
+    if len(rounds) <= most:
         return rounds
-    towards = math.floor if side == "upper" else math.ceil
-    powers = [towards(math.log2(each.noise_multiplier) * _COARSE) / _COARSE for each, _ in rounds]
-    return merge([(each.with_noise(2**power), count) for power, (each, count) in zip(powers, rounds, strict=True)])
+    sign = 1.0 if side == "upper" else -1.0
+    kept = [(each.num_users, each.sample_rate, str(each.sampling)) for each, _ in rounds]
+    order = sorted(range(len(rounds)), key=lambda i: (kept[i], sign * rounds[i][0].noise_multiplier))
+    ordered = [rounds[i] for i in order]
+    sizes = np.array([sign * _size(each, each.num_users if shuffled else 1) for each, _ in ordered])
+    apart = np.array([i > 0 and kept[order[i]] != kept[order[i - 1]] for i in range(len(order))])
+    found = classes(sizes, np.array([count for _, count in ordered]), apart, most=most)
+    return tuple((ordered[few.start][0], sum(count for _, count in ordered[few])) for few in found)
+
+
+def _size(each: ShuffledRound, users: int) -> float:
+    """Returns the variance of log R, roughly, of so many reports."""
+    return math.log1p(each.sample_rate * math.expm1(min(each.noise_multiplier**-2, 600.0)) / users)
 
 
 def tail_for(rounds: Rounds, delta: float) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import warnings
@@ -15,23 +16,43 @@ from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns 0 if it worked, 2 with one line on standard error if an argument was wrong."""
-    options = vars(parser().parse_args(arguments))
-    command = options.pop("command")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PrivacyAssumptionWarning)  # what is printed says it already
             warnings.filterwarnings("ignore", message="Secure RNG turned off|Full backward hook is firing")
-            command(options)
-            sys.stdout.flush()
-    except ValueError as error:
-        print(f"opacus-shuffle: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader has had enough, as "head -1" does: leave nothing for Python to flush at exit
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            return _run(arguments)
+    except (ValueError, OverflowError, MemoryError) as error:
+        return _complain(str(error) or "too little memory for these numbers: take smaller ones", 2)
     except KeyboardInterrupt:
-        print("opacus-shuffle: stopped", file=sys.stderr)
-        return 130
+        return _complain("stopped", 130)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    """Runs one command, whose output may have nowhere to go."""
+    try:
+        try:
+            options = vars(parser().parse_args(arguments))
+            options.pop("command")(options)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader has had enough, as "head -1" does
+        _leave_nothing_to_flush()
+    except OSError as error:
+        _leave_nothing_to_flush()
+        return _complain(f"the output could not be written: {error.strerror or error}", 2)
     return 0
+
+
+def _leave_nothing_to_flush() -> None:
+    """Lets Python's own flush at exit succeed."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _complain(message: str, code: int) -> int:
+    """Says one line on standard error, if that can be written to."""
+    with contextlib.suppress(OSError):
+        print(f"opacus-shuffle: {message}", file=sys.stderr)
+    return code
 
 
 def parser() -> argparse.ArgumentParser:

@@ -77,6 +77,11 @@ def not_negative(name: str, value: Any) -> float:
     return number
 
 
+def not_negative_or_infinite(name: str, value: Any) -> float:
+    """A float of at least zero or infinity, as an ε is."""
+    return math.inf if isinstance(value, numbers.Real) and value == math.inf else not_negative(name, value)
+
+
 def moderate(name: str, value: Any) -> float:
     """A positive float in [1e-100, 1e100]: its square neither vanishes nor overflows."""
     number = positive(name, value)

@@ -28,7 +28,7 @@ from opacus_shuffle.analysis.binomial_sums import (
 from opacus_shuffle.core.validation import finite_number, integer, moderate, one_of, positive, sampling_rate
 
 CALIBRATIONS = ("published", "tight")
-SMALLEST_MULTIPLIER = 0.1
+SMALLEST_MULTIPLIER, SMALLEST_EPSILON = 0.1, 1e-9
 OVERHEAD = 0.05
 """How far above its limit the variance of the tight calibration may stay for the sake of fewer bits."""
 _PACE = 1.25
@@ -74,6 +74,8 @@ class Promise:
     def __post_init__(self) -> None:
         if positive("epsilon", self.epsilon) > 15:
             raise ValueError(f"epsilon must not exceed 15 (SCO Theorem 3.2), got {self.epsilon!r}: choose a smaller one")
+        if self.epsilon < SMALLEST_EPSILON:
+            raise ValueError(f"epsilon must be at least {SMALLEST_EPSILON:g}, got {self.epsilon!r}: choose a larger one")
         if not 1e-200 <= positive("delta", self.delta) < 0.5:  # smaller tails are not known
             raise ValueError(f"delta must be at least 1e-200 and below 1/2 (SCO Theorem 3.2), got {self.delta!r}")
         if not 1 / 3 - 1e-12 <= finite_number("honest_fraction", self.honest_fraction) <= 1:

@@ -43,8 +43,8 @@ class BoundedGradients:
 
         Without ``clip`` a gradient that is too long is refused, and the objective's own errors come up. With it, whether an
         error is raised must not tell about single records: one without a finite gradient (a wrong label, say) reports zero, and
-        the others what they would report beside a usable one. An error comes up only if every record of a block of at least
-        two has one, or a single record one that records of zeros and of ones have too (a wrong dimension, say).
+        the others what they would report beside a usable one. An error comes up only if records of zeros and of ones, of the
+        same shapes, have it too (a wrong dimension, say): then it tells about the call, not about the records.
         """
         rows = self._usable(theta, batch) if self.clip else self.objective.gradients(theta, batch)
         norms = rows.norm(dim=1, keepdim=True)
@@ -52,8 +52,8 @@ class BoundedGradients:
         # The true gradient is in the ball, so the way to its nearest point leads no farther from it.
         if not self.clip and not longest <= self.limit * (1 + SLACK) + self.bias:
             raise ValueError(
-                f"lipschitz must bound every user's gradient, got {self.limit:.6g} and a gradient of norm {longest:.6g}: pass "
-                "a larger lipschitz, or clip=True to cut every gradient to it"
+                f"lipschitz must bound every user's gradient, got {self.limit:.6g} and a longer gradient: pass a larger "
+                "lipschitz, or clip=True to cut every gradient to it"
             )
         return rows * (self.limit / norms.clamp_min(self.limit))
 
@@ -64,7 +64,7 @@ class BoundedGradients:
             return torch.where(rows.isfinite().all(dim=1, keepdim=True), rows, 0.0)
         count, good = number_of_users(batch), self._without_errors(theta, batch)
         if not good:
-            if count > 1 or self._is_structural(rows, theta, batch):
+            if self._is_structural(rows, theta, batch):
                 raise rows
             return torch.zeros(count, self.objective.dimension, dtype=torch.float64)
         # The block again, with a usable record in the place of each unusable one: in a batch of another shape the usable ones

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus_shuffle.core.validation import boolean, instance_of, integer, not_negative, positive
+from opacus_shuffle.core.validation import boolean, instance_of, integer, moderate, not_negative, positive
 from opacus_shuffle.sco.constraints import as_constraint, project_rows
 from opacus_shuffle.sco.each_record import EachRecord
 from opacus_shuffle.sco.losses import Function, Link, as_link
@@ -93,10 +93,10 @@ class MoreauEnvelope(Objective):
         self.objective: Objective = instance_of("objective", objective, (Objective,))
         self.dimension = objective.dimension
         self.chunk_size = integer("chunk_size", objective.chunk_size if chunk_size is None else chunk_size)
-        self.smoothness = positive("smoothness", smoothness)
-        self.lipschitz = None if lipschitz is None else positive("lipschitz", lipschitz)
+        self.smoothness = moderate("smoothness", smoothness)
+        self.lipschitz = None if lipschitz is None else moderate("lipschitz", lipschitz)
         self.constraint = None if constraint is None else as_constraint(constraint, diameter)
-        self._inner = None if inner_smoothness is None else positive("inner_smoothness", inner_smoothness)
+        self._inner = None if inner_smoothness is None else moderate("inner_smoothness", inner_smoothness)
         self._prox = prox
         if not boolean("prox_elementwise", prox_elementwise) and prox is not None:
             remedy = "; if it treats records one by one as it is, say so by prox_elementwise=True"
@@ -209,9 +209,8 @@ class MoreauEnvelope(Objective):
             if self._inner is None and bool(missed.any()):  # as cutting planes are of losses that are not convex
                 raise ValueError(
                     f"loss must be convex with subgradients of norm at most lipschitz={self.lipschitz!r}, and small enough for "
-                    f"its rounding not to matter: for {int(missed.sum())} of {len(missed)} records the proximal point is "
-                    f"certified to {float(found.errors.max()):.3g} only, not {self.accuracy:.3g}; check them, or ask for less "
-                    "accuracy"
+                    f"its rounding not to matter: a proximal point is not certified to {self.accuracy:.3g}; check the loss, or "
+                    "ask for less accuracy"
                 )
         gradients = self.smoothness * (rows - found.points)
         if self.lipschitz is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus_shuffle.core.randomness import check_generator
-from opacus_shuffle.core.validation import boolean, integer, positive
+from opacus_shuffle.core.validation import boolean, integer, moderate
 from opacus_shuffle.protocols.calibration import Promise
 from opacus_shuffle.sco.bounded_gradients import BoundedGradients
 from opacus_shuffle.sco.constraints import Box, Constraint, L2Ball, as_constraint
@@ -73,7 +73,8 @@ class Problem:
         clip: Cut longer gradients to ``lipschitz``, and report zero for a record whose gradient cannot be computed or is not
             finite (a wrong label, NaN in it, an envelope's loss steeper than ``lipschitz``). By default such records are
             refused, which is right for finding mistakes; in production pass True: that an error was raised tells about the
-            data. (One that every record of a block of at least two has is raised even so, as a mistake in the call.)
+            data. (One that records of zeros and of ones would have too, as of a wrong dimension, is raised even so: it tells
+            about the call alone.)
         generator: Of all randomness (order of the users, rounding, noise), on the CPU; by default secret.
 
     Attributes:
@@ -106,8 +107,8 @@ class Problem:
     ) -> None:
         check_generator("generator", generator)
         self.generator, self.data, self.envelope = generator, data, envelope
-        self.lipschitz, self.clip = positive("lipschitz", lipschitz), boolean("clip", clip)
-        distance = None if diameter is None else positive("diameter", diameter)
+        self.lipschitz, self.clip = moderate("lipschitz", lipschitz), boolean("clip", clip)
+        distance = None if diameter is None else moderate("diameter", diameter)
         self.objective: Objective = as_objective(loss, dimension=_dimension(constraint, initial, dimension))
         self.dimension = self.objective.dimension
         constraint = sized(constraint, self.dimension)
@@ -120,7 +121,7 @@ class Problem:
         self.num_users = number_of_users(data)
         if not self.num_users:
             raise ValueError("data must hold at least one user's record, got none")
-        self.smoothness = None if smoothness is None else positive("smoothness", smoothness)
+        self.smoothness = None if smoothness is None else moderate("smoothness", smoothness)
         if self.smoothness is not None and envelope is not None:
             raise ValueError("envelope must be left out where smoothness is given: it is for losses that are not smooth")
         if self.smoothness is None and envelope is None and isinstance(self.objective, MoreauEnvelope):

@@ -182,6 +182,6 @@ def _check_lipschitz(gradients: Tensor, lipschitz: float) -> None:
     largest = float(gradients.norm(dim=1).max()) if len(gradients) else 0.0
     if largest > lipschitz * (1 + SLACK):
         raise ValueError(
-            f"lipschitz must bound every subgradient of the loss, got {lipschitz!r} and a subgradient of norm {largest:.6g}; "
+            f"lipschitz must bound every subgradient of the loss, got {lipschitz!r} and a longer one: "
             "pass a larger one, or a constraint on which the loss has this one"
         )

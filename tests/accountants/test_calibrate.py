@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opacus_shuffle import ShuffleVectorSum, compute_epsilon, sco
 from opacus_shuffle.accountants.calibrate import smallest_noise
-from opacus_shuffle.analysis import gaussian
+from opacus_shuffle.analysis import advanced_composition, gaussian, gaussian_clones
 
 
 @settings(deadline=None)
@@ -37,3 +39,46 @@ def test_calibration_refuses_nan():
 def test_target_epsilon_must_be_positive(target):
     with pytest.raises(ValueError, match="target_epsilon"):
         smallest_noise(lambda sigma: 1 / sigma, target_epsilon=target)
+
+
+def test_a_target_of_next_to_nothing_is_met():
+    """It failed an assertion: logarithms took 1e-300 for zero."""
+    sigma = smallest_noise(lambda noise: max(0.0, 1 - noise / 100), target_epsilon=1e-308)
+    assert sigma == pytest.approx(100, rel=1e-6)
+
+
+@pytest.mark.parametrize("mechanism", ["shuffled_checkin", "shuffle_gauss", "subsampled_shuffle"])
+def test_a_quadrillion_users_are_answered_for(mechanism):
+    """Arrays of the square root of n entries, and more, before."""
+    rate = {} if mechanism == "shuffle_gauss" else {"sample_rate": 0.1}
+    run = {"noise_multiplier": 5.0, "steps": 10, "delta": 1e-5, **rate}
+    assert 0 <= compute_epsilon(mechanism, num_users=10**15, **run) <= compute_epsilon(mechanism, num_users=10**6, **run)
+
+
+@pytest.mark.parametrize("calibration", ["tight", "published"])
+def test_a_protocol_for_next_to_no_epsilon_is_refused_by_name(calibration):
+    """It hung, or divided by zero."""
+    with pytest.raises(ValueError, match="epsilon must be at least 1e-09"):
+        ShuffleVectorSum(100, 10, 1.0, epsilon=1e-308, delta=1e-5, calibration=calibration)
+
+
+def test_bad_numbers_are_refused_where_nan_came_out():
+    for bad in (
+        lambda: advanced_composition.subsample(math.nan, sample_rate=0.1),
+        lambda: advanced_composition.subsample(1.0, sample_rate=7),
+        lambda: advanced_composition.compose([(math.nan, 1)], slack=1e-6),
+        lambda: gaussian.log_delta(mu=math.nan, epsilon=1.0),
+        lambda: gaussian.log_delta(mu=1.0, epsilon=math.nan),
+        lambda: gaussian_clones.clone_probability(math.nan, 4.0),
+        lambda: gaussian_clones.clone_probability(1.0, math.nan),
+        lambda: sco.Problem(
+            sco.logistic_loss,
+            (torch.zeros(3, 2), torch.ones(3)),
+            constraint=sco.L2Ball(1.0),
+            lipschitz=1.0,
+            smoothness=1e308,
+            dimension=2,
+        ),
+    ):
+        with pytest.raises(ValueError, match="must"):
+            bad()

@@ -355,3 +355,23 @@ def test_an_estimate_below_what_one_pair_has_for_certain_is_called_so(capsys: py
         == 0
     )
     assert "published (0.4983) is no upper bound here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "job", [["epsilon", "--noise-multiplier", "5", "--delta", "1e-5"], ["epsilon", "--help"], ["--version"]]
+)
+def test_output_that_has_nowhere_to_go_is_one_line(job):
+    run = [*CHECKIN] if len(job) > 2 else []
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "opacus_shuffle.commands.main", *job, *run], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert done.returncode in (0, 2)
+
+
+def test_so_many_steps_end_in_a_number_or_one_line(capsys):
+    many = ["--num-users", "60000", "--steps", "1e15", "--sample-rate", "0.1", "--noise-multiplier", "5", "--delta", "1e-5"]
+    for bound in ("published", "pair", "certified"):
+        assert main(["epsilon", "--mechanism", "shuffled_checkin", *many, "--bound", bound]) in (0, 2)

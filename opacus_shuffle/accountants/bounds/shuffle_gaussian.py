@@ -28,7 +28,7 @@ import numpy as np
 from opacus_shuffle.accountants.bounds.registry import Answer, Rounds, register_bound
 from opacus_shuffle.accountants.mechanism import Mechanism
 from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn, ShuffleGauss, SubsampledShuffle
-from opacus_shuffle.analysis import composition, gaussian_clones, mean_ratio, shuffled_rounds, subsampling
+from opacus_shuffle.analysis import composition, falling, gaussian_clones, mean_ratio, shuffled_rounds, subsampling
 from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, sampled_gaussian_epsilon, unshuffled_epsilon
 from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Adjacency, Guarantee, NotCovered
@@ -37,7 +37,7 @@ FAMILY: tuple[type[Mechanism], ...] = (ShuffleGauss, SubsampledShuffle, Shuffled
 PAIR = "one pair of data sets: all other records report zero, one record at the clipping norm becomes zero"
 
 
-def printed_rdp(mechanism: Mechanism, orders: Vector) -> Vector:
+def printed_rdp(mechanism: Mechanism | ShuffledRound, orders: Vector) -> Vector:
     """Returns the RDP by the paper's formulas, one round; Theorem 1, for a round of everyone, is exact already.
 
     Never below the pair's exact value: Theorem 3 as printed would be, for fewer than one expected report.
@@ -54,7 +54,7 @@ def shuffled(rounds: Rounds) -> shuffled_rounds.Rounds:
     return [(_shuffled(mechanism), count) for mechanism, count in rounds]
 
 
-def _shuffled(mechanism: Mechanism) -> ShuffledRound:
+def _shuffled(mechanism: Mechanism | ShuffledRound) -> ShuffledRound:
     return ShuffledRound(**{each.name: getattr(mechanism, each.name) for each in dataclasses.fields(ShuffledRound)})
 
 
@@ -66,11 +66,22 @@ def _shuffled(mechanism: Mechanism) -> ShuffledRound:
 )
 def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     ran = shuffled(rounds)
-    mended = gaussian_clones.compute_epsilon(ran, delta=delta, adjacency=adjacency.value, clones="mended")
-    truncated = gaussian_clones.compute_epsilon(ran, delta=delta, adjacency=adjacency.value, clones="truncated")
+
+    def by(clones: gaussian_clones.Clones, share: float, neighbours: Adjacency) -> float:
+        return gaussian_clones.compute_epsilon(ran, delta=share, adjacency=neighbours.value, clones=clones)
+
+    def best(share: float) -> float:
+        epsilon = min(by("mended", share, adjacency), by("truncated", share, adjacency))
+        if adjacency is Adjacency.REPLACE or share < falling.FIRST or not 0 < epsilon <= falling.SMALL:
+            return epsilon
+        # A report of zero is one that a record may be replaced by.
+        return min(epsilon, *(by(clones, share, Adjacency.REPLACE) for clones in ("mended", "truncated")))
+
+    epsilon = falling.falling_epsilon(best, delta)
+    mended, truncated = by("mended", delta, adjacency), by("truncated", delta, adjacency)
     if mended == truncated:
-        return Answer(mended, proof="no gain from shuffling")
-    return Answer(mended, proof="mended clones") if mended < truncated else Answer(truncated, proof="truncated clones")
+        return Answer(epsilon, proof="no gain from shuffling")
+    return Answer(epsilon, proof="mended clones" if mended < truncated else "truncated clones")
 
 
 @register_bound(
@@ -85,8 +96,10 @@ def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     uses_orders=True,
 )
 def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
+    different = shuffled_rounds.coarsen(shuffled_rounds.merge(shuffled(rounds)), "upper", shuffled=False)
+
     def composed(vector: Vector) -> Vector:
-        return np.sum([count * printed_rdp(mechanism, vector) for mechanism, count in rounds], axis=0)
+        return np.sum([count * printed_rdp(each, vector) for each, count in different], axis=0)
 
     return Answer(composition.epsilon_from_rdp(composed, delta=delta, orders=orders)[0])
 

@@ -30,7 +30,7 @@ from opacus_shuffle.accountants.mechanisms import ShuffledSums
 from opacus_shuffle.analysis import advanced_composition, binomial_sums, gaussian, sampled_sums
 from opacus_shuffle.analysis.binomial_sums import BinomialSum
 from opacus_shuffle.analysis.sampled_sums import SampledSum
-from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, unshuffled_epsilon
+from opacus_shuffle.analysis.shuffled_rounds import MOST_KINDS, ShuffledRound, unshuffled_epsilon
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, NotCovered
 from opacus_shuffle.core.rounding import round_up
 
@@ -117,12 +117,16 @@ def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
 
 @functools.lru_cache(maxsize=256)
 def _lower(rounds: tuple[tuple[ShuffledSums, int], ...], delta: float) -> float | None:
-    """One record at −C along a coordinate becomes +C, all others stay at −C; None for drop-outs or samples of several sizes."""
+    """One record at −C along a coordinate becomes +C, all others stay at −C; None for drop-outs or samples of several sizes.
+
+    Of very many different rounds, those that tell most: what the others tell is left out, which only lowers it.
+    """
     rates = {each.sample_rate for each, _ in rounds}
     if len(rates) > 1 or any(each.honest_fraction < 1 for each, _ in rounds):
         return None
     summed = [
-        (BinomialSum(noise=each.noise, shift=each.granularity, dimension=each.dimension), count) for each, count in rounds
+        (BinomialSum(noise=each.noise, shift=each.granularity, dimension=each.dimension), count)
+        for each, count in sorted(rounds, key=lambda kind: -kind[1] * kind[0].mu ** 2)[:MOST_KINDS]
     ]
     return binomial_sums.lower_epsilon(summed, delta=delta, sample_rate=rates.pop())
 

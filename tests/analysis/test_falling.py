@@ -1,0 +1,61 @@
+"""ε that never rises with δ."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from opacus_shuffle import compute_epsilon
+from opacus_shuffle.analysis.falling import FIRST, SMALL, falling_epsilon
+
+DELTAS = [1e-3, 2.4e-3, 3.8e-3, 6.7e-3, 7.8e-3, 0.0121, 0.0187, 0.0335, 0.05, 0.08, 0.11, 0.127, 0.2, 0.3, 0.4, 0.7, 0.9, 0.99]
+
+
+def test_a_wavering_search_is_made_to_fall():
+    draws = np.random.default_rng(0)
+    noise = {}
+
+    def wavering(delta):
+        return noise.setdefault(delta, max(0.0, 0.02 * (0.3 - delta)) + 0.004 * float(draws.random()) * (draws.random() < 0.7))
+
+    deltas = np.sort(draws.uniform(FIRST, 1, 300))
+    found = [falling_epsilon(wavering, float(delta)) for delta in deltas]
+    assert all(later <= earlier for earlier, later in itertools.pairwise(found))
+    assert max(found) <= SMALL
+
+
+def test_a_large_epsilon_or_a_small_delta_is_left_alone():
+    assert falling_epsilon(lambda delta: 1 / delta, 0.3) == 1 / 0.3
+    assert falling_epsilon(lambda delta: 0.01, 1e-5) == 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mechanism", "run"),
+    [
+        ("shuffle_gauss", {"noise_multiplier": 9.48, "num_users": 60_000, "steps": 7}),
+        ("shuffle_gauss", {"noise_multiplier": 4.0, "num_users": 10_000, "steps": 1}),
+        ("shuffle_gauss", {"noise_multiplier": 1.662, "num_users": 30_877, "steps": 766}),
+        ("shuffled_checkin", {"noise_multiplier": 5.0, "num_users": 6000, "sample_rate": 0.1, "steps": 50}),
+        ("subsampled_shuffle", {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.1, "steps": 10}),
+    ],
+)
+def test_epsilon_falls_with_delta_and_zeroing_never_costs_more_than_replacing(mechanism, run):
+    zeroed, replaced = (
+        [compute_epsilon(mechanism, delta=delta, adjacency=adjacency, **run) for delta in DELTAS]
+        for adjacency in ("zero_out", "replace")
+    )
+    for found in (zeroed, replaced):
+        assert all(later <= earlier for earlier, later in itertools.pairwise(found))
+    assert all(less <= more for less, more in zip(zeroed, replaced, strict=True))
+
+
+def test_epsilon_of_a_round_of_many_falls_with_delta():
+    """It was 0 at 3.7e-3 (nearly) and 1.6e-6 at 6.7e-3, above that of replacement."""
+    run = {"noise_multiplier": 9.48, "num_users": 60_000, "steps": 7}
+    deltas = (3.4e-3, 3.729e-3, 6.694e-3, 7.749e-3)
+    zeroed = [compute_epsilon("shuffle_gauss", delta=delta, **run) for delta in deltas]
+    assert all(later <= earlier for earlier, later in itertools.pairwise(zeroed))
+    assert zeroed[-1] <= compute_epsilon("shuffle_gauss", delta=deltas[-1], adjacency="replace", **run)
