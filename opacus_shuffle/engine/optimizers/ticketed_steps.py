@@ -93,6 +93,8 @@ class TicketedSteps(OpenOptimizer):
             self.tickets.check(self._rows, more=self.signalled())
             return super().pre_step(closure)  # type: ignore[no-any-return]
         except BaseException:
+            if self._guard is not None:
+                self._guard.released = False
             self._drop(drop_partial_batch)
             self.tickets.void()
             raise

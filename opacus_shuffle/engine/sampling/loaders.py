@@ -42,8 +42,7 @@ class TicketedLoader(DataLoader):
                 "in_order must be True, for batches are accounted in the order in which they were drawn; got False"
             )
         batches: Any = super().__iter__()
-        drawn: deque[Part] | None = getattr(self.batch_sampler, "drawn", None)
-        return _Yielded(batches, drawn, self.tickets, certain=self.num_workers == 0)
+        return _Yielded(self, batches, self.tickets)
 
 
 class TicketedDPDataLoader(TicketedLoader, DPDataLoader):
@@ -54,14 +53,17 @@ class _Yielded:
     """The batches of one pass over a loader.
 
     Args:
-        batches: What the loader yields.
-        drawn: The parts that they are, in the same order; None if nobody knows, so that no ticket is issued.
-        tickets: Where these are issued.
-        certain: If yielding fails, one batch has been lost. With workers it may be none, so no ticket is issued after that.
+        loader: What they are of. Its sampler has just begun to note what it draws; if it does not, no ticket is issued.
+        batches: What it yields, in the order in which it was drawn.
+        tickets: Where tickets are issued.
     """
 
-    def __init__(self, batches: Iterator[Any], drawn: deque[Part] | None, tickets: TicketBook, *, certain: bool) -> None:
-        self._batches, self._drawn, self._tickets, self._certain = batches, drawn, tickets, certain
+    def __init__(self, loader: DataLoader, batches: Iterator[Any], tickets: TicketBook) -> None:
+        self._loader, self._batches, self._tickets = loader, batches, tickets
+        self._drawn: deque[Part] | None = self._noted()
+
+    def _noted(self) -> deque[Part] | None:
+        return getattr(self._loader.batch_sampler, "drawn", None)
 
     def __iter__(self) -> _Yielded:
         return self
@@ -76,11 +78,13 @@ class _Yielded:
             raise
         except BaseException:
             self._tickets.issue(None)
-            if not self._certain:
-                self._drawn = None
+            if self._loader.num_workers:
+                self._drawn = None  # one batch has been lost, or none: nobody knows
             elif self._drawn:
                 self._drawn.popleft()
             raise
+        if self._loader.persistent_workers and self._noted() is not self._drawn:
+            self._drawn = None  # the workers are those of a later pass
         self._tickets.issue(self._drawn.popleft() if self._drawn else None, batch)
         return batch
 
