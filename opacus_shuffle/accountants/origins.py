@@ -177,8 +177,8 @@ def rewound_sentence(rounds: int) -> str:
         return ""
     which = "1 round that ran is" if rounds == 1 else f"{rounds:,} rounds that ran are"
     return (
-        f"{which} left out of this account, because a checkpoint was loaded with allow_rewind=True: no epsilon here covers "
-        "whoever saw anything of what was released then."
+        f"{which} left out of this account, because a checkpoint was loaded with allow_rewind=True, or the history set by "
+        "hand: no epsilon here covers whoever saw anything of what was released then."
     )
 
 

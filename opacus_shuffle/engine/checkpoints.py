@@ -103,9 +103,14 @@ class CheckpointMixin(opacus.PrivacyEngine):
         self._opacus_history = history
         return checkpoint
 
+    def count_round(self) -> None:
+        """Counts a round beside one of Opacus's own accountants, whose history anybody may set."""
+        self._opacus_history = self._opacus_history or OpacusHistory()
+        self._opacus_history.ran += 1
+
     def warn_if_rewound(self) -> None:
         """Says so where rounds that ran are no longer accounted by one of Opacus's own accountants; the others say it."""
-        if self._opacus_history is not None and (left_out := self._opacus_history.origins.rewound):
+        if self._opacus_history is not None and (left_out := self._opacus_history.rewound(self.accountant)):
             warnings.warn(rewound_sentence(left_out), PrivacyAssumptionWarning, stacklevel=3)
 
     @contextlib.contextmanager

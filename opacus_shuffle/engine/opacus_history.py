@@ -18,19 +18,24 @@ class OpacusHistory:
 
     Attributes:
         origins: Which releases the history consists of, when it was looked at last.
+        ran: Rounds that ran since then.
     """
 
     def __init__(self) -> None:
         self.origins = Origins()
+        self.ran = 0
         self._digest = digest([])
 
     def follow(self, accountant: IAccountant) -> Entries:
-        """Looks at what ran since the last look; a history that was set by hand is another one from its beginning."""
-        entries = entries_of(accountant.history)
-        if digest(cut(entries, 0, self.origins.rounds)) != self._digest:
-            self.origins = Origins()
+        """Looks at what ran since the last look; a history that was set by hand, or by the accountant, is another one."""
+        entries, known = entries_of(accountant.history), self.origins.rounds
+        if digest(cut(entries, 0, known)) != self._digest or count(entries) < known + self.ran:
+            if self.ran:
+                self.origins.add(self.ran)
+            self.origins = self.origins.replaced_by(Origins())
         if more := count(entries) - self.origins.rounds:
             self.origins.add(more)
+        self.ran = 0
         self._digest = digest(entries)
         return entries
 
@@ -75,6 +80,12 @@ class OpacusHistory:
             tell_of_kept_rounds(count(union) - count(saved), count(saved))
         after._digest = digest(entries_of(trial.history))
         return trial, after
+
+    def rewound(self, accountant: IAccountant) -> int:
+        """How many rounds ran that the accountant no longer holds."""
+        if _keeps_triples(accountant):
+            self.follow(accountant)
+        return self.origins.rewound
 
     def state(self, accountant: IAccountant) -> dict[str, Any] | None:
         """Plain values to stand in a checkpoint beside the accountant's own; None for a history that is not Opacus's."""

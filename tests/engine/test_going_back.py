@@ -151,3 +151,19 @@ def test_gdp_refuses_what_its_history_cannot_hold():
     with pytest.raises(ValueError, match="'gdp' cannot hold"):
         other.load(file)
     assert other.engine.accountant.history == before
+
+
+@pytest.mark.parametrize("name", OPACUS)
+def test_what_opacus_own_accountant_loads_by_itself_is_not_forgotten_in_silence(name):
+    run = Run(name).train(1)
+    state = run.engine.accountant.state_dict()
+    run.train(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyAssumptionWarning)
+        run.engine.get_epsilon(1e-5)
+    run.train(1).engine.accountant.load_state_dict(state)
+    for _ in range(2):
+        with pytest.warns(PrivacyAssumptionWarning, match="rounds that ran are left out"):
+            run.engine.get_epsilon(1e-5)
+        run.train(1)
+    assert Run(name).load(run.saved()).rounds == run.rounds

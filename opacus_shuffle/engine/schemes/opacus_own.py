@@ -129,7 +129,12 @@ class OpacusOwn(Scheme):
     def account(self, run: Run) -> Callable[[DPOptimizer], None]:
         """What tells Opacus's accountant of every step: Opacus's own hook."""
         hook: Callable[[DPOptimizer], None] = self.accountant.get_optimizer_hook_fn(sample_rate=run.sampling.sample_rate)
-        return hook
+
+        def account(optimizer: DPOptimizer) -> None:
+            hook(optimizer)
+            self.engine.count_round()
+
+        return account
 
     def sampler(self, run: Run, loader: DataLoader, *, distributed: bool) -> DataLoader:
         """As Opacus's: the user's own loader stays what it is."""
