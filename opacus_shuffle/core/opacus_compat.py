@@ -25,7 +25,7 @@ import torch
 from opacus.grad_sample import GradSampleModuleExpandedWeights
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from opacus.layers import DPMultiheadAttention
-from opacus.layers.dp_rnn import RNNLinear
+from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
 from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 from opacus.utils import batch_memory_manager
@@ -381,13 +381,17 @@ def tied_parameters(module: nn.Module) -> dict[str, list[str]]:
     return {names[0]: names for names in aliases.values() if len(names) > 1}
 
 
+def _owner(module: nn.Module, name: str) -> nn.Module:
+    return module.get_submodule(name.rpartition(".")[0])
+
+
 def refuse_tied_ghost(module: nn.Module) -> None:
     """Refuses, by name, different layers that share a trainable parameter, which ghost clipping cannot train."""
     tied = [
         " = ".join(names)
         for first, names in tied_parameters(module).items()
         if module.get_parameter(first).requires_grad
-        and len({id(module.get_submodule(name.rpartition(".")[0])) for name in names}) > 1
+        and len({id(layer) for name in names if not isinstance(layer := _owner(module, name), DPRNNBase)}) > 1
     ]
     if tied:
         raise ValueError(

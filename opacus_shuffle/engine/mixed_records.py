@@ -111,7 +111,7 @@ def _rows(network: nn.Module, call: Call, records: int, axis: int, kept: int) ->
     """One record's outputs, and the gradient of some combination of them."""
     parameters = [each for each in network.parameters() if each.requires_grad]
     watched = hasattr(network, "autograd_grad_sample_hooks")  # Opacus's hooks look at passes with gradients alone
-    with _untouched(network), torch.set_grad_enabled(not watched):
+    with untouched(network), torch.set_grad_enabled(not watched):
         _seed(network, kept)  # a mixture may be drawn at random, and leave some where they are
         outputs = network(*call[0], **call[1])
         rows = [each.select(axis, kept) for each in results(outputs) if _has_records(each, records, axis)]
@@ -164,7 +164,7 @@ def _first_difference(network: nn.Module, call: Call, changed: Call, records: in
     try:
         for each in (call, changed):
             seen.append([])
-            with _untouched(network), torch.no_grad():
+            with untouched(network), torch.no_grad():
                 _seed(network, kept)
                 network(*each[0], **each[1])
     finally:
@@ -189,7 +189,7 @@ def _seed(network: nn.Module, seed: int) -> None:
 
 
 @contextlib.contextmanager
-def _untouched(network: nn.Module) -> Iterator[None]:
+def untouched(network: nn.Module) -> Iterator[None]:
     """Has random states, buffers and attributes as they were at the end."""
     held = [(module, dict(vars(module))) for module in network.modules()]
     try:

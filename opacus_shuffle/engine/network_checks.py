@@ -23,6 +23,7 @@ from opacus_shuffle.core.opacus_compat import refuse_broken_attention, refuse_ti
 from opacus_shuffle.engine.mixed_records import UnprobedError, refuse_mixed_records
 from opacus_shuffle.engine.prepare_model import check_position_ids
 from opacus_shuffle.engine.run import Request
+from opacus_shuffle.engine.unseen_gradients import refuse_unseen_gradients
 from opacus_shuffle.engine.weights.weight_shuffling import PARALLEL
 from opacus_shuffle.permutation.network import unwrap
 from opacus_shuffle.permutation.sample_input import Call, first_records, from_batch
@@ -56,6 +57,8 @@ def check_network(request: Request, engine: Any) -> FirstBatch | None:
 
     try:
         first.check(network, call_of)
+        if request.grad_sample_mode == "ghost":
+            refuse_unseen_gradients(network, call_of(2)[1], batch_first=request.batch_first)
     except UnprobedError:
         return None if isinstance(request.module, PARALLEL) else first
     return None
