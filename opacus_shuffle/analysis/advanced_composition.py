@@ -105,7 +105,7 @@ def step_budget(
     epsilon, delta = positive("epsilon", epsilon), open_unit_interval("delta", delta)
     steps, rate = integer("steps", steps), sampling_rate("sample_rate", sample_rate)
     split = open_unit_interval("delta_split", delta_split)
-    slope = math.sqrt(-2 * math.log((1 - split) * delta) * steps)
+    slope = math.sqrt(-2 * math.log(max((1 - split) * delta, math.ulp(0.0))) * steps)
     # The smaller of Theorem 1's two forms, so the larger of the two roots; the second without cancellation.
     sampled = max(epsilon / steps, 2 * epsilon / (slope + math.sqrt(slope * slope + 2 * steps * epsilon)))
     before = sampled - math.log(rate) if sampled > 700 else math.log1p(math.expm1(sampled) / rate)

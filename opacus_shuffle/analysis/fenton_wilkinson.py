@@ -29,7 +29,14 @@ from scipy.special import log_ndtr, ndtr, ndtri
 
 from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.core.solve import safe_root
-from opacus_shuffle.core.validation import integer, noise_level, not_negative, open_unit_interval, positive
+from opacus_shuffle.core.validation import (
+    integer,
+    noise_level,
+    not_negative,
+    not_negative_or_infinite,
+    open_unit_interval,
+    positive,
+)
 
 Dimension = int | Sequence[int]
 Numbers = float | Vector
@@ -127,7 +134,7 @@ def dimensions(dimension: Dimension) -> tuple[int, ...]:
 def _scale(noise_std: float, clip: float, batch_clip: float) -> tuple[float, float]:
     """Returns σ/c and c′/c: nothing else matters."""
     clip, noise_std = positive("clip", clip), positive("noise_std", noise_std)
-    norm = batch_clip if batch_clip == math.inf else not_negative("batch_clip", batch_clip)
+    norm = not_negative_or_infinite("batch_clip", batch_clip)
     return noise_level("noise_std / clip", noise_std / clip), norm / clip
 
 

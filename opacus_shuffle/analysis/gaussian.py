@@ -48,7 +48,9 @@ def _log_delta(mu: float, epsilon: float) -> float:
     second = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
     if second < first:
         return first + math.log1p(-math.exp(second - first))
-    return min(first, math.log(mu / math.sqrt(2 * math.pi)))  # the two agree to every digit: δ ≤ first and δ ≤ δ(0) ≤ μ·φ(0)
+    return min(
+        first, math.log(max(mu / math.sqrt(2 * math.pi), math.ulp(0.0)))
+    )  # the two agree to every digit: δ ≤ first and δ ≤ δ(0) ≤ μ·φ(0)
 
 
 def compute_epsilon(*, mu: float, delta: float) -> float:

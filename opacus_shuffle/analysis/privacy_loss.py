@@ -38,6 +38,8 @@ _LARGEST_GRID = 2**20
 _LARGEST_WINDOW = 2**21
 _WINDOW = 30.0
 """Standard deviations of the composed loss that a grid has room for."""
+_WIDEST = 700.0
+"""No step is wider: its exponential would overflow, and so much is lost that shuffling counts for nothing."""
 _COARSER = (1.0, 4.0)
 """How much wider the grid's steps become where the first ones need too long a window."""
 
@@ -121,6 +123,8 @@ def _direction_epsilon(
     """Returns ε in one direction."""
     counts = [count for _, count in rounds]
     for coarser in _COARSER:  # a rare loss far out may ask for a longer window than there is: then with fewer points to a unit
+        if width * coarser > _WIDEST:
+            break
         losses = [_loss(mixture, width * coarser, side, reverse) for mixture, _ in rounds]
         left, slack = sum(count * loss.infinite for loss, count in zip(losses, counts, strict=True)), given
         # Where the lost part counts in full beside the rest, a round's masses add up to 1 + infinite at most: over all rounds

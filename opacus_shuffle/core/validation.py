@@ -82,6 +82,11 @@ def not_negative_or_infinite(name: str, value: Any) -> float:
     return math.inf if isinstance(value, numbers.Real) and value == math.inf else not_negative(name, value)
 
 
+def positive_or_infinite(name: str, value: Any) -> float:
+    """A float above zero or infinity, as a norm that nothing is clipped to."""
+    return math.inf if isinstance(value, numbers.Real) and value == math.inf else positive(name, value)
+
+
 def moderate(name: str, value: Any) -> float:
     """A positive float in [1e-100, 1e100]: its square neither vanishes nor overflows."""
     number = positive(name, value)

@@ -22,6 +22,7 @@ from opacus_shuffle.sco.records import number_of_users, real_vector
 Envelope = Callable[[float], MoreauEnvelope]
 """The Moreau envelope of a loss at a given smoothness."""
 
+_LARGEST_DIMENSION = 10**9
 _ROUGHEST, _FINEST = 0.02, 0.005
 
 
@@ -211,6 +212,8 @@ def farthest(constraint: Constraint, point: Tensor) -> float:
 def _dimension(constraint: Any, initial: Any, dimension: int | None) -> int | None:
     """Returns the number of parameters from whoever knows it; None if nobody does."""
     if dimension is not None:
+        if integer("dimension", dimension) > _LARGEST_DIMENSION:
+            raise ValueError(f"dimension must not exceed {_LARGEST_DIMENSION:,}, got {dimension!r}: no vector is so long")
         return integer("dimension", dimension)
     if isinstance(initial, Tensor):
         return initial.numel()

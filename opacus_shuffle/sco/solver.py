@@ -24,6 +24,7 @@ from opacus_shuffle.sco.records import UserLedger, take
 from opacus_shuffle.sco.result import Estimate, History
 
 _BLOCK = 2**23  # entries of per-user gradients held at a time
+_MOST_ROUNDS = 10**7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,9 @@ class Choices:
     def __post_init__(self) -> None:
         for name in ("batch_size", "rounds"):
             if getattr(self, name) is not None:
-                integer(name, getattr(self, name))
+                object.__setattr__(self, name, integer(name, getattr(self, name)))
+        if self.rounds is not None and self.rounds > _MOST_ROUNDS:
+            raise ValueError(f"rounds must not exceed {_MOST_ROUNDS:,}, got {self.rounds!r}: take fewer")
         if self.step_size is not None:
             positive("step_size", self.step_size)
         boolean("average", self.average)

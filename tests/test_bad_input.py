@@ -1,0 +1,245 @@
+"""Bad input: every public call answers, or raises a ValueError or TypeError that names the argument, within seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import opacus_shuffle
+from opacus_shuffle import ShuffleVectorSum, accountants, sco
+from opacus_shuffle.analysis import (
+    advanced_composition,
+    binomial_sums,
+    clones,
+    fenton_wilkinson,
+    gaussian,
+    gaussian_clones,
+    mean_ratio,
+    sampled_sums,
+    subsampling,
+)
+from opacus_shuffle.protocols.calibration import noise_variance
+from opacus_shuffle.protocols.scalar_sum import ShuffleScalarSum
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+SECONDS = 60
+"""Of processor time, of one call: what hangs takes minutes, whatever else the machine does."""
+_ALSO = {"accountant": "accounting mechanism"}
+"""Opacus's words for an argument."""
+BAD = [
+    *(math.nan, math.inf, -math.inf, True, False, None, "", "1", "certified", b"1", [], {}, [1.0, 2.0], (), object(), 1j),
+    *(0, -1, 0.5, 1, 2, 1e-308, 5e-324, 1e308, 2**53, 2**70, 10**400, -0.0, 1e-12, 1e15, -1e-300),
+    *(np.float64(0.3), np.float32("nan"), np.int64(-3), np.bool_(True), np.array([1.0]), np.array(2.0), torch.tensor(math.nan)),
+    torch.tensor([1.0, 2.0]),
+]
+RUNS: dict[str, dict[str, Any]] = {
+    "shuffle_gauss": {"noise_multiplier": 4.0, "num_users": 1000},
+    "subsampled_shuffle": {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.1},
+    "shuffled_checkin": {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.1},
+    "shuffled_fw": {"noise_multiplier": 1.0, "sample_rate": 0.1, "dimension": 100, "clip": 1.0, "batch_clip": 1.0},
+    "shuffled_sums": {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.1, "dimension": 4},
+}
+X = torch.nn.functional.normalize(torch.arange(60.0, dtype=torch.float64).reshape(30, 2).sin(), dim=1)
+DATA = (X, torch.where(X[:, 0] > 0, 1.0, -1.0).double())
+SOLVE = {
+    "loss": sco.logistic_loss,
+    "constraint": sco.L2Ball(1.0),
+    "lipschitz": 1.0,
+    "epsilon": 2.0,
+    "delta": 1e-6,
+    "dimension": 2,
+}
+
+
+def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """Every callable with arguments that it takes; an argument whose valid value is None may be left out, too."""
+    found: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
+    beside = {"steps": 3, "delta": 1e-5, "adjacency": "zero_out", "bound": "certified"}
+    for name, fields in RUNS.items():
+        found[f"compute_epsilon {name}"] = (opacus_shuffle.compute_epsilon, {"mechanism": name, **beside, **fields})
+        target = {"target_epsilon": 1.0, "target_delta": 1e-5, "steps": 3}
+        rest = {key: value for key, value in fields.items() if key != "noise_multiplier"}
+        found[f"compute_noise_multiplier {name}"] = (
+            opacus_shuffle.compute_noise_multiplier,
+            {"mechanism": name, **target, **rest},
+        )
+        if name != "shuffled_sums":
+            found[f"mechanism {name}"] = (accountants.mechanisms.MECHANISMS[name], fields)
+    found["privacy_report"] = (
+        opacus_shuffle.privacy_report,
+        {"mechanism": "shuffled_fw", "steps": 3, "delta": 1e-5, "adjacency": "zero_out", **RUNS["shuffled_fw"]},
+    )
+    found |= {
+        "subsample": (advanced_composition.subsample, {"epsilon": 1.0, "sample_rate": 0.1}),
+        "step_budget": (advanced_composition.step_budget, {"epsilon": 1.0, "delta": 1e-5, "steps": 5, "sample_rate": 0.1}),
+        "log_delta": (gaussian.log_delta, {"mu": 1.0, "epsilon": 1.0}),
+        "gaussian.compute_epsilon": (gaussian.compute_epsilon, {"mu": 1.0, "delta": 1e-5}),
+        "clone_probability": (gaussian_clones.clone_probability, {"noise_multiplier": 2.0, "margin": 4.0}),
+        "clones.compute_epsilon": (
+            clones.compute_epsilon,
+            {"local_epsilon": 2.0, "num_users": 1000, "delta": 1e-5, "local_delta": 0.0, "conversion": "proved"},
+        ),
+        "clones.gaussian_epsilon": (
+            clones.gaussian_epsilon,
+            {"noise_multiplier": 4.0, "num_users": 1000, "delta": 1e-5, "adjacency": "replace"},
+        ),
+        "fenton_wilkinson.compute_delta": (
+            fenton_wilkinson.compute_delta,
+            {"epsilon": 0.2, "noise_std": 0.3, "dimension": 100, "clip": 1.0, "batch_clip": 1.0},
+        ),
+        "fenton_wilkinson.compute_epsilon": (
+            fenton_wilkinson.compute_epsilon,
+            {"delta": 1e-5, "noise_std": 0.3, "dimension": 100, "clip": 1.0, "batch_clip": 1.0},
+        ),
+        "fenton_wilkinson.compute_noise_std": (
+            fenton_wilkinson.compute_noise_std,
+            {"delta": 1e-5, "epsilon": 0.3, "dimension": 100, "clip": 1.0, "batch_clip": 1.0},
+        ),
+        "mean_ratio.compute_rdp": (
+            mean_ratio.compute_rdp,
+            {"noise_multiplier": 2.0, "num_users": 100, "orders": 4, "sample_rate": 0.1, "sampling": "poisson"},
+        ),
+        "subsampling.compute_rdp": (
+            subsampling.compute_rdp,
+            {"noise_multiplier": 2.0, "num_users": 100, "orders": 4, "sample_rate": 0.1, "sampling": "poisson"},
+        ),
+        "SampledSum": (sampled_sums.SampledSum, {"mu": 1.0, "sample_rate": 0.1, "lost": 0.0}),
+        "BinomialNoise": (binomial_sums.BinomialNoise, {"trials": 100, "probability": 0.5}),
+        "noise_variance": (noise_variance, {"dimension": 3, "max_norm": 1.0, "epsilon": 1.0, "delta": 1e-5}),
+        "ShuffleVectorSum": (
+            ShuffleVectorSum,
+            {"num_users": 100, "dimension": 3, "max_norm": 1.0, "epsilon": 1.0, "delta": 1e-5, "calibration": "tight"},
+        ),
+        "ShuffleScalarSum": (ShuffleScalarSum, {"num_users": 100, "max_value": 1.0, "epsilon": 1.0, "delta": 1e-5}),
+        "L2Ball": (sco.L2Ball, {"radius": 1.0, "center": None}),
+        "Box": (sco.Box, {"low": 0.0, "high": 1.0, "dimension": 2}),
+        "PrivacyBudget": (sco.PrivacyBudget, {"epsilon": 1.0, "delta": 1e-5}),
+        "PrivacyEngine": (opacus_shuffle.PrivacyEngine, {"accountant": "shuffled_checkin", "secure_mode": False}),
+        "make_private": (_make_private, {"noise_multiplier": 2.0, "max_grad_norm": 1.0, "local_noise": True}),
+        "make_private_with_epsilon": (
+            _make_private_with_epsilon,
+            {"target_epsilon": 1.0, "target_delta": 1e-5, "epochs": 2, "max_grad_norm": 1.0, "local_noise": True},
+        ),
+        "get_epsilon": (_get_epsilon, {"delta": 1e-5, "bound": "certified", "adjacency": "zero_out"}),
+    }
+    solvers = {
+        sco.shuffle_sgd: {"batch_size": 10},
+        sco.shuffle_accelerated_sgd: {"smoothness": 0.25},
+        sco.shuffle_gradient_descent: {"rounds": 2, "smoothness": 0.25},
+        sco.shuffle_strongly_convex: {"strong_convexity": 0.1, "smoothness": 0.25},
+        sco.pan_private_accelerated_sgd: {"smoothness": 0.25},
+    }
+    for solver, more in solvers.items():
+        found[solver.__name__] = (_solving(solver), {**SOLVE, **more, "diameter": 2.0, "clip": True})
+    return found
+
+
+_OF_THE_PROBLEM = ("constraint", "lipschitz", "smoothness", "dimension", "diameter", "clip")
+
+
+def _solving(solver: Callable[..., Any]) -> Callable[..., Any]:
+    def solve(*, epsilon: Any, delta: Any, loss: Any, **options: Any) -> Any:
+        given = {name: options.pop(name) for name in _OF_THE_PROBLEM if name in options}
+        return solver(sco.Problem(loss, DATA, **given), sco.PrivacyBudget(epsilon, delta), **options)
+
+    return solve
+
+
+def _parts() -> dict[str, Any]:
+    model = torch.nn.Linear(2, 1)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X.float(), DATA[1].float()), batch_size=10)
+    return {"module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "data_loader": loader}
+
+
+def _engine() -> Any:
+    return opacus_shuffle.PrivacyEngine(accountant="shuffled_checkin")
+
+
+def _make_private(**options: Any) -> Any:
+    return _engine().make_private(**_parts(), **options)
+
+
+def _make_private_with_epsilon(**options: Any) -> Any:
+    return _engine().make_private_with_epsilon(**_parts(), **options)
+
+
+def _get_epsilon(**options: Any) -> Any:
+    engine = _engine()
+    engine.make_private(**_parts(), noise_multiplier=2.0, max_grad_norm=1.0, local_noise=True)
+    engine.accountant.record(engine.accountant.planned)
+    return engine.get_epsilon(**options)
+
+
+class Hang(BaseException):
+    """A call took too much processor time."""
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Ends what takes more processor time than that; a busy machine does not matter."""
+
+    def stop(*_: Any) -> None:
+        raise Hang
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def holds_nan(answer: Any) -> bool:
+    """Whether an answer has NaN in it."""
+    if isinstance(answer, torch.Tensor | np.ndarray):
+        return bool(torch.as_tensor(answer).isnan().any())
+    if dataclasses.is_dataclass(answer) and not isinstance(answer, type):
+        return any(holds_nan(getattr(answer, field.name)) for field in dataclasses.fields(answer))
+    if isinstance(answer, list | tuple):
+        return any(map(holds_nan, answer))
+    return isinstance(answer, float) and math.isnan(answer)
+
+
+def verdict(function: Callable[..., Any], arguments: dict[str, Any], name: str) -> str | None:
+    """What is wrong with a call; None if it answers, or its error names the argument."""
+    try:
+        with limited(SECONDS), warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            return "answers NaN" if holds_nan(function(**arguments)) else None
+    except Hang:
+        return "hangs"
+    except (ValueError, TypeError) as error:
+        words = _ALSO.get(name, name.removeprefix("target_"))  # "epsilon" where the target is one
+        return None if words in str(error) else f"does not name it: {type(error).__name__}: {error}"
+    except Exception as error:
+        return f"is obscure: {type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("call", calls())
+def test_every_call_answers_or_names_the_argument(call: str) -> None:
+    function, valid = calls()[call]
+    assert verdict(function, valid, "") is None, "the valid arguments are not"
+    found = [
+        f"{name}={bad!r:.40} {wrong}"
+        for name in valid
+        for bad in BAD
+        if (wrong := verdict(function, {**valid, name: bad}, name)) is not None
+    ]
+    assert not found, "\n".join(line[:200] for line in found)
+
+
+@pytest.mark.parametrize("call", calls())
+def test_unknown_keywords_are_refused_by_name(call: str) -> None:
+    function, valid = calls()[call]
+    with pytest.raises((TypeError, ValueError), match="bogus"):
+        function(**valid, bogus=1)
