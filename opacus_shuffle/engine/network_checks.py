@@ -1,8 +1,9 @@
 """What a network must be for its records to be clipped, looked at before anything of it is changed.
 
 Each check refuses by name what Opacus would compute wrongly in silence, or fail at in the middle of the first step: attention
-that mixes the batch, parameters tied under ghost clipping, records that depend on each other, position ids of one row. The last
-two need a run: on the loader's first records, or, where the network does not take them, on the first batch that trains it.
+that mixes the batch, embeddings that write to their weights, parameters tied under ghost clipping, records that depend on each
+other, position ids of one row. The last two need a run: on the loader's first records, or, where the network does not take
+them, on the first batch that trains it.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def check_network(request: Request, engine: Any) -> FirstBatch | None:
     """
     network = unwrap(request.module)
     refuse_unclipped_engine(engine)
+    refuse_renormalised(network)
     refuse_broken_attention(network)
     if request.grad_sample_mode == "ghost":
         refuse_tied_ghost(network)
@@ -62,6 +64,25 @@ def check_network(request: Request, engine: Any) -> FirstBatch | None:
     except UnprobedError:
         return None if isinstance(request.module, PARALLEL) else first
     return None
+
+
+def refuse_renormalised(network: nn.Module) -> None:
+    """Refuses embeddings whose forward pass writes to their weights: to the rows of the records' tokens, without any noise.
+
+    Raises:
+        ValueError: There are some, trained or frozen.
+    """
+    named = [
+        name or "the module itself"
+        for name, each in network.named_modules()
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None
+    ]
+    if named:
+        raise ValueError(
+            f"module has embeddings with max_norm at {', '.join(named)}: every forward pass rescales the rows of the batch's "
+            "tokens, with no noise, so that the weights show which these are; set max_norm to None, and bound the rows between "
+            "epochs, all of them, if you must"
+        )
 
 
 def refuse_unsupported(engine: Any, module: nn.Module) -> None:

@@ -11,7 +11,7 @@ import torch
 from helpers.toy import make_toy, run_epoch
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from opacus_shuffle import PrivacyEngine
 
@@ -43,6 +43,19 @@ def test_unsupported_layers_are_named_with_their_remedy():
     network = nn.Sequential(nn.Linear(5, 4), nn.ModuleDict({"norm": nn.BatchNorm1d(4)})["norm"], nn.Linear(4, 3))
     with pytest.raises(UnsupportedModuleError, match=r"1 \(BatchNorm1d\).*get_compatible_module"):
         private(module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("accountant", ["shuffled_checkin", "rdp"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_embeddings_that_a_forward_pass_rescales_are_refused(accountant, frozen):
+    """The rows that change would be the tokens of the batch."""
+    network = nn.Sequential(nn.Embedding(9, 4, max_norm=0.1), nn.Flatten(), nn.Linear(12, 3))
+    network[0].requires_grad_(not frozen)
+    data = TensorDataset(torch.randint(0, 9, (24, 3)), torch.randint(0, 3, (24,)))
+    optimizer, before = torch.optim.SGD(network.parameters(), lr=0.1), network[0].weight.detach().clone()
+    with pytest.raises(ValueError, match="module has embeddings with max_norm at 0: every forward pass rescales"):
+        private(accountant, module=network, optimizer=optimizer, data_loader=DataLoader(data, batch_size=6))
+    assert torch.equal(network[0].weight, before)
 
 
 Pair = collections.namedtuple("Pair", "x y")

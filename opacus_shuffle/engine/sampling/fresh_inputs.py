@@ -1,23 +1,26 @@
 """Only the batch that was drawn last is trained on: inputs of earlier ones are refused, and what they left half done goes.
 
 A step checks its ticket, but not what the gradients are of: a batch that was kept would pass under the ticket of another one.
-So a network in training refuses tensors that the loader yielded before. What a pass has left that was never finished would be
-added, row by row, to the gradients of the next batch: it is forgotten when that one comes.
+So a network in training refuses tensors that the loader yielded before, and a backward pass through what it answered to them,
+alone or added to the loss of the next batch. What a pass has left that was never finished would be added, row by row, to the
+gradients of the next batch: it is forgotten when that one comes.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from opacus_shuffle.core.opacus_compat import forget_unfinished_passes, watches_gradients
 from opacus_shuffle.engine.sampling.tickets import REMEDY, Part, TicketBook
 
-_HANDLES: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
+_HANDLES: weakref.WeakKeyDictionary[nn.Module, tuple[RemovableHandle, ...]] = weakref.WeakKeyDictionary()
 
 
 class FreshInputs:
@@ -42,10 +45,7 @@ class FreshInputs:
         Raises:
             ValueError: If a tensor belongs to an earlier batch.
         """
-        private = None if self._private is None else self._private()
-        if private is None or self._tickets is None or not network.training or not torch.is_grad_enabled():
-            return
-        if not watches_gradients(private):
+        if self._tickets is None or not self._watches(network):
             return
         latest = self._tickets.latest
         if self._tickets.tensors.is_stale((inputs, keywords), latest):
@@ -57,10 +57,43 @@ class FreshInputs:
             self._last = latest
             forget_unfinished_passes(network)
 
+    def answered(self, network: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """What PyTorch calls after it: a backward pass through this output is refused once the next batch is drawn."""
+        tickets = self._tickets
+        if tickets is None or not self._watches(network):
+            return
+        latest = tickets.latest
+
+        def refuse_late(_: torch.Tensor) -> None:
+            if tickets.latest is not latest:
+                raise ValueError(
+                    "loss.backward() goes through what the model answered to a batch before the last one (a loss that is kept, "
+                    "or added up over several batches), whose records are accounted no more; " + REMEDY
+                )
+
+        for each in tree_leaves(output):
+            if isinstance(each, torch.Tensor) and each.requires_grad:
+                each.register_hook(refuse_late)  # type: ignore[no-untyped-call]
+
+    def _watches(self, network: nn.Module) -> bool:
+        """Whether this forward pass trains."""
+        private = None if self._private is None else self._private()
+        return private is not None and network.training and torch.is_grad_enabled() and watches_gradients(private)
+
 
 def watch_inputs(network: nn.Module, private: Any, tickets: TicketBook | None) -> None:
     """Lets a network be trained on fresh batches alone, in the place of what was watched before."""
-    if (earlier := _HANDLES.pop(network, None)) is not None:
+    for earlier in _HANDLES.pop(network, ()):
         earlier.remove()
     if tickets is not None:
-        _HANDLES[network] = network.register_forward_pre_hook(FreshInputs(tickets, private), with_kwargs=True)
+        _stay_out_of_graphs()
+        fresh = FreshInputs(tickets, private)
+        before = network.register_forward_pre_hook(fresh, with_kwargs=True)
+        _HANDLES[network] = before, network.register_forward_hook(fresh.answered)
+
+
+@functools.cache
+def _stay_out_of_graphs() -> None:
+    """Lets ``torch.compile`` call the hooks as they are; not on import, which would take a second more."""
+    for name in ("__call__", "answered"):
+        setattr(FreshInputs, name, torch.compiler.disable(getattr(FreshInputs, name)))  # type: ignore[no-untyped-call]

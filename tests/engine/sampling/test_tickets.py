@@ -407,18 +407,29 @@ def _breaking(output):
     output.sum().backward()
 
 
-def test_two_draws_never_meet_in_one_backward_pass():
-    run = Toy()
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
+@pytest.mark.parametrize("added", [True, False])
+def test_two_draws_never_meet_in_one_backward_pass(mode, added):
+    """Else one ticket would pay for the records of both, as their gradients are added row by row."""
+    run = Toy(grad_sample_mode=mode)
     batches = iter(run.loader)
-    (x, y), loss = next(batches), 0
-    loss = run.criterion(run.model(x), y)
-    x, y = next(batches)
-    loss = loss + run.criterion(run.model(x), y)
-    with pytest.raises((IndexError, RuntimeError)):
-        loss.backward()
+    loss, late = (run.criterion(run.model(x), y) for x, y in itertools.islice(batches, 2))
+    run.refused("a batch before the last one", lambda: (loss + late if added else loss).backward())
     run.optimizer.zero_grad()
     run.train(run.loader)
+    assert run.steps == run.accounted == 5
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
+def test_compiled_networks_are_watched_too(mode):
+    run = Toy(grad_sample_mode=mode)
+    run.model = torch.compile(run.model, backend="eager")
+    kept = next(iter(run.loader))
+    run.train(run.loader)
     assert run.steps == run.accounted == 4
+    run.optimizer.zero_grad()
+    with pytest.raises(ValueError, match="drawn before the last one"):
+        run.backward(kept)
 
 
 def test_copies_and_released_networks_are_not_watched():
