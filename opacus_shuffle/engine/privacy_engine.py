@@ -30,7 +30,7 @@ from opacus_shuffle.accountants import ShuffleAccountant
 from opacus_shuffle.accountants.report import PrivacyReport, not_private
 from opacus_shuffle.core.opacus_compat import let_optimizers_draw_system_noise
 from opacus_shuffle.core.system_randomness import SystemGenerator
-from opacus_shuffle.core.validation import boolean, integer, open_unit_interval, reject_unknown
+from opacus_shuffle.core.validation import boolean, instance_of, integer, open_unit_interval, reject_unknown
 from opacus_shuffle.engine.attempt import AttemptMixin
 from opacus_shuffle.engine.checkpoints import CheckpointMixin
 from opacus_shuffle.engine.run import Budget, Request
@@ -55,8 +55,10 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
     runs: int = 0
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False, seed: int | None = None, **keywords: Any) -> None:
+        instance_of("accountant", accountant, (str,))
+        secure_mode = boolean("secure_mode", secure_mode)
         if seed is not None:
-            if boolean("secure_mode", secure_mode):
+            if secure_mode:
                 raise ValueError(
                     f"seed={seed!r} makes a run repeatable, which secure_mode=True is there to prevent: leave one out"
                 )
@@ -65,7 +67,7 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
             if secure_mode:
                 warnings.filterwarnings("ignore", "Secure RNG turned off")
             super().__init__(accountant=accountant, secure_mode=False, **keywords)  # True would look for torchcsprng
-        self.secure_mode, self.seed, self.runs = boolean("secure_mode", secure_mode), seed, 0
+        self.secure_mode, self.seed, self.runs = secure_mode, seed, 0
         if secure_mode:
             let_optimizers_draw_system_noise()
             self.secure_rng = SystemGenerator()
