@@ -57,6 +57,7 @@ class LaplaceTraining(Scheme):
     def optimizer_class(self, base, run):
         class WithLaplace(optimizer_class(base, local_noise=False)):
             def add_noise(self):
+                super().add_noise()  # the checks and the accounting; its Gaussian noise is not used
                 for parameter in self.params:
                     noise = torch.distributions.Laplace(0.0, self.noise_multiplier * self.max_grad_norm)
                     drawn = noise.sample((run.sampling.batch_size, *parameter.shape)).sum(0)

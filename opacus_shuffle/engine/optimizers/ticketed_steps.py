@@ -83,7 +83,7 @@ class TicketedSteps(OpenOptimizer):
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
         """Take the ticket, clip, sum, account, and add the noise; if anything is refused, the sum is thrown away."""
         if self.tickets is None:
-            return super().pre_step(closure)  # type: ignore[no-any-return]
+            return self._released(super().pre_step(closure))
         try:
             if self.tickets.abandoned():
                 self._drop(drop_sum)
@@ -91,13 +91,22 @@ class TicketedSteps(OpenOptimizer):
             self._refuse_accumulated()
             self._rows = self.rows_waiting() if isinstance(self, LogicalBatch) else rows_waiting(self)
             self.tickets.check(self._rows, more=self.signalled())
-            return super().pre_step(closure)  # type: ignore[no-any-return]
+            return self._released(super().pre_step(closure))
         except BaseException:
             if self._guard is not None:
                 self._guard.released = False
             self._drop(drop_partial_batch)
             self.tickets.void()
             raise
+
+    def _released(self, ended: bool | None) -> bool | None:
+        """The same, unless a class derived from this one has added noise that was never accounted."""
+        if ended and self._guard is not None and not self._guard.released:
+            raise ValueError(
+                f"{type(self).__name__}.add_noise has accounted for nothing: call super().add_noise() first in it, then put "
+                "your own noise in the place of its (docs/adding_a_mechanism.rst)"
+            )
+        return ended
 
     def only_sums(self, signalled: bool) -> bool:
         """Whether more of the batch is to come; the ticket says so."""
