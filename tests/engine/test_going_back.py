@@ -130,6 +130,17 @@ def test_an_accountant_alone_never_forgets_either(name):
     assert len(accountant) == 2 * STEPS + 3
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_a_step_that_an_accountant_put_in_the_place_of_the_engine_s_would_miss_is_refused(name):
+    run = Run(name).train(1)
+    before = copy.deepcopy(run.model.state_dict())
+    run.engine.accountant = copy.deepcopy(run.engine.accountant)
+    with pytest.raises(ValueError, match=r"engine\.accountant was replaced after make_private"):
+        run.train(1)
+    assert run.rounds == STEPS
+    assert all(torch.equal(before[key], value) for key, value in run.model.state_dict().items())
+
+
 @pytest.mark.parametrize("name", OPACUS)
 def test_a_checkpoint_of_opacus_itself_is_another_run_unless_nothing_ran(name):
     stock = opacus.PrivacyEngine(accountant=name)

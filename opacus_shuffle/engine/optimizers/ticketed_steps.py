@@ -83,7 +83,7 @@ class TicketedSteps(OpenOptimizer):
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
         """Take the ticket, clip, sum, account, and add the noise; if anything is refused, the sum is thrown away."""
         if self.tickets is None:
-            return self._released(super().pre_step(closure))
+            return self._accounted(super().pre_step(closure))
         try:
             if self.tickets.abandoned():
                 self._drop(drop_sum)
@@ -91,7 +91,7 @@ class TicketedSteps(OpenOptimizer):
             self._refuse_accumulated()
             self._rows = self.rows_waiting() if isinstance(self, LogicalBatch) else rows_waiting(self)
             self.tickets.check(self._rows, more=self.signalled())
-            return self._released(super().pre_step(closure))
+            return self._accounted(super().pre_step(closure))
         except BaseException:
             if self._guard is not None:
                 self._guard.released = False
@@ -99,7 +99,7 @@ class TicketedSteps(OpenOptimizer):
             self.tickets.void()
             raise
 
-    def _released(self, ended: bool | None) -> bool | None:
+    def _accounted(self, ended: bool | None) -> bool | None:
         """The same, unless a class derived from this one has added noise that was never accounted."""
         if ended and self._guard is not None and not self._guard.released:
             raise ValueError(

@@ -348,7 +348,16 @@ class Scheme:
 
     def account(self, run: Run) -> Callable[[DPOptimizer], None]:
         """What records every round, before its noise is drawn."""
-        return lambda optimizer: self.accountant.record(self.round(run, optimizer))
+
+        def record(optimizer: DPOptimizer) -> None:
+            if self.engine.accountant is not self.accountant:
+                raise ValueError(
+                    "engine.accountant was replaced after make_private, so get_epsilon would not know of this step: use a new "
+                    "PrivacyEngine(accountant=...), or load states into the accountant that is there"
+                )
+            self.accountant.record(self.round(run, optimizer))
+
+        return record
 
     def round(self, run: Run, optimizer: DPOptimizer) -> Mechanism:
         """The round that an optimizer is about to release.
