@@ -19,7 +19,7 @@ from opacus_shuffle.engine.optimizers.ghost_loss import clipped_whatever_happens
 from opacus_shuffle.engine.optimizers.ticketed_steps import guard_of, guard_steps
 from opacus_shuffle.engine.raw_data import leave_out_records
 from opacus_shuffle.engine.run import Run
-from opacus_shuffle.engine.sampling.empty_batches import prepare_empty_batches
+from opacus_shuffle.engine.sampling.empty_batches import let_layers_be_empty, prepare_empty_batches
 from opacus_shuffle.engine.schemes import Scheme
 from opacus_shuffle.engine.watched_buffers import watch_buffers
 from opacus_shuffle.engine.weights.module import ShuffleGradSampleModule, make_plain, make_shuffled
@@ -88,6 +88,7 @@ class AttemptMixin(OpenEngine):
         first_batch = None if self._plan is None else check_network(self._plan.run.request, self)
         wrapped = super().build_model(module, **keywords)
         allow_empty_batches(wrapped)
+        let_layers_be_empty(unwrap(module))
         explain_missing_calls(wrapped)
         if self._plan is not None:
             self._plan.wrapped, self._plan.first_batch = wrapped, first_batch

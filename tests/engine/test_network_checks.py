@@ -96,3 +96,15 @@ def test_a_first_batch_without_records_has_the_form_of_the_others(accountant):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(batch["x"]), batch["y"]).backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
+def test_embeddings_train_on_batches_of_no_records(mode):
+    network = nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Flatten(), nn.Linear(12, 3))
+    data = TensorDataset(torch.randint(0, 9, (40, 3)), torch.randint(0, 3, (40,)))
+    toy = {"module": network, "optimizer": torch.optim.SGD(network.parameters(), lr=0.1), "max_grad_norm": 1.0}
+    engine = PrivacyEngine(accountant="shuffled_checkin")
+    loader = DataLoader(data, batch_size=1)
+    made = engine.make_private(**toy, data_loader=loader, noise_multiplier=1.0, grad_sample_mode=mode)
+    run_epoch(made[0], made[1], made[-1], made[2] if mode == "ghost" else None)
+    assert sum(steps for *_, steps in engine.accountant.history) == 40

@@ -13,12 +13,14 @@ torch.Size([0, 3])
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from opacus.data_loader import CollateFnWithEmpty
+from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.engine.sampling.sampling_plan import SamplingPlan
@@ -55,6 +57,21 @@ def prepare_empty_batches(loader: DataLoader, original: DataLoader, sampling: Sa
             f"sampling draws such batches (about {chance:.2g} per epoch): let collate_fn return tensors in tuples, lists and "
             "dictionaries only, or use a larger batch_size"
         )
+
+
+def let_layers_be_empty(network: nn.Module) -> None:
+    """Lets layers whose gradients are computed by functorch see batches of no records, where embeddings would fail."""
+    for layer in network.modules():
+        compute = vars(layer).get("ft_compute_sample_grad")
+        if compute is not None and not isinstance(compute, functools.partial):
+            layer.ft_compute_sample_grad = functools.partial(_unless_empty, compute)
+
+
+def _unless_empty(compute: Any, parameters: Any, activations: torch.Tensor, backprops: torch.Tensor) -> Any:
+    """Each record's gradients of a layer's parameters, of no records too."""
+    if len(activations):
+        return compute(parameters, activations, backprops)
+    return [each.new_zeros((0, *each.shape)) for each in parameters]
 
 
 def _odd(value: Any, path: str) -> Iterator[str]:

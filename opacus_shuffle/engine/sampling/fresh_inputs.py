@@ -88,6 +88,7 @@ def watch_inputs(network: nn.Module, private: Any, tickets: TicketBook | None) -
     if tickets is not None:
         _stay_out_of_graphs()
         fresh = FreshInputs(tickets, private)
+        tickets.when_issued = functools.partial(_forget, weakref.ref(network), weakref.ref(private))
         before = network.register_forward_pre_hook(fresh, with_kwargs=True)
         _HANDLES[network] = before, network.register_forward_hook(fresh.answered)
 
@@ -97,3 +98,10 @@ def _stay_out_of_graphs() -> None:
     """Lets ``torch.compile`` call the hooks as they are; not on import, which would take a second more."""
     for name in ("__call__", "answered"):
         setattr(FreshInputs, name, torch.compiler.disable(getattr(FreshInputs, name)))  # type: ignore[no-untyped-call]
+
+
+def _forget(network: weakref.ref[nn.Module], private: weakref.ref[Any]) -> None:
+    """Forgets passes that were never finished when a batch is drawn, for parts of a network may be called without the whole."""
+    trained, watching = network(), private()
+    if trained is not None and watching is not None and watches_gradients(watching):
+        forget_unfinished_passes(trained)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any
 
 from opacus_shuffle.engine.sampling.yielded_tensors import YieldedTensors
@@ -66,6 +66,7 @@ class TicketBook:
     """What one ``make_private`` knows of its batches: shared by its loader and its optimizer, and never copied with them.
 
     Attributes:
+        when_issued: Called at every issue.
         warns_of_fewer: Fewer records than were drawn are warned of, not refused, as Opacus's own accountants are used to it.
 
     Args:
@@ -79,6 +80,7 @@ class TicketBook:
         self.drop_outs, self.random_record = drop_outs, random_record
         self.latest: Part | None = None
         self.tensors = YieldedTensors()
+        self.when_issued: Callable[[], None] | None = None
         self._sum: Ticket | None = None  # what is summed, and not released
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -88,6 +90,8 @@ class TicketBook:
         """Gives out the ticket of a batch that is being yielded; None is a batch that no step may take."""
         self.latest = part
         self.tensors.remember(batch, part)
+        if self.when_issued is not None:
+            self.when_issued()
 
     def fresh(self) -> Part:
         """The part that the next step may take.

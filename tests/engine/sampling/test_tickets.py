@@ -420,6 +420,18 @@ def test_two_draws_never_meet_in_one_backward_pass(mode, added):
     assert run.steps == run.accounted == 5
 
 
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+def test_two_draws_never_meet_by_calls_of_single_layers(mode):
+    run = Toy(grad_sample_mode=mode)
+    layers, batches = run.toy["module"], iter(run.loader)
+    first, second = (run.criterion(layers[2](layers[1](layers[0](x))), y) for x, y in itertools.islice(batches, 2))
+    with pytest.raises(IndexError):
+        (first + second).backward()
+    run.optimizer.zero_grad()
+    run.train(run.loader)
+    assert run.steps == run.accounted == 4
+
+
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
 def test_compiled_networks_are_watched_too(mode):
     run = Toy(grad_sample_mode=mode)
