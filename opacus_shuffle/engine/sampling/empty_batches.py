@@ -64,7 +64,7 @@ def let_layers_be_empty(network: nn.Module) -> None:
     for layer in network.modules():
         compute = vars(layer).get("ft_compute_sample_grad")
         if compute is not None and not isinstance(compute, functools.partial):
-            layer.ft_compute_sample_grad = functools.partial(_unless_empty, compute)
+            layer.__dict__["ft_compute_sample_grad"] = functools.partial(_unless_empty, compute)
 
 
 def _unless_empty(compute: Any, parameters: Any, activations: torch.Tensor, backprops: torch.Tensor) -> Any:

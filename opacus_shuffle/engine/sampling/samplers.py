@@ -23,6 +23,8 @@ from opacus_shuffle.core.randomness import secret_generator
 from opacus_shuffle.core.validation import integer
 from opacus_shuffle.engine.sampling.tickets import Part, Ticket
 
+_LAW = ("num_samples", "sample_rate", "batch_size")
+
 
 class TicketedSampler(Sampler[Any]):
     """Mixin for batch samplers, which draw in :meth:`draw`.
@@ -32,15 +34,40 @@ class TicketedSampler(Sampler[Any]):
     """
 
     drawn: deque[Part]
+    _planned: tuple[Any, ...] | None = None
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self._planned = self._law()
 
     def __iter__(self) -> Iterator[Any]:
         self.drawn = deque()  # now, not at the first batch: the loader asks for it
         return self._noting(self.drawn)
 
     def _noting(self, drawn: deque[Part]) -> Iterator[Any]:
-        for records in self.draw():
+        for records in self.as_planned():
             drawn.append(Part(Ticket(len(records))))
             yield records
+
+    def as_planned(self) -> Iterator[Any]:
+        """The batches of an epoch, as long as they are drawn as they are accounted.
+
+        Raises:
+            ValueError: If the sampler was changed.
+        """
+        for records in self.draw():
+            if self._planned not in (None, self._law()):
+                changes = zip(_LAW, self._planned or (), self._law(), strict=True)
+                changed = ", ".join(f"{name} from {old} to {new}" for name, old, new in changes if old != new)
+                raise ValueError(
+                    f"the sampler of the data loader was changed ({changed}), so its batches are not those that are accounted: "
+                    "pass another loader to make_private"
+                )
+            yield records
+
+    def _law(self) -> tuple[Any, ...]:
+        """What says how batches are drawn."""
+        return tuple(getattr(self, name, None) for name in _LAW)
 
     def draw(self) -> Iterable[Any]:
         """The batches of an epoch."""
@@ -120,7 +147,7 @@ class SplitBatches(TicketedSampler, BatchSplittingSampler):
 
     def _noting(self, drawn: deque[Part]) -> Iterator[list[int]]:
         inner: TicketedSampler = self.sampler
-        for records in inner.draw():
+        for records in inner.as_planned():
             pieces = np.array_split(np.asarray(records, dtype=np.int64), max(1, math.ceil(len(records) / self.max_batch_size)))
             ticket = Ticket(len(records), len(pieces))
             for index, piece in enumerate(pieces):

@@ -420,6 +420,22 @@ def test_two_draws_never_meet_in_one_backward_pass(mode, added):
     assert run.steps == run.accounted == 5
 
 
+@pytest.mark.parametrize(
+    ("name", "what", "value"),
+    [("subsampled_shuffle", "batch_size", 24), ("shuffled_checkin", "sample_rate", 1.0), ("rdp", "sample_rate", 1.0)],
+)
+@pytest.mark.parametrize("split", [True, False])
+def test_batches_are_drawn_as_they_are_accounted(name, what, value, split):
+    run = Toy(name)
+    setattr(run.loader.batch_sampler, what, value)
+    batches = run.loader
+    if split:
+        batches = BatchMemoryManager(data_loader=batches, max_physical_batch_size=4, optimizer=run.optimizer).__enter__()
+    with pytest.raises(ValueError, match=rf"was changed \({what} from .* to {value}\)"):
+        run.train(batches)
+    assert run.steps == run.accounted == 0
+
+
 @pytest.mark.parametrize("mode", ["hooks", "functorch"])
 def test_two_draws_never_meet_by_calls_of_single_layers(mode):
     run = Toy(grad_sample_mode=mode)
