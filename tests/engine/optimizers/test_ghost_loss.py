@@ -143,7 +143,9 @@ def test_embeddings_take_empty_batches():
     model, optimizer, criterion, loader, engine = private(
         nn.CrossEntropyLoss(reduction="sum"), accountant="shuffled_checkin", module=network, data=data
     )
-    loader.batch_sampler.sample_rate = 0.02
+    sampler = loader.batch_sampler
+    made = type(sampler)(num_samples=40, sample_rate=0.02, steps=len(sampler), generator=sampler.generator)
+    vars(sampler).update(vars(made))
     sizes = []
     for x, y in loader:
         optimizer.zero_grad()
