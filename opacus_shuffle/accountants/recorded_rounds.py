@@ -53,6 +53,7 @@ class RecordedRounds(IAccountant):
         self._rounds: list[tuple[Mechanism, int]] = []
         self._unread: list[tuple[tuple[float, float], int]] = []
         self._origins = Origins()
+        self._ran = False  # else all rounds were set as a history, as calibration does, and none was released
         self.predictable: tuple[str, ...] = ()
         self._warned = False
         super().__init__()
@@ -96,6 +97,7 @@ class RecordedRounds(IAccountant):
             self._rounds, self._unread = self.rounds, []
         append(self._rounds, mechanism, integer("steps", steps))
         self._origins.add(int(steps))
+        self._ran = True
 
     def _check_kind(self, mechanism: Any) -> None:
         """Refuses all but rounds of this very mechanism: one derived from it may mean something else, with other bounds."""
@@ -115,6 +117,7 @@ class RecordedRounds(IAccountant):
             self._round(*told)  # refuses what is no round
         append(self._unread, told, steps)
         self._origins.add(steps)
+        self._ran = True
 
     def __len__(self) -> int:
         """Rounds so far."""
@@ -122,7 +125,7 @@ class RecordedRounds(IAccountant):
 
     @property
     def rewound(self) -> int:
-        """Rounds that ran and are no longer accounted, because a checkpoint was loaded with ``allow_rewind=True``."""
+        """Rounds that ran and are no longer accounted, by ``allow_rewind=True`` or a history set by hand."""
         return self._origins.rewound
 
     @property
@@ -148,7 +151,10 @@ class RecordedRounds(IAccountant):
 
     @property
     def history(self) -> list[Triple]:
-        """Opacus's triples, with σ as its optimizer has it; set by Opacus's calibration, in the place of all rounds so far."""
+        """Opacus's triples, with σ as its optimizer has it.
+
+        Opacus's calibration sets it, in the place of all rounds so far; those that ran are said to be left out then.
+        """
         return [self._as_triple(mechanism, steps) for mechanism, steps in self._rounds] + [
             (*told, steps) for told, steps in self._unread
         ]
@@ -157,9 +163,10 @@ class RecordedRounds(IAccountant):
     def history(self, triples: Iterable[Triple]) -> None:
         if not isinstance(triples, Iterable):
             raise ValueError(f"history must be a list of (noise_multiplier, sample_rate, steps) triples, got {triples!r}")
-        self._rounds, self._unread, self._origins = [], [_read(triple) for triple in triples], Origins()
-        if self._unread:
-            self._origins.add(count(self._unread))
+        unread = [_read(triple) for triple in triples]
+        origins = Origins.unknown(count(unread))
+        self._origins = self._origins.replaced_by(origins) if self._ran else origins
+        self._rounds, self._unread = [], unread
 
     def _unknown(self) -> list[str]:
         """What is needed to turn one of Opacus's steps into a round, and not known."""
@@ -251,7 +258,7 @@ class RecordedRounds(IAccountant):
         metadata = getattr(state_dict, "_metadata", None)
         origins = Origins.unknown(count(history)) if metadata is None else Origins.from_state(metadata, history)
         saved.planned, saved.batch_size = self.planned or saved.planned, saved.batch_size or self.batch_size
-        saved._fields, saved._warned = {**self._fields, **saved._fields}, self._warned
+        saved._fields, saved._warned, saved._ran = {**self._fields, **saved._fields}, self._warned, True
         saved.predictable = tuple(dict.fromkeys((*self.predictable, *saved.predictable)))
         if allow_rewind or not len(self):
             saved._origins = self._origins.replaced_by(origins)

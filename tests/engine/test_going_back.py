@@ -131,6 +131,23 @@ def test_an_accountant_alone_never_forgets_either(name):
 
 
 @pytest.mark.parametrize("name", OURS)
+def test_a_history_that_is_set_in_the_place_of_rounds_that_ran_is_told_of(name):
+    run = Run(name).train(1)
+    for accountant in (run.engine.accountant, Run(name).load(run.saved()).engine.accountant):
+        before = list(accountant.history)
+        with pytest.raises(ValueError, match="triples"):
+            accountant.history = [(2.0, 0.25)]
+        assert (accountant.history, accountant.rewound) == (before, 0)
+        accountant.history = [(*before[0][:2], 1)]
+        with pytest.warns(PrivacyAssumptionWarning, match=f"{STEPS} rounds that ran are left out"):
+            accountant.get_epsilon(1e-5)
+    fresh = Run(name).engine.accountant
+    for steps in (1, 2):  # as Opacus's calibration does
+        fresh.history = [(*before[0][:2], steps)]
+    assert fresh.rewound == 0
+
+
+@pytest.mark.parametrize("name", OURS)
 def test_a_step_that_an_accountant_put_in_the_place_of_the_engine_s_would_miss_is_refused(name):
     run = Run(name).train(1)
     before = copy.deepcopy(run.model.state_dict())
