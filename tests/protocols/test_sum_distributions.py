@@ -291,7 +291,7 @@ def test_rounding_by_sixteen_bits_and_a_tie_break_keeps_the_mean_exactly(fractio
 
 
 def test_the_sixteen_bits_are_uniform():
-    draws = random_rounding._sixteen_bits(np.random.Generator(np.random.PCG64DXSM(5)), 1_000_003)
+    draws = random_rounding._sixteen_bits(torch.Generator().manual_seed(5), 1_000_003)
     assert draws.dtype == np.uint16
     assert draws.shape == (1_000_003,)
     counts = np.bincount(draws >> 6, minlength=1024)
