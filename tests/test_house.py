@@ -108,6 +108,10 @@ def test_no_file_is_long():
     assert not long
 
 
+def test_the_readme_is_read_in_one_sitting():
+    assert len((ROOT / "README.rst").read_text(encoding="utf-8").splitlines()) <= 150
+
+
 def test_tests_have_the_rooms_of_the_package_and_do_not_import_each_other():
     folders = {path.name for path in (ROOT / "tests").iterdir() if any(path.glob("*.py"))}
     assert folders <= {*STOREYS, "helpers", "reproduction"}
