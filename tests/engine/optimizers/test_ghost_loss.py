@@ -144,7 +144,7 @@ def test_embeddings_take_empty_batches():
         nn.CrossEntropyLoss(reduction="sum"), accountant="shuffled_checkin", module=network, data=data
     )
     sampler = loader.batch_sampler
-    made = type(sampler)(num_samples=40, sample_rate=0.02, steps=len(sampler), generator=sampler.generator)
+    made = type(sampler)(num_samples=40, sample_rate=1e-9, steps=len(sampler), generator=sampler.generator)
     vars(sampler).update(vars(made))
     sizes = []
     for x, y in loader:
