@@ -1,0 +1,97 @@
+"""A saved accountant comes back as it was; a spoilt state, or one of another run, is refused and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+
+import pytest
+from helpers.accountants import (
+    DELTA,
+    accountant_of,
+    every_accountant,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
+
+
+@every_accountant
+def test_state_survives_and_shares_nothing(accountant_class):
+    accountant = accountant_of(accountant_class, [(2.0, 0.1, 5)], batch_size=100)
+    state = accountant.state_dict()
+    restored = accountant_class()
+    restored.load_state_dict(state)
+    assert restored.get_epsilon(DELTA) == accountant.get_epsilon(DELTA)
+    assert restored.state_dict() == state
+    assert (restored.num_users, restored.batch_size, restored.emulated) == (1000, 100, False)
+    restored.step(noise_multiplier=2.0, sample_rate=0.1)
+    assert state["rounds"] == [(dataclasses.asdict(accountant.rounds[0][0]), 5)]
+    assert accountant.history == [(2.0, 0.1, 5)]
+    copied = copy.deepcopy(accountant)
+    copied.step(noise_multiplier=9.0, sample_rate=0.1)
+    assert accountant.history == [(2.0, 0.1, 5)]
+
+
+@every_accountant
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda state: {},
+        lambda state: None,
+        lambda state: {**state, "mechanism": "rdp"},
+        lambda state: {**state, "unread": [((2.0,), 1)]},
+        lambda state: {**state, "unread": [(1, 2)]},
+        lambda state: {**state, "rounds": [({**state["rounds"][0][0], "noise_multiplier": math.nan}, 5)]},
+        lambda state: {**state, "rounds": [({**state["rounds"][0][0], "sigma": 1.0}, 5)]},
+        lambda state: {**state, "rounds": [({"noise_multiplier": 2.0}, 5)]},
+        lambda state: {**state, "rounds": [(state["rounds"][0][0], 0)]},
+        lambda state: {**state, "rounds": [3]},
+        lambda state: {**state, "planned": {"noise_multiplier": 2.0}},
+        lambda state: {**state, "fields": {"sigma": 1.0}},
+        lambda state: {**state, "fields": {3: 1.0}},
+        lambda state: {**state, "num_users": 999},
+        lambda state: {**state, "num_users": "x"},
+        lambda state: {**state, "batch_size": -1},
+        lambda state: {**state, "emulated": not state["emulated"]},
+        lambda state: {**state, "emulated": "no"},
+        lambda state: {name: value for name, value in state.items() if name != "rounds"},
+        lambda state: {**state, "more": 1},
+    ],
+)
+def test_a_spoilt_state_is_refused_and_changes_nothing(accountant_class, spoil):
+    accountant = accountant_of(accountant_class, [(2.0, 0.1, 5)])
+    assert accountant.rounds[0][1] == 5
+    before = copy.deepcopy(accountant.__dict__)
+    with pytest.raises(ValueError):  # noqa: PT011 - Opacus words half of these
+        accountant.load_state_dict(spoil(accountant.state_dict()))
+    assert accountant.__dict__ == before
+
+
+@every_accountant
+@pytest.mark.parametrize("change", [{"num_users": 10**9}, {"sample_rate": 0.01}])
+def test_a_saved_round_of_another_run_than_its_own_plan_or_population_is_refused(accountant_class, change):
+    if "sample_rate" in change and accountant_class.mechanism_class.sampling is None:
+        change = {"num_users": 10**6}
+    accountant = accountant_of(accountant_class, [(2.0, 0.1, 5)])
+    for planned in (None, accountant.rounds[0][0]):
+        if planned is not None:
+            accountant.plan(planned)
+        elif accountant_class.mechanism_class.sampling is None or "sample_rate" in change:
+            continue  # nothing says what these were: a batch's size, or a rate, of a stock engine's run
+        state = accountant.state_dict()
+        state["rounds"] = [({**state["rounds"][0][0], **change}, 5)]
+        with pytest.raises(ValueError, match="state_dict speaks of"):
+            accountant_class().load_state_dict(state)
+
+
+@every_accountant
+def test_a_saved_run_keeps_what_its_accountant_was_told_or_is_refused(accountant_class):
+    told = {"dimension": 50} if "dimension" in accountant_class.mechanism_class.field_names() else {}
+    accountant = accountant_class(batch_size=60, **told)
+    for spoilt in [{"batch_size": 1}, *({**told, name: 2} for name in told)]:
+        other = accountant_class(**{"batch_size": 60, **told, **spoilt}).state_dict()
+        with pytest.raises(ValueError, match="state_dict speaks of"):
+            accountant.load_state_dict(other)
+    accountant.load_state_dict(accountant_class().state_dict())
+    assert (accountant.batch_size, accountant.state_dict()["fields"]) == (60, told)
