@@ -94,3 +94,15 @@ def convolved(one, other, upward, negligible=1e-13):
 
 def gaussian_delta(mu, epsilon):
     return math.exp(gaussian.log_delta(mu=mu, epsilon=epsilon)) if mu > 0 else 0.0
+
+
+def direction(kind, dimension, rng):
+    """A unit vector."""
+    move = {
+        "axis": np.eye(dimension)[0],
+        "diagonal": np.ones(dimension),
+        "signs": rng.choice([-1.0, 1.0], dimension),
+        "random": rng.standard_normal(dimension),
+        "one large": np.concatenate([[3.0], rng.standard_normal(dimension - 1) * 0.3]),
+    }[kind]
+    return move / np.linalg.norm(move)
