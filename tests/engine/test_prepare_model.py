@@ -360,6 +360,9 @@ def test_frozen_embeddings_are_no_obstacle():
     model.embed.places.weight.requires_grad_(False)
     check_position_ids(model, (texts(),))
     GradSampleModule(prepare_model(model))(texts()).sum().backward()
+    found = {name: getattr(each, "grad_sample", None) for name, each in model.named_parameters()}
+    assert found.pop("embed.places.weight") is None
+    assert {len(each) for each in found.values()} == {RECORDS}
 
 
 def test_an_embedding_that_scales_by_frequency_is_left_alone():
@@ -371,6 +374,8 @@ def test_an_embedding_that_scales_by_frequency_is_left_alone():
 def test_one_record_tells_nothing():
     model = Text()
     check_position_ids(model, (texts(1),))
+    with pytest.raises(ValueError, match=r"a batch of one whatever the batch is, embed\.places"):
+        check_position_ids(model, (texts(2),))  # which two do
 
 
 def test_looking_for_the_defect_leaves_no_trace():

@@ -25,21 +25,33 @@ class Tied(nn.Module):
 
 def private(module, mode, **changes):
     toy = make_toy() | {"module": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.1)} | changes
-    made = PrivacyEngine(accountant="subsampled_shuffle").make_private(**toy, noise_multiplier=1.0, grad_sample_mode=mode)
-    return made[0], made[1], made[-1], made[2] if mode == "ghost" else None
+    engine = PrivacyEngine(accountant="subsampled_shuffle")
+    made = engine.make_private(**toy, noise_multiplier=1.0, grad_sample_mode=mode)
+    return engine, (made[0], made[1], made[-1], made[2] if mode == "ghost" else None)
+
+
+def assert_trains(module, mode, **changes):
+    """An epoch is accounted step by step, and moves every parameter that is to be trained, and no other."""
+    engine, made = private(module, mode, **changes)
+    before = [each.detach().clone() for each in module.parameters()]
+    run_epoch(*made)
+    assert len(engine.accountant) == 4
+    for each, start in zip(module.parameters(), before, strict=True):
+        assert torch.equal(each, start) != each.requires_grad
+        assert each.isfinite().all()
 
 
 def test_a_weight_used_beside_its_layer_is_refused_with_ghost_clipping_alone():
     with pytest.raises(ValueError, match=r"module uses first.weight beside the layer"):
         private(Tied(tie=True), "ghost")
-    private(Tied(tie=True), "hooks")
+    assert_trains(Tied(tie=True), "hooks")
     network = Tied(tie=True)
     network.first.weight.requires_grad_(False)
-    private(network, "ghost")
+    assert_trains(network, "ghost")
 
 
 def test_layers_that_see_all_are_trained():
-    run_epoch(*private(Tied(tie=False), "ghost"))
+    assert_trains(Tied(tie=False), "ghost")
 
 
 class Text(nn.Module):
@@ -54,4 +66,4 @@ class Text(nn.Module):
 
 def test_padded_texts_are_trained():
     data = DataLoader(TensorDataset(torch.randint(0, 3, (24, 6)), torch.randint(3, (24,))), batch_size=6)
-    run_epoch(*private(Text(), "ghost", data_loader=data))
+    assert_trains(Text(), "ghost", data_loader=data)

@@ -233,8 +233,11 @@ def test_gradients_may_be_accumulated_where_opacus_allows_it(name):
 
 @pytest.mark.parametrize("name", ["mlp", "conv"])
 def test_clipping_layer_by_layer_goes_on(name):
-    count = len(list(build(name).parameters()))
-    plain, shuffled = both(name, clipping="per_layer", max_grad_norm=[0.1 + 0.02 * i for i in range(count)], optimizer="Adam")
+    norms = [0.1 + 0.02 * i for i in range(len(list(build(name).parameters())))]
+    plain, shuffled = both(name, clipping="per_layer", max_grad_norm=norms, optimizer="Adam")
+    assert shuffled.optimizer.max_grad_norms == norms
+    assert shuffled.shuffler.shuffles == STEPS
+    assert [steps for *_, steps in shuffled.engine.accountant.history] == [STEPS]
     agree(plain, shuffled)
 
 
