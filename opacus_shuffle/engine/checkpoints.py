@@ -117,11 +117,11 @@ class CheckpointMixin(opacus.PrivacyEngine):
     def _with_another_accountant(self) -> Iterator[None]:
         """Has Opacus load into an accountant that is thrown away."""
         own = self.accountant
-        self.accountant = type(own)() if isinstance(own, ShuffleAccountant) else copy.deepcopy(own)
+        self.__dict__["accountant"] = type(own)() if isinstance(own, ShuffleAccountant) else copy.deepcopy(own)
         try:
             yield
         finally:
-            self.accountant = own
+            self.__dict__["accountant"] = own
 
     def _accounting(self, saved: dict[str, Any], name: str, allow_rewind: bool) -> tuple[Any, OpacusHistory | None]:
         """What the accountant is after a load, and what follows its history; refuses what does not fit."""

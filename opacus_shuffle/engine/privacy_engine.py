@@ -74,6 +74,20 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
         if seed is not None:
             warnings.warn(not_private((f"seed={seed}",)), stacklevel=2)
 
+    @property
+    def accountant(self) -> Any:
+        """What every step is recorded by, and what answers for ε."""
+        return self.__dict__["accountant"]
+
+    @accountant.setter
+    def accountant(self, accountant: Any) -> None:
+        if self.runs and accountant is not self.accountant:
+            raise ValueError(
+                f"engine.accountant cannot be replaced after make_private, got a {type(accountant).__name__}: steps are "
+                "recorded by the one that is there; use a new PrivacyEngine(accountant=...), or load states into it"
+            )
+        self.__dict__["accountant"] = accountant
+
     def make_private(  # type: ignore[override]
         self,
         *,

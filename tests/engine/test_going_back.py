@@ -147,15 +147,19 @@ def test_a_history_that_is_set_in_the_place_of_rounds_that_ran_is_told_of(name):
     assert fresh.rewound == 0
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_a_step_that_an_accountant_put_in_the_place_of_the_engine_s_would_miss_is_refused(name):
-    run = Run(name).train(1)
-    before = copy.deepcopy(run.model.state_dict())
-    run.engine.accountant = copy.deepcopy(run.engine.accountant)
-    with pytest.raises(ValueError, match=r"engine\.accountant was replaced after make_private"):
+@pytest.mark.parametrize("name", [*OURS, *OPACUS])
+@pytest.mark.parametrize("trained", [True, False])
+def test_no_accountant_takes_the_place_of_the_one_that_steps_are_recorded_by(name, trained):
+    run = Run(name)
+    if trained:
         run.train(1)
-    assert run.rounds == STEPS
-    assert all(torch.equal(before[key], value) for key, value in run.model.state_dict().items())
+    own = run.engine.accountant
+    for other in (copy.deepcopy(own), opacus.accountants.create_accountant("rdp"), None):
+        with pytest.raises(ValueError, match=r"engine\.accountant cannot be replaced after make_private, got a "):
+            run.engine.accountant = other
+    run.engine.accountant = own
+    assert run.train(1).engine.accountant is own
+    assert run.rounds == (1 + trained) * STEPS
 
 
 @pytest.mark.parametrize("name", OPACUS)

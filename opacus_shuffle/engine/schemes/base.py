@@ -350,11 +350,6 @@ class Scheme:
         """What records every round, before its noise is drawn."""
 
         def record(optimizer: DPOptimizer) -> None:
-            if self.engine.accountant is not self.accountant:
-                raise ValueError(
-                    "engine.accountant was replaced after make_private, so get_epsilon would not know of this step: use a new "
-                    "PrivacyEngine(accountant=...), or load states into the accountant that is there"
-                )
             self.accountant.record(self.round(run, optimizer))
 
         return record
