@@ -59,7 +59,8 @@ def _hockey_stick(epsilon: float, local_epsilon: float, counts: Vector, masses: 
     P(a ≥ k) − e^ε·Q(a ≥ k) = q·(1 − e^(ε−ε0))·b − (e^ε − 1)·S(k). Mirrored (a → C + 1 − a) it is Q against P.
     """
     q = float(expit(local_epsilon))
-    threshold = min((1 + math.tanh(epsilon / 2) / math.tanh(local_epsilon / 2)) / 2, 1.0)
+    slope = math.tanh(epsilon / 2) / math.tanh(local_epsilon / 2) if epsilon > 0 else 0.0  # half of 5e-324 is 0
+    threshold = min((1 + slope) / 2, 1.0)
     k = np.ceil((counts + 1) * threshold)  # rounded the wrong way at a tie it costs nothing: there P = e^ε·Q
     beyond, at_edge = binom.sf(k - 1, counts, 0.5), binom.pmf(k - 1, counts, 0.5)
     gain, loss = -math.expm1(epsilon - local_epsilon) * q * at_edge, math.expm1(epsilon) * beyond

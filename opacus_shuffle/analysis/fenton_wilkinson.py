@@ -172,8 +172,9 @@ def _epsilon(ratio: float, delta: float, d: int, norm: float) -> float:
 def _noise_ratio(epsilon: float, delta: float, d: int, norm: float) -> float:
     """Returns σ/c for one d; as ζ₁ ≤ 0 and s₁ ≤ c/σ, Φ(c/2σ − εσ/c) ≤ δ is enough, a quadratic equation."""
     z = float(ndtri(delta))
-    root = math.sqrt(z * z + 2 * epsilon)
-    high = min(max((root - z) / (2 * epsilon), 2e-6), 1e12)  # = 1/(z + root) without cancellation
+    double = 2 * min(epsilon, 1e300)  # which stays finite, and asks for less than 2e-6 as any larger one does
+    root = math.sqrt(z * z + double)
+    high = min(max((root - z) / double, 2e-6), 1e12)  # = 1/(z + root) without cancellation
     octaves = math.ceil(math.log2(high / 1e-6))
     grid = high * np.exp2(-np.arange(octaves * _PER_OCTAVE + 1) / _PER_OCTAVE)
     return _last_crossing(lambda r: _delta(epsilon, r, d, norm) - delta, grid[grid >= 1e-6], otherwise=1e-6)

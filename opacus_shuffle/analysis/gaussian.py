@@ -19,7 +19,7 @@ from scipy.special import erfcx, log_ndtr
 from opacus_shuffle.core.solve import safe_root
 from opacus_shuffle.core.validation import finite_number, not_negative, open_unit_interval
 
-_SMALL = 1e-4
+_SMALL, _LARGE, _LARGEST = 1e-4, 1e7, 1e150
 RELATIVE_ERROR = 1e-8
 """Every ε is enlarged by this fraction: above what the difference of two normal tails loses, at δ down to 1e-300."""
 
@@ -61,7 +61,7 @@ def compute_epsilon(*, mu: float, delta: float) -> float:
         delta: δ in (0, 1).
 
     Raises:
-        ValueError: If an argument is out of range.
+        ValueError: If an argument is out of range, or μ above 1e150, where ε leaves double precision.
 
     Formal Guarantees:
         Proved for every data set and exact for the worst one (Balle & Wang 2018, Theorem 8).
@@ -69,13 +69,17 @@ def compute_epsilon(*, mu: float, delta: float) -> float:
     open_unit_interval("delta", delta)
     if not_negative("mu", mu) == 0 or log_delta(mu=mu, epsilon=0.0) <= math.log(delta):
         return 0.0
-    # Φ(μ/2 − ε/μ) ≤ δ already at this end.
-    high = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))
-    epsilon = safe_root(
-        lambda e: max(_log_delta(mu, e), -1e6) - math.log(delta),
-        unsafe=0.0,
-        safe=high,
-        tolerance=1e-13 * high,
-        step=1e-12 * high,
-    )
+    if mu > _LARGEST:
+        raise ValueError(f"mu must be at most {_LARGEST:g}, got {mu!r}: its ε, about mu²/2, is no number; use more noise")
+
+    # Φ(μ/2 − ε/μ) ≤ δ/2 already at this end. For a large μ it is but some 1/μ above the root, which rounding hides.
+    epsilon = high = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))
+    if mu < _LARGE:
+        epsilon = safe_root(
+            lambda e: max(_log_delta(mu, e), -1e6) - math.log(delta),
+            unsafe=0.0,
+            safe=high,
+            tolerance=1e-13 * high,
+            step=1e-12 * high,
+        )
     return math.nextafter(epsilon * (1 + RELATIVE_ERROR), math.inf)

@@ -153,6 +153,8 @@ def renyi_orders(orders: Any, *, maximum: int) -> npt.NDArray[np.float64]:
     """A non-empty vector of Rényi orders in (1, maximum]."""
     try:
         vector = np.atleast_1d(np.asarray(list(orders) if isinstance(orders, Iterable) else orders, dtype=np.float64))
+    except OverflowError:
+        raise ValueError(f"orders must lie in (1, {maximum}], got {reprlib.repr(orders)}: leave the larger ones out") from None
     except (TypeError, ValueError):
         raise ValueError(f"orders must be numbers above 1, got {orders!r}") from None
     if vector.ndim != 1 or vector.size == 0 or not np.all(np.isfinite(vector)) or np.any(vector <= 1):

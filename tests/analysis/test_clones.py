@@ -116,7 +116,7 @@ def test_one_user_has_nobody_to_hide_among():
     assert clones.compute_epsilon(local_epsilon=1.5, num_users=1, delta=1e-6) == 1.5
 
 
-@pytest.mark.parametrize("local_epsilon", [1e-12, 1e-3, 30.0, 499.0, 501.0, 1e300])
+@pytest.mark.parametrize("local_epsilon", [5e-324, 1e-12, 1e-3, 30.0, 499.0, 501.0, 1e300])
 @pytest.mark.parametrize("delta", [5e-324, *(pytest.param(delta, marks=pytest.mark.zoo) for delta in (1e-299, 0.999)), 1e-12])
 @pytest.mark.parametrize("users", [2, 10**7, 2**53])
 def test_extreme_arguments_give_a_finite_epsilon_within_the_local_one(local_epsilon, delta, users):

@@ -278,3 +278,7 @@ def test_bad_input_is_named(name, value):
 def test_no_noise_is_found_for_no_epsilon():
     with pytest.raises(ValueError, match=r"^epsilon must be positive"):
         compute_noise_std(epsilon=0.0, delta=1e-5, dimension=100)
+
+
+def test_next_to_no_noise_is_found_for_the_largest_epsilon():
+    assert compute_noise_std(epsilon=1e308, delta=1e-5, dimension=100) <= 1e-5

@@ -206,6 +206,7 @@ def test_the_pair_is_not_the_worst_case():
         ({"orders": []}, "orders"),
         ({"orders": [2, math.nan]}, "orders"),
         ({"orders": MAX_ORDER + 1}, "orders"),
+        ({"orders": 10**400}, "orders"),
         ({"sample_rate": 0.5}, "sampling"),
         ({"sample_rate": 0.0, "sampling": "poisson"}, "sample_rate"),
         ({"sample_rate": 1e-3, "sampling": "fixed_size"}, "sample_rate"),

@@ -168,7 +168,7 @@ def gaussian_epsilons(
         found[_EVERYONE if everyone else _SEEN] = epsilon
     if not found or not math.isfinite(min(found.values())):
         raise ValueError(
-            f"delta must exceed what the rounds' binomial tails take, {lost:.3g}, got {delta!r}: ask for a larger delta, or "
-            "build the protocol with a smaller one"
+            f"delta must exceed what the rounds' binomial tails take, {lost:.3g} in {sum(count for _, count in rounds)} steps, "
+            f"got {delta!r}: ask for a larger delta or fewer steps, or build the protocol with a smaller delta"
         )
     return found
