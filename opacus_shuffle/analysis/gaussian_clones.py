@@ -120,9 +120,9 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones) -> float:
         mixtures = [(_mixture(each, margin, clones, budget, tail, few=few), count) for each, count in rounds]
         epsilon = privacy_loss.compute_epsilon(mixtures, delta=delta, slack=_slack(rounds, margin, clones))
         best, last = min(best, epsilon), guess
-        guess = epsilon if epsilon < math.inf else max(2 * guess, 1.0)
-        if abs(epsilon - last) <= 0.02 or guess > unshuffled:  # e^last was near enough
+        if abs(epsilon - last) <= 0.02 or last >= unshuffled:  # e^last was near enough, or nothing larger is of use
             break
+        guess = min(epsilon if epsilon < math.inf else max(2 * guess, 1.0), unshuffled)
     return best
 
 
