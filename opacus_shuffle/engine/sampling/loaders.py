@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -104,8 +105,7 @@ def with_batch_sampler(data_loader: DataLoader, batch_sampler: BatchSampler, tic
         prefetch_factor=data_loader.prefetch_factor,
         persistent_workers=data_loader.persistent_workers,
     )
-    loader.tickets = tickets
-    return loader
+    return with_tickets(loader, TicketedLoader, tickets)
 
 
 def ticketed_copy(data_loader: DataLoader, tickets: TicketBook) -> DataLoader:
@@ -126,7 +126,7 @@ def ticketed_copy(data_loader: DataLoader, tickets: TicketBook) -> DataLoader:
 
 def with_tickets(loader: Any, kind: type[TicketedLoader], tickets: TicketBook) -> DataLoader:
     """The loader itself, which issues tickets from now on."""
-    loader.__class__, loader.tickets = kind, tickets
+    loader.__class__, loader.tickets, tickets.loader = kind, tickets, weakref.ref(loader)
     made: DataLoader = loader
     return made
 
@@ -141,8 +141,14 @@ def _physical_loader(dataset: Any, *, batch_sampler: BatchSplittingSampler, **ke
     tickets: TicketBook | None = getattr(batch_sampler.optimizer, "tickets", None)
     if tickets is None or not isinstance(batch_sampler.sampler, TicketedSampler):
         return DataLoader(dataset, batch_sampler=batch_sampler, **keywords)
+    own = tickets.loader()
     if isinstance(batch_sampler.sampler, SplitBatches):
         raise ValueError("data_loader is split already: pass the loader that make_private returned to BatchMemoryManager")
+    if own is None or batch_sampler.sampler is not own.batch_sampler or dataset is not own.dataset:
+        raise ValueError(
+            "data_loader is not the one that make_private returned with this optimizer, whose batches are those that are "
+            "accounted: pass both of the same call to BatchMemoryManager"
+        )
     split = SplitBatches(
         sampler=batch_sampler.sampler, max_batch_size=batch_sampler.max_batch_size, optimizer=batch_sampler.optimizer
     )

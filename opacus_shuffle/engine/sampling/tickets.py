@@ -20,6 +20,8 @@ import warnings
 from collections.abc import Callable, Set
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from opacus_shuffle.engine.sampling.yielded_tensors import YieldedTensors
 
 REMEDY = "iterate over the data loader that make_private returned, and step once on each batch, before the next one is drawn"
@@ -66,6 +68,7 @@ class TicketBook:
     """What one ``make_private`` knows of its batches: shared by its loader and its optimizer, and never copied with them.
 
     Attributes:
+        loader: The loader that issues them, or None if it is gone.
         when_issued: Called at every issue.
         warns_of_fewer: Fewer records than were drawn are warned of, not refused, as Opacus's own accountants are used to it.
 
@@ -80,6 +83,7 @@ class TicketBook:
         self.drop_outs, self.random_record = drop_outs, random_record
         self.latest: Part | None = None
         self.tensors = YieldedTensors()
+        self.loader: Callable[[], DataLoader | None] = lambda: None
         self.when_issued: Callable[[], None] | None = None
         self._sum: Ticket | None = None  # what is summed, and not released
 

@@ -56,6 +56,18 @@ def test_a_copy_of_the_loader_gives_no_tickets():
     run.refused("no fresh batch")
 
 
+@pytest.mark.parametrize("name", ["shuffled_checkin", "subsampled_shuffle", "rdp"])
+def test_batches_of_another_run_s_loader_are_not_accounted_as_this_run_s_by_being_split(name):
+    run, other = Toy(name, records=60, batch_size=6), Toy(name, records=60, batch_size=30)
+    elsewhere = DataLoader(other.loader.dataset, batch_sampler=run.loader.batch_sampler)
+    for loader in (other.loader, elsewhere, copy.deepcopy(run.loader)):
+        with pytest.raises(ValueError, match="data_loader is not the one that make_private returned with this optimizer"):
+            BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=run.optimizer).__enter__()
+    with BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=5, optimizer=run.optimizer) as split:
+        run.train(split)
+    assert run.steps == run.accounted == 10
+
+
 def test_signals_that_would_merge_two_draws_are_refused():
     run = Toy("shuffled_checkin", records=60)
     batches = iter(run.loader)
