@@ -209,14 +209,10 @@ def wrapped_network(module: AbstractGradSampleModule) -> nn.Module:
 
 def forget_pass(module: Any, *, norms_only: bool = False) -> None:
     """Takes off a network what earlier passes have left: norms, which are stale, and all that waits for a backward pass."""
-    for parameter in wrapped_network(module).parameters():
+    for parameter in module.trainable_parameters:
         parameter.__dict__.pop("_norm_sample", None)
-        if not norms_only and hasattr(parameter, "_forward_counter"):
-            parameter.__dict__.pop("_current_grad_sample", None)
-            parameter._forward_counter = 0
-    for layer in () if norms_only else wrapped_network(module).modules():
-        layer.__dict__.pop("activations", None)
-        layer.__dict__.pop("max_batch_len", None)
+    if not norms_only:
+        forget_unfinished_passes(wrapped_network(module))
 
 
 def expect_backward(layer: nn.Module) -> None:
@@ -227,9 +223,8 @@ def expect_backward(layer: nn.Module) -> None:
 
 def without_norm(module: Any) -> list[str]:
     """The parameters that ghost clipping counts on, and for which the backward pass has found no norms."""
-    wanted = set(map(id, module.trainable_parameters))
-    named = wrapped_network(module).named_parameters()
-    return [name for name, each in named if id(each) in wanted and not hasattr(each, "_norm_sample")]
+    missing = {id(each) for each in module.trainable_parameters if "_norm_sample" not in vars(each)}
+    return [name for name, each in wrapped_network(module).named_parameters() if id(each) in missing] if missing else []
 
 
 def norms_of_no_records(module: Any, layer: nn.Module) -> bool:

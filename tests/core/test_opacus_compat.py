@@ -186,7 +186,7 @@ def test_opacus_still_has__forward_counter():
     layer.weight._current_grad_sample = torch.zeros(1)
     opacus_compat.forget_pass(module)
     assert layer.weight._forward_counter == 0
-    assert not hasattr(layer, "activations")
+    assert not layer.activations
     assert not hasattr(layer.weight, "_current_grad_sample")
     assert "param._current_grad_sample = " in inspect.getsource(opacus.grad_sample.grad_sample_module)
 

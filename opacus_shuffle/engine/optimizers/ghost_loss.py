@@ -10,6 +10,7 @@ more than the noise is made for.
 
 from __future__ import annotations
 
+import math
 import types
 from typing import Any
 
@@ -145,6 +146,14 @@ def watch_passes(module: Any) -> GhostPasses:
     return passes
 
 
+def _not_finite(norms: torch.Tensor, losses: torch.Tensor) -> torch.Tensor | None:
+    """Which records' norms or losses are not finite; None if all are, which one look at their sums nearly always tells."""
+    if math.isfinite(float(norms.sum() + losses.sum().to(norms.device))):
+        return None
+    usable = torch.isfinite(norms) & torch.isfinite(losses).to(norms.device)
+    return None if bool(usable.all()) else ~usable
+
+
 class GhostLoss(DPTensorFastGradientClipping):
     """One loss per record; sums, differences and multiples of such are such."""
 
@@ -170,13 +179,15 @@ class GhostLoss(DPTensorFastGradientClipping):
                     "them; use them in every forward pass, or freeze them before make_private"
                 )
             factors = module.get_clipping_coef()
-            usable = torch.isfinite(module.per_sample_gradient_norms) & torch.isfinite(losses.detach()).to(factors.device)
-            if bool(usable.all()) and not passes.half:
+            unusable = _not_finite(module.per_sample_gradient_norms, losses.detach())
+            if unusable is None and not passes.half:
+                passes.end()  # lest it keep memory that the second pass could use
                 clipped = torch.sum(factors.to(losses.device) * losses)
                 module.disable_hooks()
                 clipped.backward()  # type: ignore[no-untyped-call]
             else:
-                passes.replay((HALF_MARGIN * factors.float() if passes.half else factors).masked_fill(~usable, 0.0))
+                factors = HALF_MARGIN * factors.float() if passes.half else factors
+                passes.replay(factors if unusable is None else factors.masked_fill(unusable, 0.0))
                 reduced.backward()  # type: ignore[no-untyped-call]
                 for parameter, total in passes.sums.items():
                     parameter.grad = total.to(parameter.dtype)

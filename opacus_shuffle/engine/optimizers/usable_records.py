@@ -111,12 +111,9 @@ class UsableRecords(PlannedParameters):
                     "gradients were changed between loss.backward() and optimizer.step() (by another loss, or in place), so "
                     "they are no longer clipped; backpropagate the criterion's loss alone, and leave .grad to the optimizer"
                 )
-        if single:
-            for each in parameters:
-                total = single[each] if each in single else each.grad.detach().clone()
-                each.summed_grad = total if each.summed_grad is None else each.summed_grad.add_(total)
-        else:
-            super().accumulate()  # type: ignore[misc]
+        for each in parameters:
+            total = single[each] if each in single else each.grad.detach()
+            each.summed_grad = total.clone() if each.summed_grad is None else each.summed_grad.add_(total)
         self.forget_clipped()
 
     def sum_dtype(self, parameter: torch.Tensor) -> torch.dtype:

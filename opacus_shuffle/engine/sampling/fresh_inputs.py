@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from opacus_shuffle.core.opacus_compat import forget_unfinished_passes, watches_gradients
-from opacus_shuffle.engine.sampling.tickets import REMEDY, Part, TicketBook
+from opacus_shuffle.engine.sampling.tickets import REMEDY, TicketBook
 
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, tuple[RemovableHandle, ...]] = weakref.WeakKeyDictionary()
 
@@ -34,28 +34,23 @@ class FreshInputs:
     def __init__(self, tickets: TicketBook | None = None, private: Any = None) -> None:
         self._tickets = tickets
         self._private = None if private is None else weakref.ref(private)
-        self._last: Part | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
     def __call__(self, network: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Refuse inputs of an earlier batch, and forget passes of it that were never finished.
+        """Refuse inputs of an earlier batch.
 
         Raises:
             ValueError: If a tensor belongs to an earlier batch.
         """
         if self._tickets is None or not self._watches(network):
             return
-        latest = self._tickets.latest
-        if self._tickets.tensors.is_stale((inputs, keywords), latest):
+        if self._tickets.tensors.is_stale((inputs, keywords), self._tickets.latest):
             raise ValueError(
                 "the model was given a batch that was drawn before the last one, or by another data loader: its records are "
                 "accounted no more; " + REMEDY
             )
-        if latest is not self._last:
-            self._last = latest
-            forget_unfinished_passes(network)
 
     def answered(self, network: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """What PyTorch calls after it: a backward pass through this output is refused once the next batch is drawn."""
