@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.opacus_compat import OpenEngine, allow_empty_batches, forget_parameters
+from opacus_shuffle.engine.misplaced_rows import watch_packs
 from opacus_shuffle.engine.network_checks import FirstBatch, check_network, explain_missing_calls, refuse_unsupported
 from opacus_shuffle.engine.optimizers.ghost_loss import clipped_whatever_happens
 from opacus_shuffle.engine.optimizers.ticketed_steps import guard_of, guard_steps
@@ -80,6 +81,7 @@ class AttemptMixin(OpenEngine):
         for each in (module, plan.wrapped):
             leave_out_records(each)
         watch_buffers(unwrap(module))
+        watch_packs(unwrap(module))
 
     def build_model(self, module: nn.Module, **keywords: Any) -> Any:
         """Opacus's wrapper, which lets empty batches pass."""

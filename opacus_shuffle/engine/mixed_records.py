@@ -71,7 +71,7 @@ def refuse_mixed_records(network: nn.Module, call_of: Callable[[int], tuple[int,
 
 def _mixing_place(network: nn.Module, call: Call, records: int, axis: int) -> str | None:
     """Where records are mixed; None if nowhere."""
-    if records < 2 or not any(_has_records(leaf, records, axis) for leaf in tree_leaves(call)):
+    if records < 2 or not any(has_records(leaf, records, axis) for leaf in tree_leaves(call)):
         raise UnprobedError
     for kept in sorted({0, 1, records - 1}):
         changed = tree_map_only(torch.Tensor, lambda leaf: _changed(leaf, records, axis, kept), call)  # noqa: B023
@@ -88,13 +88,14 @@ def _mixing_place(network: nn.Module, call: Call, records: int, axis: int) -> st
     return None
 
 
-def _has_records(value: Any, records: int, axis: int) -> bool:
+def has_records(value: Any, records: int, axis: int) -> bool:
+    """Whether it is a tensor with a row for each of so many records."""
     return isinstance(value, torch.Tensor) and value.dim() > axis and value.shape[axis] == records
 
 
 def _changed(value: torch.Tensor, records: int, axis: int, kept: int) -> torch.Tensor:
     """The same record at its place, the others with other values that the network can take as well."""
-    if not _has_records(value, records, axis):
+    if not has_records(value, records, axis):
         return value
     if value.dtype == torch.bool:
         other = ~value
@@ -112,9 +113,9 @@ def _rows(network: nn.Module, call: Call, records: int, axis: int, kept: int) ->
     parameters = [each for each in network.parameters() if each.requires_grad]
     watched = hasattr(network, "autograd_grad_sample_hooks")  # Opacus's hooks look at passes with gradients alone
     with untouched(network), torch.set_grad_enabled(not watched):
-        _seed(network, kept)  # a mixture may be drawn at random, and leave some where they are
+        seed_draws(network, kept)  # a mixture may be drawn at random, and leave some where they are
         outputs = network(*call[0], **call[1])
-        rows = [each.select(axis, kept) for each in results(outputs) if _has_records(each, records, axis)]
+        rows = [each.select(axis, kept) for each in results(outputs) if has_records(each, records, axis)]
         weights = torch.Generator().manual_seed(0)
         total = sum((row * torch.randn(row.shape, generator=weights).to(row)).sum() for row in rows if row.requires_grad)
         gradients: Gradients = []
@@ -152,7 +153,7 @@ def _first_difference(network: nn.Module, call: Call, changed: Call, records: in
     """The first module to be done whose output for the kept record depends on the others, and its input does not."""
 
     def rows(value: Any) -> list[torch.Tensor]:
-        return [leaf.select(axis, kept).detach() for leaf in results(value) if _has_records(leaf, records, axis)]
+        return [leaf.select(axis, kept).detach() for leaf in results(value) if has_records(leaf, records, axis)]
 
     seen: list[list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]] = []
     names = {module: name for name, module in network.named_modules()}
@@ -165,7 +166,7 @@ def _first_difference(network: nn.Module, call: Call, changed: Call, records: in
         for each in (call, changed):
             seen.append([])
             with untouched(network), torch.no_grad():
-                _seed(network, kept)
+                seed_draws(network, kept)
                 network(*each[0], **each[1])
     finally:
         for handle in handles:
@@ -181,7 +182,7 @@ def _called(network: nn.Module, name: str) -> str:
     return f"{name or 'the module itself'} ({type(network.get_submodule(name)).__name__})"
 
 
-def _seed(network: nn.Module, seed: int) -> None:
+def seed_draws(network: nn.Module, seed: int) -> None:
     """Seeds where the network draws, and nowhere else: ``torch.manual_seed`` would reach devices that are yet to be used."""
     torch.default_generator.manual_seed(seed)
     for index in {each.device.index for each in network.parameters() if each.device.type == "cuda"}:

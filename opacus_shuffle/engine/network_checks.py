@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from opacus_shuffle.core.opacus_compat import refuse_broken_attention, refuse_tied_ghost, refuse_unclipped_engine
+from opacus_shuffle.engine.misplaced_rows import refuse_misplaced_rows
 from opacus_shuffle.engine.mixed_records import UnprobedError, refuse_mixed_records
 from opacus_shuffle.engine.prepare_model import check_position_ids
 from opacus_shuffle.engine.run import Request
@@ -152,6 +153,7 @@ class FirstBatch:
             UnprobedError: The network does not run on these records.
         """
         refuse_mixed_records(network, call_of, axis=self.axis)
+        refuse_misplaced_rows(network, call_of, axis=self.axis, batch_first=self.axis == 0)
         embeddings = any(isinstance(each, nn.Embedding) for each in network.modules())
         if self.axis == 0 and embeddings:
             check_position_ids(network, *call_of(2)[1], trained=self.trained)

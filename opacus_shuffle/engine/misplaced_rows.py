@@ -1,0 +1,140 @@
+"""Refuses networks that show a layer the records in another order than the batch has them, or only some of them.
+
+Opacus takes the i-th row of every layer's batch for record i, and clips what it finds there together. Where a network sorts,
+flips or picks rows for one layer and puts them back behind it, one record's gradients lie in several rows. Each of these may
+have the whole norm: a record then moves the sum by twice what the noise is made for, or all rows by a change of their order.
+
+>>> class Flipped(nn.Sequential):
+...     def forward(self, x):
+...         return super().forward(x.flip(0)).flip(0)
+>>> refuse_misplaced_rows(nn.Sequential(Flipped(nn.Linear(3, 3)), nn.Tanh()), lambda n: (n, ((torch.randn(n, 3),), {})))
+Traceback (most recent call last):
+    ...
+ValueError: module shows records in another order than the batch's to 0.0 (Linear), ...
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from opacus.grad_sample import GradSampleModule
+from opacus.layers.dp_rnn import DPRNNBase
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map_only
+
+from opacus_shuffle.engine.mixed_records import has_records, seed_draws, untouched
+from opacus_shuffle.permutation.network import results
+from opacus_shuffle.permutation.sample_input import Call
+
+REMEDY = (
+    "so that what is clipped as one record is of several; sort and pick records in the loader's collate_fn, and let every "
+    "layer see all of them, in their order"
+)
+
+
+def refuse_misplaced_rows(
+    network: nn.Module, call_of: Callable[[int], tuple[int, Call]], *, axis: int = 0, batch_first: bool = True
+) -> None:
+    """Refuses a network some of whose layers see records at other places than theirs.
+
+    Args:
+        network: As it trains; left without a trace. Nothing is looked at where it does not run.
+        call_of: The arguments for so many records, or as many as there are, and how many they are.
+        axis: Where tensors have their records.
+        batch_first: As of Opacus.
+
+    Raises:
+        ValueError: There are some; the message names the layers.
+    """
+    if hasattr(network, "autograd_grad_sample_hooks"):
+        return
+    found: list[str] = []
+    for wanted in (6, 5):  # of two numbers at least one is not by chance that of something else than records
+        try:
+            records, call = call_of(wanted)
+            found = _misplaced(network, call, records, axis, batch_first)
+        except Exception:
+            return
+        if not found:
+            return
+    raise ValueError(f"module shows records in another order than the batch's to {', '.join(found)}, {REMEDY}")
+
+
+def _misplaced(network: nn.Module, call: Call, records: int, axis: int, batch_first: bool) -> list[str]:
+    """The layers that have gradients of one record in the rows of others."""
+    order = torch.randperm(records, generator=torch.Generator().manual_seed(0))  # the loader's own may be sorted
+    mixed_up = tree_map_only(
+        torch.Tensor, lambda each: each.index_select(axis, order.to(each.device)) if has_records(each, records, axis) else each,
+        call,
+    )  # fmt: skip
+
+    def rows(factors: torch.Tensor) -> dict[str, torch.Tensor]:
+        return _rows_of_layers(network, mixed_up, factors, axis, batch_first)
+
+    def differ(found: torch.Tensor, expected: torch.Tensor) -> bool:
+        return bool(((found - expected).norm(dim=1) > 1e-3 * found.norm()).any())
+
+    growth = 2.0 ** torch.arange(records)  # multiplying by powers of two rounds nothing
+    plain, grown = rows(torch.ones(records)), rows(growth)
+    doubtful = [name for name, each in plain.items() if differ(grown[name], each * growth.to(each)[:, None])]
+    found: dict[str, None] = {}
+    for alone in torch.eye(records) if doubtful else ():  # a backward pass may be no linear one, where gradients are cut off
+        of_one = rows(alone)
+        found.update(
+            dict.fromkeys(name for name in doubtful if differ(of_one[name], of_one[name] * alone.to(of_one[name])[:, None]))
+        )
+    layers = dict.fromkeys(name.rpartition(".")[0] for name in found)
+    return [f"{name or 'the module itself'} ({type(network.get_submodule(name)).__name__})" for name in layers]
+
+
+def _rows_of_layers(
+    network: nn.Module, call: Call, factors: torch.Tensor, axis: int, batch_first: bool
+) -> dict[str, torch.Tensor]:
+    """By name of the parameter: what Opacus takes for gradients of records, where outputs are multiplied by theirs' factor."""
+    records = len(factors)
+    parameters = [each for each in network.parameters() if each.requires_grad]
+    with untouched(network), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of hooks that fire for inputs without gradients, as they are to
+        watched: Any = GradSampleModule(network, batch_first=batch_first, loss_reduction="sum", strict=False)
+        try:
+            seed_draws(network, 0)
+            outputs = [each for each in results(network(*call[0], **call[1])) if each.requires_grad]
+            weights = torch.Generator().manual_seed(0)
+            total = torch.zeros(())
+            for each in outputs:
+                if has_records(each, records, axis):
+                    weighted = each * torch.randn(each.shape, generator=weights).to(each)
+                    total = total.to(each) + (weighted.movedim(axis, -1) * factors.to(each)).sum()
+            torch.autograd.grad(total, parameters, allow_unused=True)
+            samples = {name: vars(each).get("grad_sample") for name, each in network.named_parameters()}
+            return {
+                name: each.detach().reshape(records, -1).clone()
+                for name, each in samples.items()
+                if isinstance(each, torch.Tensor) and len(each) == records and bool(torch.isfinite(each).all())
+            }
+        finally:
+            watched.cleanup()
+
+
+def refuse_unsorted_packs(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Refuses, as a hook before a recurrent layer's forward pass, packed sequences that are sorted within the network.
+
+    Raises:
+        ValueError: Some are.
+    """
+    if layer.training and any(isinstance(each, PackedSequence) and each.sorted_indices is not None for each in inputs):
+        raise ValueError(
+            f"pack_padded_sequence(enforce_sorted=False) shows records in another order than the batch's to a "
+            f"{type(layer).__name__}, {REMEDY} (by length, the longest first; then pack with enforce_sorted=True)"
+        )
+
+
+def watch_packs(network: nn.Module) -> None:
+    """Has Opacus's recurrent layers refuse sequences that are sorted within the network; once is enough."""
+    for layer in network.modules():
+        if isinstance(layer, DPRNNBase) and refuse_unsorted_packs not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(refuse_unsorted_packs)

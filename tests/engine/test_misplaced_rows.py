@@ -1,0 +1,111 @@
+"""A network whose layers see records in another order than the batch's is refused by name; the others train."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.toy import make_toy, run_epoch
+from opacus.layers import DPGRU, DPLSTM
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_shuffle import PrivacyEngine
+
+
+class Between(nn.Module):
+    """Three layers, of which one sees what a function makes of the batch."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.first, self.middle, self.last, self.way = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3), way
+
+    def forward(self, x):
+        return self.last(self.way(self.middle, torch.tanh(self.first(x))))
+
+
+def in_order(layer, hidden, order):
+    return layer(hidden[order])[order.argsort()]
+
+
+def where(layer, hidden, mask):
+    return hidden.index_put((mask.nonzero()[:, 0],), layer(hidden[mask]))
+
+
+MISPLACED = {
+    "flipped": lambda layer, hidden: layer(hidden.flip(0)).flip(0),
+    "sorted": lambda layer, hidden: in_order(layer, hidden, hidden[:, 0].argsort()),
+    "at random": lambda layer, hidden: in_order(layer, hidden, torch.randperm(len(hidden))),
+    "some once more": lambda layer, hidden: where(layer, layer(hidden), hidden[:, 0] > 0),
+}
+IN_PLACE = {
+    "all": lambda layer, hidden: layer(hidden),
+    "twice": lambda layer, hidden: layer(torch.tanh(layer(hidden))),
+    "the first ones once more": lambda layer, hidden: where(layer, layer(hidden), torch.arange(len(hidden)) < len(hidden) // 2),
+    "gradients cut off": lambda layer, hidden: _cut(layer(hidden)),
+}
+
+
+def _cut(hidden):
+    if hidden.requires_grad:
+        hidden.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return hidden
+
+
+def private(module, accountant="subsampled_shuffle", mode="hooks", **changes):
+    toy = make_toy() | {"module": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.1)} | changes
+    engine = PrivacyEngine(accountant=accountant)
+    made = engine.make_private(**toy, noise_multiplier=1.0, grad_sample_mode=mode)
+    return engine, (made[0], made[1], made[-1], made[2] if mode == "ghost" else None)
+
+
+@pytest.mark.parametrize("way", MISPLACED)
+@pytest.mark.parametrize(("accountant", "mode"), [("subsampled_shuffle", "hooks"), ("rdp", "functorch"), ("rdp", "ghost")])
+def test_a_layer_that_sees_records_in_another_order_is_refused(way, accountant, mode):
+    torch.manual_seed(0)
+    network = Between(MISPLACED[way])
+    with pytest.raises(ValueError, match=r"records in another order than the batch's to middle \(Linear\), .* collate_fn"):
+        private(network, accountant, mode)
+    assert not hasattr(network, "autograd_grad_sample_hooks")
+
+
+@pytest.mark.parametrize("way", IN_PLACE)
+def test_layers_that_see_every_record_at_its_place_are_trained(way):
+    torch.manual_seed(0)
+    network = Between(IN_PLACE[way])
+    before = [each.detach().clone() for each in network.parameters()]
+    engine, made = private(network)
+    run_epoch(*made)
+    assert len(engine.accountant) == 4
+    assert not any(map(torch.equal, before, network.parameters()))
+
+
+class Sentences(nn.Module):
+    """Packs sequences, of different lengths from so many records on."""
+
+    def __init__(self, kind, *, differ_from=0, is_sorted=False):
+        super().__init__()
+        self.cell, self.head = kind(2, 4, batch_first=True), nn.Linear(4, 3)
+        self.differ_from, self.is_sorted = differ_from, is_sorted
+
+    def forward(self, x):
+        lengths = 1 + torch.arange(len(x)) % 3 if len(x) >= self.differ_from else torch.full((len(x),), 3)
+        if self.is_sorted:
+            lengths = lengths.sort(descending=True).values
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=self.is_sorted)
+        state = self.cell(packed)[1]
+        return self.head((state[0] if isinstance(state, tuple) else state)[-1])
+
+
+@pytest.mark.parametrize("kind", [DPLSTM, DPGRU])
+def test_sequences_that_are_sorted_within_the_network_are_refused_and_sorted_ones_trained(kind):
+    data = DataLoader(TensorDataset(torch.randn(24, 3, 2), torch.randint(3, (24,))), batch_size=8)
+    with pytest.raises(ValueError, match=r"in another order than the batch's to cell \("):
+        private(Sentences(kind), data_loader=data)
+    engine, made = private(Sentences(kind, differ_from=8), data_loader=data)
+    with pytest.raises(ValueError, match=r"enforce_sorted=False.*enforce_sorted=True"):
+        run_epoch(*made)
+    assert len(engine.accountant) == 0
+    engine, made = private(Sentences(kind, is_sorted=True), data_loader=data)
+    run_epoch(*made)
+    assert len(engine.accountant) == 3
