@@ -84,6 +84,11 @@ class Request:
         devices = {parameter.device for parameter in self.trainable}
         if len(devices) != 1:
             raise ValueError(f"optimizer must hold trainable parameters, all on one device, got {sorted(map(str, devices))}")
+        if any(parameter.is_complex() for parameter in self.trainable):
+            raise ValueError(
+                "optimizer holds complex parameters, whose noise PyTorch splits between the two parts, so that each has only "
+                "half the variance that is accounted: keep real and imaginary parts as two real parameters"
+            )
         if self.noise_generator is not None:
             instance_of("noise_generator", self.noise_generator, (torch.Generator,))
         WeightShuffling.of(self.shuffle_weights)

@@ -48,7 +48,7 @@ class UsableRecords(PlannedParameters):
         if self.sums_by_itself or not parameters:
             super().clip_and_accumulate()
             return
-        if any(map(_is_half, parameters)):
+        if any(map(_is_half, parameters)) or (isinstance(self, AdaClipDPOptimizer) and not any(map(len, self.grad_samples))):
             self._clip_in_single()
             return
         sums, counts = [each.summed_grad for each in parameters], dict(vars(self))
@@ -135,7 +135,7 @@ class UsableRecords(PlannedParameters):
             norms = torch.linalg.vector_norm(norms, dim=1, keepdim=True)
         factors = (MARGIN * limits / (norms + 1e-6)).clamp(max=1.0).masked_fill(unusable[:, None], 0.0)
         if isinstance(self, AdaClipDPOptimizer):
-            self.sample_size += len(factors)
+            self.sample_size = max(1, self.sample_size + len(factors))  # Opacus divides by it, also where nobody came
             self.unclipped_num += (norms < limits).sum()
         for each, sample, factor in zip(parameters, samples, factors.expand(-1, len(parameters)).unbind(1), strict=True):
             usable = _without(sample.float(), unusable)

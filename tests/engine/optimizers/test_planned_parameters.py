@@ -53,3 +53,15 @@ def test_a_gradient_left_on_a_frozen_parameter_is_not_released():
     nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
     assert torch.equal(before, network[0].weight)
+
+
+@pytest.mark.parametrize("accountant", ["subsampled_shuffle", "rdp"])
+def test_complex_parameters_whose_noise_would_be_half_of_what_is_accounted_are_refused(accountant):
+    network = nn.Linear(5, 3, dtype=torch.complex64)
+    toy = make_toy() | {"module": network, "optimizer": torch.optim.SGD(network.parameters(), lr=0.1)}
+    with pytest.raises(ValueError, match=r"optimizer holds complex parameters.*two real parameters"):
+        PrivacyEngine(accountant=accountant).make_private(**toy, noise_multiplier=1.0)
+    network.requires_grad_(False)
+    toy["module"] = nn.Sequential(nn.Linear(5, 5), network)
+    toy["optimizer"] = torch.optim.SGD(toy["module"].parameters(), lr=0.1)
+    PrivacyEngine(accountant=accountant).make_private(**toy, noise_multiplier=1.0)

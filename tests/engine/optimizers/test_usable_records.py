@@ -124,6 +124,21 @@ def test_adaptive_clipping_counts_a_bad_record_once():
     assert all(torch.isfinite(parameter).all() for parameter in made[1].params)
 
 
+def test_adaptive_clipping_takes_batches_of_no_records_and_moves_its_norm_by_noise_alone():
+    adaptive = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "max_clipbound": 1e6, "min_clipbound": 1e-6}
+    model, optimizer, criterion, _, engine = private(
+        "rdp", clipping="adaptive", poisson_sampling=False, unclipped_num_std=1.0, **adaptive
+    )
+    for records in (0, 3, 0):
+        optimizer.zero_grad()
+        before = optimizer.max_grad_norm
+        criterion(model(torch.randn(records, 5)), torch.zeros(records, dtype=torch.long)).backward()
+        optimizer.step()
+        assert math.exp(-2) < float(optimizer.max_grad_norm) / before < math.exp(2)
+    assert engine.accountant.history == [(1.0, 1.0, 3)]
+    assert all(torch.isfinite(parameter).all() for parameter in optimizer.params)
+
+
 @pytest.mark.parametrize(
     ("mode", "clipping"), [("hooks", "flat"), ("hooks", "per_layer"), ("ghost", "flat"), ("functorch", "flat")]
 )
