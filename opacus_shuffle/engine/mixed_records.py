@@ -1,8 +1,9 @@
 """Refuses networks whose records depend on each other: clipping each record's gradient then bounds nobody's influence.
 
 ``x - x.mean(0)`` and batch statistics of one's own making look like any layer. So a few records are run through the network,
-then one of them with the others changed: neither its output nor its gradient may change. The network is run as it trains, with
-the same random numbers each time, and left without a trace: random states, buffers, attributes and gradients stay as they were.
+then one of them with the others changed, or made the same: neither its output nor its gradient may change. The network is run
+as it trains, with the same random numbers each time, and left without a trace: random states, buffers, attributes and gradients
+stay as they were. The losses of ghost clipping are looked at in the same way, when the first of them are computed.
 
 Where the loader's first records do not run through the network, the first batch that trains it is looked at in their place.
 A network is trained unseen, with no word about it, where that batch cannot be cut into records either (packed sequences,
@@ -69,22 +70,79 @@ def refuse_mixed_records(network: nn.Module, call_of: Callable[[int], tuple[int,
     )
 
 
+def refuse_mixed_losses(criterion: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """Refuses a criterion that mixes records.
+
+    Args:
+        criterion: Gives one loss per record.
+        args: What it is computed of.
+        keywords: Likewise.
+
+    Returns:
+        Whether there were two records or more to look at.
+
+    Raises:
+        ValueError: It does.
+    """
+    call = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, keywords))
+    sizes = [len(leaf) for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if not sizes or sizes[0] < 2:
+        return False
+    try:
+        refuse_mixed_records(_Losses(criterion), lambda records: (records, first_rows(call, records, sizes[0], 0)))
+    except UnprobedError:
+        pass
+    except ValueError as error:
+        raise ValueError(
+            "criterion mixes records: one record's loss changes when another record does, so that factors per record clip "
+            "nobody's gradient; compute each record's loss from its own output and target alone"
+        ) from error
+    return True
+
+
+class _Losses(nn.Module):
+    """A criterion as a network."""
+
+    def __init__(self, criterion: Callable[..., Any]) -> None:
+        super().__init__()
+        self.criterion = criterion
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        return self.criterion(*args, **keywords)
+
+
+def first_rows(call: Call, records: int, whole: int, axis: int) -> Call:
+    """The arguments for the first records of so many, from the start again where there are too few."""
+    rows = torch.arange(records) % whole
+
+    def cut(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.index_select(axis, rows.to(leaf.device)) if has_records(leaf, whole, axis) else leaf
+
+    return tree_map_only(torch.Tensor, cut, call)  # type: ignore[no-any-return]
+
+
 def _mixing_place(network: nn.Module, call: Call, records: int, axis: int) -> str | None:
     """Where records are mixed; None if nowhere."""
     if records < 2 or not any(has_records(leaf, records, axis) for leaf in tree_leaves(call)):
         raise UnprobedError
     for kept in sorted({0, 1, records - 1}):
-        changed = tree_map_only(torch.Tensor, lambda leaf: _changed(leaf, records, axis, kept), call)  # noqa: B023
-        (rows, gradients), (other_rows, other_gradients) = (
-            _rows(network, each, records, axis, kept) for each in (call, changed)
-        )
+        rows, gradients = _rows(network, call, records, axis, kept)
         if not rows:
             raise UnprobedError
-        if not _all_same(rows, other_rows):
-            return _first_difference(network, call, changed, records, axis, kept)
-        # A changed record may overflow, and zero times infinity is not zero.
-        if all(torch.isfinite(each).all() for each in other_gradients) and not _same_gradients(gradients, other_gradients):
-            return f"its gradients, {_called(network, '')}"
+        for change in (_rescaled, _repeated):
+            changed = tree_map_only(torch.Tensor, lambda leaf: _changed(leaf, records, axis, kept, change), call)  # noqa: B023
+            try:
+                other_rows, other_gradients = _rows(network, changed, records, axis, kept)
+            except Exception:
+                if change is _rescaled:  # what the network may not take, a probability above one, say
+                    continue
+                raise
+            if not _all_same(rows, other_rows):
+                return _first_difference(network, call, changed, records, axis, kept)
+            # A changed record may overflow, and zero times infinity is not zero.
+            finite = all(torch.isfinite(each).all() for each in other_gradients)
+            if finite and not _same_gradients(gradients, other_gradients):
+                return f"its gradients, {_called(network, '')}"
     return None
 
 
@@ -93,19 +151,27 @@ def has_records(value: Any, records: int, axis: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > axis and value.shape[axis] == records
 
 
-def _changed(value: torch.Tensor, records: int, axis: int, kept: int) -> torch.Tensor:
+def _changed(value: torch.Tensor, records: int, axis: int, kept: int, change: Callable[..., torch.Tensor]) -> torch.Tensor:
     """The same record at its place, the others with other values that the network can take as well."""
     if not has_records(value, records, axis):
         return value
-    if value.dtype == torch.bool:
-        other = ~value
-    elif value.is_floating_point() or value.is_complex():
-        other = 1.5 * value + 0.25
-    else:
-        other = torch.where(value > 0, value - 1, value)
-    other = other.clone()
+    other = change(value, axis, kept).clone()
     other.select(axis, kept).copy_(value.select(axis, kept))
     return other
+
+
+def _rescaled(value: torch.Tensor, axis: int, kept: int) -> torch.Tensor:
+    """Other values, in the same order."""
+    if value.dtype == torch.bool:
+        return ~value
+    if value.is_floating_point() or value.is_complex():
+        return 1.5 * value + 0.25
+    return torch.where(value > 0, value - 1, value)
+
+
+def _repeated(value: torch.Tensor, axis: int, kept: int) -> torch.Tensor:
+    """One of the other records in the place of all: values that the network has taken, in another order."""
+    return value.select(axis, 0 if kept else -1).unsqueeze(axis).expand_as(value)
 
 
 def _rows(network: nn.Module, call: Call, records: int, axis: int, kept: int) -> tuple[list[torch.Tensor], Gradients]:

@@ -18,11 +18,11 @@ from opacus.validators import ModuleValidator
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from opacus_shuffle.core.opacus_compat import refuse_broken_attention, refuse_tied_ghost, refuse_unclipped_engine
 from opacus_shuffle.engine.misplaced_rows import refuse_misplaced_rows
-from opacus_shuffle.engine.mixed_records import UnprobedError, refuse_mixed_records
+from opacus_shuffle.engine.mixed_records import UnprobedError, first_rows, refuse_mixed_records
 from opacus_shuffle.engine.prepare_model import check_position_ids
 from opacus_shuffle.engine.run import Request
 from opacus_shuffle.engine.unseen_gradients import refuse_unseen_gradients
@@ -174,16 +174,7 @@ class FirstBatch:
         whole = sizes[0]
 
         def call_of(records: int) -> tuple[int, Call]:
-            rows = torch.arange(records) % whole
-            return records, tree_map_only(
-                torch.Tensor,
-                lambda leaf: (
-                    leaf.index_select(self.axis, rows.to(leaf.device))
-                    if _reaches(leaf, self.axis) and leaf.shape[self.axis] == whole
-                    else leaf
-                ),
-                (args, keywords),
-            )
+            return records, first_rows((args, keywords), records, whole, self.axis)
 
         self.leave(module)
         try:

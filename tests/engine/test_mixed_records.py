@@ -48,6 +48,7 @@ MIXING = {
     "gradients alone": lambda x: x + x.mean(0) - x.mean(0).detach(),
     "mixed up at random": lambda x: 0.7 * x + 0.3 * x[torch.randperm(len(x))],
     "maximum": lambda x: x / x.abs().amax(),
+    "ranks": lambda x: x + x.argsort(0).argsort(0),
 }
 APART = {
     "dropout": lambda x: nn.functional.dropout(x, 0.5),

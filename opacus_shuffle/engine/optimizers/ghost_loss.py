@@ -28,6 +28,7 @@ from opacus_shuffle.core.opacus_compat import (
     without_norm,
     wrapped_network,
 )
+from opacus_shuffle.engine.mixed_records import refuse_mixed_losses
 from opacus_shuffle.engine.optimizers.usable_records import HALF
 
 HALF_MARGIN = 1 - 2**-7
@@ -225,13 +226,22 @@ for _name in ("__truediv__", "__mul__", "__rmul__", "__add__", "__radd__", "__su
 
 
 class GhostCriterion(DPLossFastGradientClipping):
-    """Opacus's criterion of ghost clipping, whose losses are :class:`GhostLoss`."""
+    """Opacus's criterion of ghost clipping, whose losses are :class:`GhostLoss`, and whose first ones are looked at."""
 
-    def __call__(self, *args: Any, **keywords: Any) -> GhostLoss:
-        """The losses of a batch."""
+    looked_at = False
+
+    def __call__(self, *args: Any, shape: Any = None, **keywords: Any) -> GhostLoss:
+        """The losses of a batch.
+
+        Raises:
+            ValueError: If a record's loss depends on other records.
+        """
         reduction = self.criterion.reduction
         try:
-            loss = super().__call__(*args, **keywords)
+            loss = super().__call__(*args, shape=shape, **keywords)
+            if not self.looked_at and loss.loss_per_sample.requires_grad:
+                self.criterion.reduction = "none"
+                self.looked_at = refuse_mixed_losses(self.criterion, args, keywords)
         finally:
             self.criterion.reduction = reduction
         return GhostLoss(loss.module, loss.optimizer, loss.loss_per_sample, loss.loss_reduction)

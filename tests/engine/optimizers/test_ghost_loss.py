@@ -195,3 +195,48 @@ def test_finite_batches_train_as_opacus_does_bit_for_bit(wrap):
             optimizer.pre_step()
         runs.append([each.summed_grad for each in optimizer.params])
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+class Mixing(nn.Module):
+    """One loss per record that depends on the others'."""
+
+    reduction = "sum"
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, found, wanted):
+        return self.function(F.cross_entropy(found, wanted, reduction="none"))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda losses: losses.cumsum(0),
+        lambda losses: losses.roll(1),
+        lambda losses: losses.sort()[0],
+        lambda losses: losses / losses.mean(),
+        lambda losses: losses.sum().expand(len(losses)),
+    ],
+)
+def test_a_criterion_that_mixes_records_is_refused_before_any_backward_pass(function):
+    model, _, criterion, loader, engine = private(Mixing(function))
+    x, y = next(iter(loader))
+    with pytest.raises(ValueError, match="criterion mixes records"):
+        criterion(model(x), y)
+    assert criterion.criterion.reduction == "sum"
+    assert not len(engine.accountant)
+
+
+@pytest.mark.parametrize("kind", [nn.BCELoss, nn.MSELoss])
+def test_losses_of_one_record_each_are_trained_on(kind):
+    network = nn.Sequential(nn.Linear(8, 1), nn.Sigmoid(), nn.Flatten(0))
+    model, optimizer, criterion, loader, engine = private(
+        kind(reduction="sum"), module=network, data=(torch.randn(8, 8), torch.rand(8).round())
+    )
+    x, y = next(iter(loader))
+    criterion(model(x), y).backward()
+    optimizer.step()
+    assert criterion.looked_at
+    assert len(engine.accountant) == 1
