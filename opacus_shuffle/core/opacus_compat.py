@@ -168,7 +168,7 @@ def drop_partial_batch(optimizer: DPOptimizer) -> None:
     drop_sum(optimizer)
     optimizer._step_skip_queue.clear()
     for parameter in optimizer.params:
-        parameter.grad_sample = None
+        parameter.grad_sample = parameter.grad = None
 
 
 def clips_adaptively(optimizer: DPOptimizer) -> bool:

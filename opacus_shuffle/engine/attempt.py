@@ -17,7 +17,7 @@ from opacus_shuffle.core.opacus_compat import OpenEngine, allow_empty_batches, f
 from opacus_shuffle.engine.misplaced_rows import watch_packs
 from opacus_shuffle.engine.network_checks import FirstBatch, check_network, explain_missing_calls, refuse_unsupported
 from opacus_shuffle.engine.optimizers.ghost_loss import clipped_whatever_happens
-from opacus_shuffle.engine.optimizers.ticketed_steps import guard_of, guard_steps
+from opacus_shuffle.engine.optimizers.released_only import guard_of, guard_steps
 from opacus_shuffle.engine.raw_data import leave_out_records
 from opacus_shuffle.engine.run import Run
 from opacus_shuffle.engine.sampling.empty_batches import let_layers_be_empty, prepare_empty_batches

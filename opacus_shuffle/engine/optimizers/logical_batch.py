@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping, DPPerLayerOptimizer
 
-from opacus_shuffle.core.opacus_compat import last_step_was_skipped, records_waiting, rows_waiting
+from opacus_shuffle.core.opacus_compat import last_step_was_skipped, records_waiting, rows_waiting, watches_gradients
 from opacus_shuffle.engine.optimizers.usable_records import UsableRecords
 
 
@@ -87,6 +87,7 @@ class GhostLogicalBatch(LogicalBatch, DPOptimizerFastGradientClipping):
 
     _pending: tuple[int, float] | None = None
     _clipped_parameters: frozenset[int] = frozenset()
+    _watched: Any = None
 
     def watch(self, module: Any) -> None:
         """Note every batch that ``module`` computes clipping factors for, and which parameters it clips."""
@@ -98,6 +99,7 @@ class GhostLogicalBatch(LogicalBatch, DPOptimizerFastGradientClipping):
             return found
 
         module.get_clipping_coef = noted
+        self._watched = module
         self._clipped_parameters = frozenset(map(id, module.trainable_parameters))
 
     def accumulate(self) -> None:
@@ -123,6 +125,11 @@ class GhostLogicalBatch(LogicalBatch, DPOptimizerFastGradientClipping):
     def rows_waiting(self) -> set[int]:
         """How many records the criterion has clipped."""
         return set() if self._pending is None else {self._pending[0]}
+
+    def awaits(self, parameter: Any) -> bool:
+        """As its parent's; what the criterion has clipped is not noised yet, and what this does not train never is."""
+        unreleased = self._pending is not None or all(each is not parameter for each in self.planned)
+        return super().awaits(parameter) or (unreleased and watches_gradients(self._watched))
 
     def forget_clipped(self) -> None:
         """As its parent's; a step is refused from now on."""

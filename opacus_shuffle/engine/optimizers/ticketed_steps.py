@@ -1,44 +1,16 @@
-"""Steps that take tickets, and are accounted before their noise is drawn, whatever hooks there are.
-
-Only then may the optimizer inside step; called by itself it would release gradients that nobody clipped or noised.
-"""
+"""Steps that take tickets, and are accounted before their noise is drawn, whatever hooks there are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Set
 from typing import Any
 
-import torch
 from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.core.opacus_compat import OpenOptimizer, drop_partial_batch, drop_sum, rows_waiting
 from opacus_shuffle.engine.optimizers.logical_batch import LogicalBatch
+from opacus_shuffle.engine.optimizers.released_only import ReleasedOnly, guard_steps
 from opacus_shuffle.engine.sampling.tickets import TicketBook
-
-
-class ReleasedOnly:
-    """Lets the optimizer inside step once for every release.
-
-    Attributes:
-        released: Whether there is a release that it has not stepped by.
-        stepping: Whether it is being stepped by the private optimizer, be it in several steps of its own (lookahead).
-    """
-
-    released = False
-    stepping = False
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> None:
-        """What PyTorch calls before a step.
-
-        Raises:
-            ValueError: If nothing was released for it.
-        """
-        if not self.released:
-            raise ValueError(
-                f"{type(optimizer).__name__}.step() was called on the optimizer inside of a private one: its gradients are "
-                "neither clipped, noised nor accounted; call step() of the optimizer that make_private returned"
-            )
-        self.released = self.stepping
 
 
 class TicketedSteps(OpenOptimizer):
@@ -153,17 +125,3 @@ class TicketedSteps(OpenOptimizer):
         how(self)
         if isinstance(self, LogicalBatch):
             self.forget_sum()
-
-
-def guard_steps(optimizer: torch.optim.Optimizer, guard: ReleasedOnly | None) -> None:
-    """Puts a guard, or none, before the steps of an optimizer, in the place of an earlier one."""
-    for handle in [key for key, each in optimizer._optimizer_step_pre_hooks.items() if isinstance(each, ReleasedOnly)]:
-        del optimizer._optimizer_step_pre_hooks[handle]
-    if guard is not None:
-        optimizer.register_step_pre_hook(guard)
-
-
-def guard_of(optimizer: torch.optim.Optimizer) -> ReleasedOnly | None:
-    """The guard before the steps of an optimizer."""
-    hooks = optimizer._optimizer_step_pre_hooks.values()
-    return next((each for each in hooks if isinstance(each, ReleasedOnly)), None)

@@ -164,6 +164,10 @@ class VectorSumOptimizer(TicketedSteps, StepHooks, LogicalBatch, EncodedSum):
         super().check_release()
         self.check_sum()
 
+    def awaits(self, parameter: Any) -> bool:
+        """As its parent's; counts wait, too."""
+        return super().awaits(parameter) or self._counts is not None
+
     def forget_sum(self) -> None:
         """Forget the counts, too."""
         super().forget_sum()

@@ -25,6 +25,7 @@ from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning
 from opacus_shuffle.core.randomness import SecretGenerator, secret_generator, seeded_generator
 from opacus_shuffle.core.validation import noise_level, one_of, refuse_taken
 from opacus_shuffle.engine.optimizers import GhostLogicalBatch, TicketedSteps, optimizer_class
+from opacus_shuffle.engine.optimizers.released_only import own_gradients
 from opacus_shuffle.engine.run import Budget, Request, Run
 from opacus_shuffle.engine.sampling.fresh_inputs import watch_inputs
 from opacus_shuffle.engine.sampling.loaders import (
@@ -338,6 +339,7 @@ class Scheme:
         optimizer.step_hook = None  # Opacus's has the rate 1/L; a fixed-size batch has B/n
         watch_inputs(run.request.module, module, self.tickets(made[-1]))
         if isinstance(optimizer, TicketedSteps):
+            own_gradients(run.request.module.parameters(), optimizer)
             optimizer.account_with(self.account(run), self.tickets(made[-1]))
         else:
             optimizer.attach_step_hook(self.account(run))

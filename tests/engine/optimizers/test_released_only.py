@@ -1,0 +1,116 @@
+"""Parameters of a private run move by released gradients alone, whichever optimizer steps."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+
+import pytest
+import torch
+from helpers.ticket_runs import Toy, every_accountant
+from helpers.toy import make_toy
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+
+from opacus_shuffle import PrivacyEngine
+
+pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
+every_mode = pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])  # "ew" leaves nothing in .grad
+REFUSED = r"Adam.step\(\) would move parameters of a private run by gradients that are neither clipped"
+
+
+@every_accountant
+def test_another_optimizer_never_steps_by_gradients_that_wait(name):
+    run = Toy(name)
+    other = torch.optim.Adam(run.toy["module"].parameters())
+    run.backward(next(iter(run.loader)))
+    run.refused(REFUSED, other.step)
+
+
+@every_mode
+def test_neither_does_one_that_takes_the_private_one_s_name(mode):
+    run = Toy(grad_sample_mode=mode)
+    run.backward(next(iter(run.loader)))
+    run.optimizer = torch.optim.Adam(run.model.parameters())
+    gc.collect()
+    before = [each.detach().clone() for each in run.model.parameters()]
+    with pytest.raises(ValueError, match=REFUSED):
+        run.optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(before, run.model.parameters(), strict=True))
+
+
+@every_mode
+@pytest.mark.parametrize("stepped", [True, False])
+def test_what_the_private_optimizer_leaves_alone_is_not_trained_by_another(mode, stepped):
+    toy = make_toy()
+    body, head = toy["module"][0], toy["module"][2]
+    toy["optimizer"] = torch.optim.SGD(head.parameters(), lr=0.1)
+    made = PrivacyEngine(accountant="subsampled_shuffle").make_private(**toy, noise_multiplier=2.0, grad_sample_mode=mode)
+    criterion = made[2] if mode == "ghost" else nn.CrossEntropyLoss()
+    other = torch.optim.Adam(body.parameters())
+    x, y = next(iter(made[-1]))
+    criterion(made[0](x), y).backward()
+    if stepped:
+        made[1].step()
+    with pytest.raises(ValueError, match=REFUSED):
+        other.step()
+    network = made[0].to_standard_module()
+    network.zero_grad()
+    nn.functional.cross_entropy(network(x), y).backward()
+    other.step()  # which is no private run any more
+
+
+@pytest.mark.parametrize(("name", "mode"), [("shuffled_sums", "hooks"), ("rdp", "functorch"), ("rdp", "ghost")])
+def test_nor_half_of_a_batch(name, mode):
+    run = Toy(name, grad_sample_mode=mode)
+    other = torch.optim.Adam(run.toy["module"].parameters())
+    with BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer) as loader:
+        for batch in loader:
+            run.optimizer.zero_grad()
+            run.backward(batch)
+            run.optimizer.step()
+            if not run.steps:
+                with pytest.raises(ValueError, match=REFUSED):
+                    other.step()
+    assert run.steps == run.accounted == 4
+
+
+@every_mode
+def test_a_refused_step_leaves_no_gradient_behind(mode):
+    run = Toy(grad_sample_mode=mode)
+    run.backward([each[:2] for each in next(iter(run.loader))])
+    with pytest.raises(ValueError, match="this batch has 6"):
+        run.optimizer.step()
+    assert all(each.grad is None for each in run.optimizer.params)
+
+
+@every_mode
+def test_released_gradients_public_data_and_networks_without_privacy_are_everybody_s(mode):
+    run = Toy(grad_sample_mode=mode)
+    other = torch.optim.Adam(run.toy["module"].parameters())
+    run.train(run.loader)
+    other.step()
+    batch = torch.randn(4, 5), torch.zeros(4, dtype=torch.long)
+    run.optimizer.zero_grad()
+    run.model.disable_hooks()
+    nn.functional.cross_entropy(run.model(batch[0]), batch[1]).backward()
+    other.step()
+    run.model.enable_hooks()
+    run.optimizer.zero_grad()
+    run.train(run.loader)
+    assert run.steps == run.accounted == 8
+    network = run.model.to_standard_module()
+    pickle.dumps(list(network.parameters()))
+    other.zero_grad()
+    nn.functional.cross_entropy(network(batch[0]), batch[1]).backward()
+    other.step()
+
+
+def test_a_release_gives_no_leave_to_step_by_what_comes_after_it():
+    run = Toy("rdp", poisson_sampling=False)
+    batches = iter(run.loader)
+    run.backward(next(batches))
+    run.optimizer.pre_step()
+    run.backward(next(batches))
+    with pytest.raises(ValueError, match="neither clipped, noised nor accounted"):
+        run.plain.step()
