@@ -44,23 +44,23 @@ class FreshInputs:
         Raises:
             ValueError: If a tensor belongs to an earlier batch.
         """
-        if self._tickets is None or not self._watches(network):
-            return
-        if self._tickets.tensors.is_stale((inputs, keywords), self._tickets.latest):
+        if self._tickets is not None and network.training and self._is_stale((inputs, keywords)):
             raise ValueError(
                 "the model was given a batch that was drawn before the last one, or by another data loader: its records are "
                 "accounted no more; " + REMEDY
             )
 
-    def answered(self, network: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def answered(self, network: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
         """What PyTorch calls after it: a backward pass through this output is refused once the next batch is drawn."""
         tickets = self._tickets
-        if tickets is None or not self._watches(network):
+        if tickets is None or not self._watches():
             return
         latest = tickets.latest
+        # Expanded weights have gradients of records in evaluation mode too, where old batches may be looked at.
+        stale = not network.training and self._is_stale((inputs, keywords))
 
         def refuse_late(_: torch.Tensor) -> None:
-            if tickets.latest is not latest:
+            if stale or tickets.latest is not latest:
                 raise ValueError(
                     "loss.backward() goes through what the model answered to a batch before the last one (a loss that is kept, "
                     "or added up over several batches), whose records are accounted no more; " + REMEDY
@@ -70,10 +70,15 @@ class FreshInputs:
             if isinstance(each, torch.Tensor) and each.requires_grad:
                 each.register_hook(refuse_late)  # type: ignore[no-untyped-call]
 
-    def _watches(self, network: nn.Module) -> bool:
-        """Whether this forward pass trains."""
+    def _watches(self) -> bool:
+        """Whether a forward pass has gradients of records."""
         private = None if self._private is None else self._private()
-        return private is not None and network.training and torch.is_grad_enabled() and watches_gradients(private)
+        return private is not None and torch.is_grad_enabled() and watches_gradients(private)
+
+    def _is_stale(self, inputs: Any) -> bool:
+        """Whether any of this would have gradients of records, and belongs to an earlier batch."""
+        assert self._tickets is not None
+        return self._watches() and self._tickets.tensors.is_stale(inputs, self._tickets.latest)
 
 
 def watch_inputs(network: nn.Module, private: Any, tickets: TicketBook | None) -> None:
@@ -84,8 +89,10 @@ def watch_inputs(network: nn.Module, private: Any, tickets: TicketBook | None) -
         _stay_out_of_graphs()
         fresh = FreshInputs(tickets, private)
         tickets.when_issued = functools.partial(_forget, weakref.ref(network), weakref.ref(private))
-        before = network.register_forward_pre_hook(fresh, with_kwargs=True)
-        _HANDLES[network] = before, network.register_forward_hook(fresh.answered)
+        # Layers with hooks of their own may be called without the whole; expanded weights know the whole alone.
+        called = network.modules() if hasattr(private, "autograd_grad_sample_hooks") else [network]
+        before = [each.register_forward_pre_hook(fresh, with_kwargs=True) for each in called]
+        _HANDLES[network] = *before, network.register_forward_hook(fresh.answered, with_kwargs=True)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from helpers.ticket_runs import Toy
+from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
 
@@ -29,6 +30,27 @@ def test_a_batch_that_was_kept_is_refused_under_the_ticket_of_another(mode):
     run.optimizer.zero_grad()
     run.train(run.loader)
     assert run.steps == run.accounted == 4
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+def test_a_batch_that_was_kept_is_refused_by_single_layers_too(mode):
+    run = Toy(grad_sample_mode=mode)
+    (x, _), _ = batches = list(itertools.islice(run.loader, 2))
+    for layer in (run.toy["module"][0], nn.Sequential(nn.Identity(), *run.toy["module"])):
+        with pytest.raises(ValueError, match="drawn before the last one"):
+            layer(x)
+    run.train(batches[1:])
+    assert run.steps == run.accounted == 1
+
+
+def test_a_batch_that_was_kept_is_refused_with_expanded_weights_in_evaluation_mode():
+    run = Toy(grad_sample_mode="ew")
+    kept, _ = itertools.islice(run.loader, 2)
+    run.model.eval()
+    run.refused("a batch before the last one", lambda: run.backward(kept))
+    run.optimizer.zero_grad()
+    run.train([next(iter(run.loader))])
+    assert run.steps == run.accounted == 2
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
