@@ -7,7 +7,7 @@ from typing import Any
 
 from opacus.optimizers import DPOptimizer
 
-from opacus_shuffle.core.opacus_compat import OpenOptimizer, drop_partial_batch, drop_sum, rows_waiting
+from opacus_shuffle.core.opacus_compat import OpenOptimizer, drop_partial_batch, drop_sum, refuse_used, rows_waiting
 from opacus_shuffle.engine.optimizers.logical_batch import LogicalBatch
 from opacus_shuffle.engine.optimizers.released_only import ReleasedOnly, guard_steps
 from opacus_shuffle.engine.sampling.tickets import TicketBook
@@ -97,6 +97,9 @@ class TicketedSteps(OpenOptimizer):
             self.tickets.check_release()
         if isinstance(self, LogicalBatch):
             self.check_release()
+        for each in self.params:
+            if each.summed_grad is not None:
+                refuse_used(each.summed_grad)  # as Opacus will
         if self._account is not None:
             self._account(self)
         if self.tickets is not None:

@@ -61,7 +61,7 @@ class _Yielded:
 
     def __init__(self, loader: DataLoader, batches: Iterator[Any], tickets: TicketBook) -> None:
         self._loader, self._batches, self._tickets = loader, batches, tickets
-        self._drawn: deque[Part] | None = self._noted()
+        self._drawn = self._began = self._noted()
 
     def _noted(self) -> deque[Part] | None:
         return getattr(self._loader.batch_sampler, "drawn", None)
@@ -73,6 +73,12 @@ class _Yielded:
         return len(self._batches)  # type: ignore[arg-type]
 
     def __next__(self) -> Any:
+        if self._loader.persistent_workers and self._noted() is not self._began:
+            self._tickets.issue(None)
+            raise ValueError(
+                "this pass over the data loader ended when a later one began, as persistent_workers=True gives both the same "
+                "workers: end one pass before the next, or leave out persistent_workers=True"
+            )
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -84,8 +90,6 @@ class _Yielded:
             elif self._drawn:
                 self._drawn.popleft()
             raise
-        if self._loader.persistent_workers and self._noted() is not self._drawn:
-            self._drawn = None  # the workers are those of a later pass
         self._tickets.issue(self._drawn.popleft() if self._drawn else None, batch)
         return batch
 

@@ -23,7 +23,7 @@ from opacus_shuffle.core.randomness import secret_generator
 from opacus_shuffle.core.validation import integer
 from opacus_shuffle.engine.sampling.tickets import Part, Ticket
 
-_LAW = ("num_samples", "sample_rate", "batch_size")
+_LAW = ("num_samples", "sample_rate", "batch_size", "drop_last")
 
 
 class TicketedSampler(Sampler[Any]):
@@ -60,8 +60,8 @@ class TicketedSampler(Sampler[Any]):
                 changes = zip(_LAW, self._planned or (), self._law(), strict=True)
                 changed = ", ".join(f"{name} from {old} to {new}" for name, old, new in changes if old != new)
                 raise ValueError(
-                    f"the sampler of the data loader was changed ({changed}), so its batches are not those that are accounted: "
-                    "pass another loader to make_private"
+                    f"the sampler of the data loader was changed ({changed}), or its data, so that its batches are not those "
+                    "that are accounted: pass another loader to make_private"
                 )
             yield records
 
@@ -127,11 +127,15 @@ class FixedSizeSampler(TicketedSampler, BatchSampler):
 
 
 class OwnBatches(TicketedSampler, BatchSampler):
-    """The batches of a loader of the user's own."""
+    """The batches of a loader of the user's own, as long as that, its data and its batches stay as large."""
 
     def __init__(self, batches: BatchSampler) -> None:
-        super().__init__(batches.sampler, batches.batch_size, batches.drop_last)
         self.batches = batches
+        super().__init__(batches.sampler, batches.batch_size, batches.drop_last)
+
+    def _law(self) -> tuple[Any, ...]:
+        own: Any = self.batches
+        return len(own.sampler), None, own.batch_size, own.drop_last
 
     def draw(self) -> Iterable[list[int]]:
         """The batches of an epoch."""

@@ -8,6 +8,7 @@ come in silence. With a flag of this package, such as ``shuffle_weights``, noise
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from opacus.accountants.utils import get_noise_multiplier
 from opacus.optimizers import DPOptimizer
 from torch.utils.data import DataLoader
 
+from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.validation import finite_number, positive
 from opacus_shuffle.engine.run import Budget, Request, Run
 from opacus_shuffle.engine.sampling.samplers import ExactPoissonSampler, PoissonSampler
@@ -124,7 +126,15 @@ class OpacusOwn(Scheme):
         return {"noise_multiplier": float(found)}
 
     def describe(self, run: Run) -> None:
-        """Nothing: Opacus's accountants learn all from the step hook."""
+        """Nothing but what Opacus's accountants assume, where it is not so: they learn all else from the step hook."""
+        if run.sampling.kind == "own":
+            warnings.warn(
+                f"poisson_sampling=False: {self.name} accounts for Poisson samples, which the batches of this data loader are "
+                "not, and nobody sees how often each is stepped on, so that no ε of it is a guarantee; leave it out, or use "
+                "'subsampled_shuffle', 'shuffle_gauss' or 'shuffled_sums', which account for batches of one size",
+                PrivacyAssumptionWarning,
+                stacklevel=3,
+            )
 
     def account(self, run: Run) -> Callable[[DPOptimizer], None]:
         """What tells Opacus's accountant of every step: Opacus's own hook."""

@@ -192,3 +192,32 @@ def test_batches_are_drawn_as_they_are_accounted(name, what, value, split):
     with pytest.raises(ValueError, match=rf"was changed \({what} from .* to {value}\)"):
         run.train(batches)
     assert run.steps == run.accounted == 0
+
+
+@pytest.mark.parametrize("change", [{"records": 10}, {"records": 240}, {"batch_size": 3}, {"drop_last": True}])
+@pytest.mark.parametrize("split", [True, False])
+def test_a_loader_of_one_s_own_keeps_its_size(change, split):
+    """Of 10 records in batches of 6, 4 reports would be accounted as 6."""
+    run = Toy("shuffle_gauss", poisson_sampling=False, loader={"shuffle": True})
+    own, data = run.toy["data_loader"].batch_sampler, run.toy["data_loader"].dataset
+    for name, value in change.items():
+        if name == "records":
+            data.tensors = tuple(torch.cat([each] * 10)[:value] for each in data.tensors)
+        else:
+            setattr(own, name, value)
+    loader = run.loader
+    if split:
+        loader = BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=run.optimizer).__enter__()
+    with pytest.raises(ValueError, match=r"was changed \(.* from .* to .*\), or its data"):
+        run.train(loader)
+    assert run.steps == run.accounted == 0
+
+
+@every_accountant
+def test_sums_that_model_zero_grad_leaves_are_not_accounted_twice(name):
+    run = Toy(name)
+    batches = iter(run.loader)
+    run.train([next(batches)])
+    run.model.zero_grad()
+    run.backward(next(batches))
+    run.refused(r"optimizer\.zero_grad\(\)")

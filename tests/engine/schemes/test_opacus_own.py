@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle import PrivacyEngine
+from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 ADAPTIVE = {
@@ -170,3 +171,10 @@ def test_a_flag_of_ours_makes_noise_and_participation_secret_with_opacus_s_accou
     (first, sampling), (second, _) = run(), run()
     assert not torch.equal(first, second)
     assert sampling is not None
+
+
+@pytest.mark.parametrize("name", ["rdp", "prv", "gdp"])
+def test_batches_that_opacus_s_accountants_do_not_assume_are_warned_of(name):
+    engine = PrivacyEngine(accountant=name)
+    with pytest.warns(PrivacyAssumptionWarning, match=f"{name} accounts for Poisson samples, .*no ε of it is a guarantee"):
+        engine.make_private(**make_toy(), noise_multiplier=1.0, poisson_sampling=False)
