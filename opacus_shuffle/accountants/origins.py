@@ -5,10 +5,10 @@ rounds under a random name of its own, and what a checkpoint holds of one name i
 
 >>> run, other = Origins(), Origins()
 >>> history, foreign = [("round", 3)], [("round", 2)]
->>> run.add(2)
+>>> run.reach(2)
 >>> saved = run.copy()
->>> run.add(1)
->>> other.add(2)
+>>> run.reach(3)
+>>> other.reach(2)
 >>> run.united(history, saved, [("round", 2)])[1]
 [('round', 3)]
 >>> run.united(history, other, foreign)[1]
@@ -44,14 +44,19 @@ class Origins:
     seen: dict[str, int] = dataclasses.field(default_factory=dict)
     _own: tuple[int, str] | None = dataclasses.field(default=None, repr=False, compare=False)
 
-    def add(self, rounds: int) -> None:
-        """Counts rounds that were just released, under a name that no copy of this accountant and no forked process has."""
+    def reach(self, rounds: int) -> None:
+        """Names the rounds of a history that now has so many: no copy of this accountant and no forked process has that name.
+
+        All at once, because a handler of a signal may save a checkpoint in the middle of anything.
+        """
+        if rounds <= self.rounds:
+            return
         process, name = self._own or (0, "")
         if process != os.getpid() or name != next(reversed(self.held), None) or self.held[name] != self.seen[name]:
             name = secrets.token_hex(_NAME_LENGTH // 2)
-            self._own = os.getpid(), name
-        self.held[name] = self.held.get(name, 0) + rounds
-        self.seen[name] = self.held[name]
+        total = self.held.get(name, 0) + rounds - self.rounds
+        held, seen = {**self.held, name: total}, {**self.seen, name: total}
+        self.__dict__.update(held=held, seen=seen, _own=(os.getpid(), name))
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the name under which this very object counts on."""
@@ -156,8 +161,7 @@ class Origins:
     def unknown(cls, rounds: int) -> Origins:
         """Those of a history that says nothing of its origins: it is another one than all others."""
         origins = cls()
-        if rounds:
-            origins.add(rounds)
+        origins.reach(rounds)
         return origins.copy()
 
 
@@ -196,10 +200,11 @@ def count(history: Iterable[tuple[Any, int]]) -> int:
 
 
 def append(entries: list[tuple[Entry, int]], entry: Entry, steps: int) -> None:
-    """Adds to a list of repetitions; an equal last entry is counted on."""
+    """Adds to a list of repetitions; an equal last entry is counted on, and is missing at no moment."""
     if entries and entries[-1][0] == entry:
-        steps += entries.pop()[1]
-    entries.append((entry, steps))
+        entries[-1] = (entry, entries[-1][1] + steps)
+    else:
+        entries.append((entry, steps))
 
 
 def cut(history: Iterable[tuple[Entry, int]], begin: int, end: int) -> list[tuple[Entry, int]]:

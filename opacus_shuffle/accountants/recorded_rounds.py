@@ -95,9 +95,9 @@ class RecordedRounds(IAccountant):
         self._check_kind(mechanism)
         if self._unread:
             self._rounds, self._unread = self.rounds, []
-        append(self._rounds, mechanism, integer("steps", steps))
-        self._origins.add(int(steps))
-        self._ran = True
+        steps, self._ran = integer("steps", steps), True
+        append(self._rounds, mechanism, steps)
+        self._origins.reach(len(self))
 
     def _check_kind(self, mechanism: Any) -> None:
         """Refuses all but rounds of this very mechanism: one derived from it may mean something else, with other bounds."""
@@ -115,9 +115,9 @@ class RecordedRounds(IAccountant):
         told, steps = _read((noise_multiplier, sample_rate, 1))
         if not self._unknown():
             self._round(*told)  # refuses what is no round
-        append(self._unread, told, steps)
-        self._origins.add(steps)
         self._ran = True
+        append(self._unread, told, steps)
+        self._origins.reach(len(self))
 
     def __len__(self) -> int:
         """Rounds so far."""

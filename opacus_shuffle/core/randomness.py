@@ -41,14 +41,29 @@ class _Secret(Protocol):
 
 
 _LIVE: weakref.WeakSet[_Secret] = weakref.WeakSet()
+_WITHOUT: weakref.WeakKeyDictionary[Any, torch.device] = weakref.WeakKeyDictionary()
+_seed_of_parent: int | None = None  # of PyTorch's own generator, in a forked process
 
 
 def _renew_all() -> None:
     """In a process that was just forked: no secret of the parent's is used again."""
+    global _seed_of_parent
+    _seed_of_parent = torch.initial_seed()
     for secret in list(_LIVE):
         # A CUDA generator may refuse here; so does CUDA itself then, in all that it is asked for in a forked process.
         with contextlib.suppress(Exception):
             secret.renew()
+    for owner, device in list(_WITHOUT.items()):
+        with contextlib.suppress(Exception):
+            secret_after_fork(owner, device)
+
+
+def secret_after_fork(owner: Any, device: torch.device) -> None:
+    """Gives a generator to what draws from PyTorch's own, in every forked process, unless it has seeded that one anew."""
+    if owner.generator is None:
+        _WITHOUT[owner] = device
+        if _seed_of_parent == torch.initial_seed():
+            owner.generator = secret_generator(device)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork

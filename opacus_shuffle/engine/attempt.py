@@ -57,6 +57,7 @@ class AttemptMixin(OpenEngine):
         module, accountant, engine = run.request.module, dict(self.accountant.__dict__), dict(self.__dict__)
         earlier = module.shuffler if isinstance(module, ShuffleGradSampleModule) else None
         attempt = copy.copy(self)
+        attempt.__dict__.update(engine)
         attempt._plan = plan = _Plan(scheme, run)
         begun = dict(attempt.__dict__)
         try:

@@ -18,6 +18,7 @@ from opacus_shuffle.accountants.origins import rewound_sentence
 from opacus_shuffle.core.atomic_file import replacing
 from opacus_shuffle.core.validation import boolean
 from opacus_shuffle.engine.opacus_history import OpacusHistory
+from opacus_shuffle.engine.optimizers.ticketed_steps import forget_batch
 from opacus_shuffle.engine.unchanged import unchanged_if_refused
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
 
@@ -49,7 +50,12 @@ class CheckpointMixin(opacus.PrivacyEngine):
             path: As Opacus's; a file object is written to directly.
             checkpoint_dict: As Opacus's.
             **keywords: As Opacus's.
+
+        Raises:
+            ValueError: If training went on meanwhile, so that the weights might hold more than their accounting. The earlier
+                checkpoint stays.
         """
+        accounted = copy.copy(self.accountant.history)
         checkpoint_dict = {} if checkpoint_dict is None else checkpoint_dict
         if self.shuffler is not None:
             keywords["module"].state_dict()  # draws a permutation if one is due, before the secret is written down
@@ -60,6 +66,11 @@ class CheckpointMixin(opacus.PrivacyEngine):
                 checkpoint_dict[_ORIGINS] = origins
         with replacing(path) as file:
             super().save_checkpoint(path=file, checkpoint_dict=checkpoint_dict, **keywords)
+            if self.accountant.history != accounted:
+                raise ValueError(
+                    "a step was taken while the checkpoint was written, which its weights may hold, and its accounting does "
+                    "not: save between steps, in the thread that trains"
+                )
 
     def load_checkpoint(self, *, path: Any, allow_rewind: bool = False, **keywords: Any) -> dict[str, Any]:
         """As :meth:`opacus.PrivacyEngine.load_checkpoint`, refused whole, and without forgetting what this engine released.
@@ -68,7 +79,8 @@ class CheckpointMixin(opacus.PrivacyEngine):
         every round that ran *and* every round of the checkpoint, each once: going back to an earlier checkpoint of this run
         leaves the rounds since in the account, because they were released; the rounds of another run are added to those that
         ran here. A checkpoint of Opacus's own engine does not say which rounds it holds; it counts as another run's. A warning
-        names the rounds that stay. Permutations of weights go on from where the saved run was.
+        names the rounds that stay. Permutations of weights go on from where the saved run was. Gradients that
+        wait for a step are forgotten: they belong to the weights of before.
 
         Args:
             path: As Opacus's.
@@ -101,17 +113,22 @@ class CheckpointMixin(opacus.PrivacyEngine):
         self.accountant.__dict__.clear()
         self.accountant.__dict__.update(accountant.__dict__)
         self._opacus_history = history
+        forget_batch(keywords["module"], keywords.get("optimizer"))
         return checkpoint
 
-    def count_round(self) -> None:
+    def another_round(self, accountant: Any) -> contextlib.AbstractContextManager[None]:
         """Counts a round beside one of Opacus's own accountants, whose history anybody may set."""
         self._opacus_history = self._opacus_history or OpacusHistory()
-        self._opacus_history.ran += 1
+        return self._opacus_history.another_round(accountant)
 
     def warn_if_rewound(self) -> None:
         """Says so where rounds that ran are no longer accounted by one of Opacus's own accountants; the others say it."""
         if self._opacus_history is not None and (left_out := self._opacus_history.rewound(self.accountant)):
             warnings.warn(rewound_sentence(left_out), PrivacyAssumptionWarning, stacklevel=3)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles take along: the account, and neither the data set nor what trains."""
+        return {**self.__dict__, "dataset": None, "shuffler": None}
 
     @contextlib.contextmanager
     def _with_another_accountant(self) -> Iterator[None]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 from opacus.accountants import GaussianAccountant, IAccountant
 
-from opacus_shuffle.accountants.origins import Origins, append, count, cut, digest, tell_of_kept_rounds
+from opacus_shuffle.accountants.origins import Origins, append, count, cut, tell_of_kept_rounds
 from opacus_shuffle.core.validation import finite_number, integer
 
 Entries = list[tuple[tuple[float, float], int]]
@@ -17,26 +19,37 @@ class OpacusHistory:
     """Follows an accountant's history, and unites it with those of checkpoints.
 
     Attributes:
-        origins: Which releases the history consists of, when it was looked at last.
-        ran: Rounds that ran since then.
+        origins: Which releases the history consists of, as far as is known.
     """
 
     def __init__(self) -> None:
         self.origins = Origins()
-        self.ran = 0
-        self._digest = digest([])
+        self._looked_at: Entries = []
+
+    @contextlib.contextmanager
+    def another_round(self, accountant: IAccountant) -> Iterator[None]:
+        """Counts the round that the accountant records meanwhile; if it refuses it, its history is what it was.
+
+        Opacus's accountants take the last entry out before they look whether they can put a longer one in.
+        """
+        if not _keeps_triples(accountant):
+            yield
+            return
+        before = list(accountant.history)
+        try:
+            yield
+        except BaseException:
+            accountant.history = before
+            raise
+        self.origins.reach(sum(steps for *_, steps in accountant.history))
 
     def follow(self, accountant: IAccountant) -> Entries:
         """Looks at what ran since the last look; a history that was set by hand, or by the accountant, is another one."""
-        entries, known = entries_of(accountant.history), self.origins.rounds
-        if digest(cut(entries, 0, known)) != self._digest or count(entries) < known + self.ran:
-            if self.ran:
-                self.origins.add(self.ran)
+        entries = entries_of(accountant.history)
+        if cut(entries, 0, count(self._looked_at)) != self._looked_at or count(entries) < self.origins.rounds:
             self.origins = self.origins.replaced_by(Origins())
-        if more := count(entries) - self.origins.rounds:
-            self.origins.add(more)
-        self.ran = 0
-        self._digest = digest(entries)
+        self.origins.reach(count(entries))
+        self._looked_at = entries
         return entries
 
     def loaded(
@@ -78,7 +91,7 @@ class OpacusHistory:
             if union != saved:
                 trial.history = [(*entry, steps) for entry, steps in union]
             tell_of_kept_rounds(count(union) - count(saved), count(saved))
-        after._digest = digest(entries_of(trial.history))
+        after._looked_at = entries_of(trial.history)
         return trial, after
 
     def rewound(self, accountant: IAccountant) -> int:

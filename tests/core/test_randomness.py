@@ -101,6 +101,28 @@ def test_noise_participation_and_permutations_of_an_engine_differ_after_a_fork(a
         assert first != second != own != first
 
 
+@forks
+@pytest.mark.parametrize("before", [True, False])
+def test_after_a_fork_opacus_own_accountants_draw_from_secrets_unless_seeded_anew(before):
+    def private():
+        return PrivacyEngine(accountant="rdp").make_private(**make_toy(), noise_multiplier=2.0)
+
+    def draws(seed=None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        _, optimizer, loader = made if before else private()
+        return drawn(optimizer.generator), drawn(loader.batch_sampler.generator)
+
+    torch.manual_seed(3)
+    made = private()
+    assert made[1].generator is made[2].batch_sampler.generator is None
+    found = {each for _ in range(2) for each in map(tuple, in_child(draws))} | {tuple(drawn(None))}
+    assert len(found) == 5
+    same = in_child(lambda: draws(5)) == in_child(lambda: draws(5))
+    assert same is not before
+    assert made[1].generator is None
+
+
 @pytest.mark.parametrize("device", ["cpu", on_cuda])
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_a_copy_of_a_secret_generator_is_another_secret(device, duplicate):

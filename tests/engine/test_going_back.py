@@ -11,6 +11,7 @@ import opacus
 import pytest
 import torch
 from helpers.toy import make_toy, run_epoch, way_of
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 from opacus_shuffle import PrivacyEngine
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
@@ -25,14 +26,16 @@ stays = pytest.mark.filterwarnings("ignore:the checkpoint holds")
 class Run:
     """A small private run."""
 
-    def __init__(self, name: str, **toy) -> None:
+    def __init__(self, name: str, *, grad_sample_mode: str = "hooks", **toy) -> None:
         self.engine = PrivacyEngine(accountant=name)
         keywords = {} if name in OPACUS else way_of(name)
-        self.model, self.optimizer, self.loader = self.engine.make_private(**make_toy(**toy), noise_multiplier=2.0, **keywords)
+        made = self.engine.make_private(**make_toy(**toy), noise_multiplier=2.0, grad_sample_mode=grad_sample_mode, **keywords)
+        self.model, self.optimizer, self.loader = made[0], made[1], made[-1]
+        self.criterion = made[2] if len(made) > 3 else torch.nn.CrossEntropyLoss()
 
     def train(self, epochs: int = 1) -> Run:
         for _ in range(epochs):
-            run_epoch(self.model, self.optimizer, self.loader)
+            run_epoch(self.model, self.optimizer, self.loader, self.criterion)
         return self
 
     def saved(self) -> io.BytesIO:
@@ -199,3 +202,63 @@ def test_what_opacus_own_accountant_loads_by_itself_is_not_forgotten_in_silence(
             run.engine.get_epsilon(1e-5)
         run.train(1)
     assert Run(name).load(run.saved()).rounds == run.rounds
+
+
+def test_a_step_that_gdp_refuses_leaves_its_history_as_it_was():
+    run = Run("gdp").train(1)
+    spent, run.optimizer.noise_multiplier = run.engine.get_epsilon(1e-5), 1.0
+    with pytest.raises(ValueError, match="have to stay constant"):
+        run.train(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyAssumptionWarning)
+        assert (run.rounds, run.engine.get_epsilon(1e-5)) == (STEPS, spent)
+
+
+@stays
+@pytest.mark.parametrize("with_optimizer", [True, False])
+@pytest.mark.parametrize("options", [{}, {"grad_sample_mode": "ghost"}, {"grad_sample_mode": "ew"}], ids=str)
+@pytest.mark.parametrize("name", ["rdp", "shuffled_checkin"])
+def test_a_load_in_the_middle_of_a_batch_forgets_its_gradients(name, options, with_optimizer):
+    run = Run(name, records=240, batch_size=60, **options)
+    run.train(1)
+    file = run.saved()
+    batches = iter(run.loader)
+    for step in range(2):  # the backward pass before the load, and after it
+        x, y = next(batches)
+        run.optimizer.zero_grad()
+        loss = run.criterion(run.model(x), y)
+        if not step:
+            loss.backward()
+        file.seek(0)
+        run.engine.load_checkpoint(path=file, module=run.model, optimizer=run.optimizer if with_optimizer else None)
+        loaded = [each.detach().clone() for each in run.model.parameters()]
+        assert all(each.grad is None for each in run.model.parameters())
+        if step:
+            with pytest.raises(ValueError, match=r"before the last one|no gradient per record can be had"):
+                loss.backward()
+        with pytest.raises(ValueError, match=r"no fresh batch.* checkpoint was loaded"):
+            run.optimizer.step()
+        assert all(map(torch.equal, loaded, run.model.parameters()))
+        assert run.rounds == STEPS
+    x, y = next(batches)
+    run.optimizer.zero_grad()
+    run.criterion(run.model(x), y).backward()
+    run.optimizer.step()
+    assert run.rounds == STEPS + 1
+
+
+@stays
+def test_a_load_in_the_middle_of_a_split_batch_forgets_its_sum():
+    run = Run("shuffled_checkin", records=240, batch_size=60)
+    file = run.train(1).saved()
+    with BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=8, optimizer=run.optimizer) as loader:
+        for number, (x, y) in enumerate(loader):
+            run.optimizer.zero_grad()
+            run.criterion(run.model(x), y).backward()
+            if number == 2:
+                run.load(file)
+                assert all(each.summed_grad is None for each in run.model.parameters())
+                break
+            run.optimizer.step()
+    assert run.optimizer.num_records == 0
+    assert run.train(1).rounds == 2 * STEPS

@@ -139,3 +139,40 @@ def test_a_private_optimizer_refuses_to_be_copied_and_later_ones_of_its_class_tr
     assert copy.deepcopy(optimizer.state_dict()).keys() == {"state", "param_groups"}
     copy.deepcopy(optimizer.original_optimizer)
     run_epoch(model, optimizer, loader)
+
+
+@pytest.mark.parametrize("name", ["rdp", "shuffled_checkin"])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda engine: pickle.loads(pickle.dumps(engine)), copy.copy])
+def test_a_copy_of_an_engine_takes_the_account_along_and_no_data(name, duplicate):
+    engine, toy = PrivacyEngine(accountant=name), make_toy()
+    made = engine.make_private(**toy, noise_multiplier=2.0, shuffle_weights=True)
+    run_epoch(*made)
+    copied = duplicate(engine)
+    records = toy["data_loader"].dataset.tensors[0]
+    assert not any(each.numpy().tobytes() in data for each in records for data in (pickle.dumps(engine), dumped(copied)))
+    assert copied.get_epsilon(1e-5) == engine.get_epsilon(1e-5) > 0
+    run_epoch(*made)
+    assert engine.dataset is not None is copied.dataset
+    assert engine.shuffler is not None is copied.shuffler
+    run_epoch(*copied.make_private(**make_toy(), noise_multiplier=2.0))
+    assert sum(steps for *_, steps in copied.accountant.history) == (8 if duplicate is not copy.copy else 12)
+
+
+@pytest.mark.parametrize("name", ["rdp", "shuffled_checkin", "shuffle_gauss"])
+def test_a_loader_is_copied_but_never_pickled_for_it_holds_the_data(name):
+    model, optimizer, loader, _ = private(name)
+    for thing in (loader, [model, loader]):
+        for pickled in (pickle.dumps, dumped):
+            with pytest.raises(ValueError, match="holds the data set"):
+                pickled(thing)
+    for copied in (copy.copy(loader), copy.deepcopy(loader)):
+        assert sum(1 for _ in copied) == len(loader)
+    run_epoch(model, optimizer, loader)
+
+
+@pytest.mark.parametrize("refused", [copy.copy, copy.deepcopy, pickle.dumps, dumped])
+def test_what_shuffles_weights_refuses_to_be_copied_by_name(refused):
+    model, *run = private(shuffle_weights=True)
+    with pytest.raises(ValueError, match="WeightShuffler cannot be copied or pickled"):
+        refused(model.shuffler)
+    run_epoch(copy.deepcopy(model) and model, *run[:2])

@@ -6,11 +6,14 @@ from collections.abc import Callable, Set
 from typing import Any
 
 from opacus.optimizers import DPOptimizer
+from torch import nn
 
 from opacus_shuffle.core.opacus_compat import OpenOptimizer, drop_partial_batch, drop_sum, refuse_used, rows_waiting
 from opacus_shuffle.engine.optimizers.logical_batch import LogicalBatch
 from opacus_shuffle.engine.optimizers.released_only import ReleasedOnly, guard_steps
+from opacus_shuffle.engine.sampling.fresh_inputs import withdraw_batch
 from opacus_shuffle.engine.sampling.tickets import TicketBook
+from opacus_shuffle.permutation.network import unwrap
 
 
 class TicketedSteps(OpenOptimizer):
@@ -124,7 +127,24 @@ class TicketedSteps(OpenOptimizer):
                 "zero_grad() after each, or split batches with BatchMemoryManager"
             )
 
+    def forget_batch(self) -> None:
+        """Throw away what was summed, and what waits to be."""
+        self._drop(drop_partial_batch)
+        self.zero_grad()
+        if self.tickets is not None:
+            self.tickets.void()
+
     def _drop(self, how: Callable[[DPOptimizer], None]) -> None:
         how(self)
         if isinstance(self, LogicalBatch):
             self.forget_sum()
+
+
+def forget_batch(network: nn.Module, optimizer: Any = None) -> None:
+    """Throws away what waits for a step, because other weights have come in the place of those that it belongs to."""
+    for parameter in network.parameters():
+        parameter.grad = None
+        parameter.__dict__.update((name, None) for name in ("grad_sample", "summed_grad") if hasattr(parameter, name))
+    withdraw_batch(unwrap(network))
+    if isinstance(optimizer, TicketedSteps):
+        optimizer.forget_batch()

@@ -15,7 +15,7 @@ import copy
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from opacus.data_loader import DPDataLoader
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
@@ -34,6 +34,27 @@ class TicketedLoader(DataLoader):
     """
 
     tickets: TicketBook | None = None
+
+    def __copy__(self) -> TicketedLoader:
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TicketedLoader:
+        copied = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuses to be pickled.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "the data loader that make_private returned holds the data set, and the right to step on its batches, which no "
+            "other process has: pickle neither it nor what holds it; call make_private there"
+        )
 
     def __iter__(self) -> Any:
         if self.tickets is None:

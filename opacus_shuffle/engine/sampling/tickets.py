@@ -106,7 +106,8 @@ class TicketBook:
         part = self.latest
         if part is None:
             raise ValueError(
-                f"optimizer.step() has no fresh batch: none was drawn from the data loader of make_private; {REMEDY}"
+                "optimizer.step() has no fresh batch: none was drawn from the data loader of make_private, or a checkpoint was "
+                f"loaded since; {REMEDY}"
             )
         if part.ticket.released or part.index in part.ticket.summed:
             raise ValueError(

@@ -18,6 +18,7 @@ from opacus.optimizers import DPOptimizer
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
+from opacus_shuffle.core.randomness import secret_after_fork
 from opacus_shuffle.core.validation import finite_number, positive
 from opacus_shuffle.engine.run import Budget, Request, Run
 from opacus_shuffle.engine.sampling.samplers import ExactPoissonSampler, PoissonSampler
@@ -141,10 +142,17 @@ class OpacusOwn(Scheme):
         hook: Callable[[DPOptimizer], None] = self.accountant.get_optimizer_hook_fn(sample_rate=run.sampling.sample_rate)
 
         def account(optimizer: DPOptimizer) -> None:
-            hook(optimizer)
-            self.engine.count_round()
+            with self.engine.another_round(self.accountant):
+                hook(optimizer)
 
         return account
+
+    def attach(self, run: Run, made: tuple[Any, ...]) -> None:
+        """As all schemes; in a process that is forked noise and participation are secret, for there Opacus repeats them."""
+        super().attach(run, made)
+        secret_after_fork(made[1], self.noise_device(run.request))
+        if isinstance(made[-1].batch_sampler, PoissonSampler):
+            secret_after_fork(made[-1].batch_sampler, torch.device("cpu"))
 
     def sampler(self, run: Run, loader: DataLoader, *, distributed: bool) -> DataLoader:
         """As Opacus's: the user's own loader stays what it is."""

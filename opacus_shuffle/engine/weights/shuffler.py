@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed
@@ -96,6 +96,17 @@ class WeightShuffler:
         self._handles = after_each_update(self._optimizer, self._after_update)
         if mode == "on_release":
             self._handles += self._state_hooks()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuses to be copied or pickled.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "a WeightShuffler cannot be copied or pickled: it moves the weights of its own network alone; keep its "
+            "state_dict(), or engine.save_checkpoint(...)"
+        )
 
     def shuffle_(self) -> None:
         """Draws a permutation and moves everything by it, now."""
