@@ -21,7 +21,7 @@ ValueError: module mixes records in 1 (Centred): ...
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,35 +38,42 @@ class UnprobedError(Exception):
     """The network did not run, or no output has a row per record."""
 
 
-def refuse_mixed_records(network: nn.Module, call_of: Callable[[int], tuple[int, Call]], *, axis: int = 0) -> None:
+def refuse_mixed_records(
+    network: nn.Module, call_of: Callable[[int], tuple[int, Call]], *, axis: int = 0, more: Sequence[int] = ()
+) -> None:
     """Refuses a network that mixes records.
 
     Args:
         network: As it trains.
         call_of: The arguments for so many records, or as many as there are, and how many they are.
         axis: Where tensors have their records.
+        more: Numbers of records to try besides, should it take only some: records in groups of seven, say.
 
     Raises:
         ValueError: It does; the message names the innermost module that does it.
         UnprobedError: It cannot be told.
     """
-    place = ""
-    # Four rows may be none of records (the states of four layers): what is true of five as well is no chance.
-    for records in (4, 5):
+    places: list[str] = []
+    failure: Exception | None = None
+    # Four rows may be none of records (the states of four layers): what is true of another number as well is no chance.
+    for wanted in (4, 5, 6, *more):
         try:
-            records, call = call_of(records)
+            records, call = call_of(wanted)
             found = _mixing_place(network, call, records, axis)
-        except UnprobedError:
-            raise
         except Exception as error:
-            raise UnprobedError from error
+            failure = error
+            continue
         if found is None:
             return
-        place = found
+        places.append(found)
+        if len(places) > 1:
+            break
+    if not places:
+        raise UnprobedError from failure
     raise ValueError(
-        f"module mixes records in {place}: one record's output or gradient changes when another record does, so that clipping "
-        "bounds nobody's influence; compute what it takes from the batch (a mean, a norm, a rank) within each record, as "
-        "nn.LayerNorm and nn.GroupNorm do"
+        f"module mixes records in {places[-1]}: one record's output or gradient changes when another record does, so that "
+        "clipping bounds nobody's influence; compute what it takes from the batch (a mean, a norm, a rank) within each record, "
+        "as nn.LayerNorm and nn.GroupNorm do"
     )
 
 

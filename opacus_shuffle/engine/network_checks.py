@@ -59,7 +59,7 @@ def check_network(request: Request, engine: Any) -> FirstBatch | None:
         return min(records, len(request.data_loader.dataset)), from_batch(network, batch)  # type: ignore[arg-type]
 
     try:
-        first.check(network, call_of)
+        first.check(network, call_of, batch=request.data_loader.batch_size)
         if request.grad_sample_mode == "ghost":
             refuse_unseen_gradients(network, call_of(2)[1], batch_first=request.batch_first)
     except UnprobedError:
@@ -145,14 +145,19 @@ class FirstBatch:
         trained = set(map(id, request.trainable))
         self.trained = frozenset(name for name, each in network.named_parameters() if id(each) in trained)
 
-    def check(self, network: nn.Module, call_of: Any) -> None:
+    def check(self, network: nn.Module, call_of: Any, *, batch: int | None) -> None:
         """Refuses records that depend on each other, and position ids of one row.
+
+        Args:
+            network: What is trained.
+            call_of: Its arguments for so many records.
+            batch: How many there are in a batch, if that is known.
 
         Raises:
             ValueError: There are some.
             UnprobedError: The network does not run on these records.
         """
-        refuse_mixed_records(network, call_of, axis=self.axis)
+        refuse_mixed_records(network, call_of, axis=self.axis, more=[n for n in (batch,) if n])
         refuse_misplaced_rows(network, call_of, axis=self.axis, batch_first=self.axis == 0)
         embeddings = any(isinstance(each, nn.Embedding) for each in network.modules())
         if self.axis == 0 and embeddings:
@@ -179,7 +184,7 @@ class FirstBatch:
         self.leave(module)
         try:
             with contextlib.suppress(UnprobedError):
-                self.check(unwrap(module), call_of)
+                self.check(unwrap(module), call_of, batch=whole)
         except BaseException:
             self.wait_on(module)
             raise

@@ -95,6 +95,18 @@ def test_the_innermost_module_is_named():
         private(network)
 
 
+def in_groups(x, size):
+    groups = x.view(len(x) // size, size, -1)
+    return (groups - groups.mean(1, keepdim=True)).view(x.shape)
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 12])
+def test_records_that_mix_in_groups_are_refused_though_most_numbers_of_them_do_not_run(size):
+    toy = make_toy(batch_size=12)
+    with pytest.raises(ValueError, match=r"module mixes records in the module itself \(Inside\): "):
+        private(Inside(lambda x: in_groups(x, size)), data_loader=toy["data_loader"])
+
+
 @pytest.mark.parametrize("function", APART)
 def test_records_that_do_not_mix_are_trained(function):
     assert_trains(Inside(APART[function]), lambda output, y: nn.functional.cross_entropy(output, y))
