@@ -1,5 +1,7 @@
 """Buffers that the data flow into: a running mean, say. Nothing clips or noises them, and whoever gets the network gets them.
 
+So it is with tensors that are plain attributes. Where a later pass reads them, records act on steps that they have no part in.
+
 >>> import torch
 >>> class Mean(nn.Module):
 ...     def __init__(self):
@@ -20,15 +22,17 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 
 
 class WatchedBuffers:
-    """Warns, by name, of buffers that forward passes in training mode change: at the first one, and whenever they leave.
+    """Warns, by name, of tensors that forward passes in training mode change: at the first one, of buffers whenever they leave.
 
     Args:
         network: The network itself, not a wrapper.
@@ -39,17 +43,14 @@ class WatchedBuffers:
 
     def __init__(self, network: nn.Module) -> None:
         self.changed: list[str] = []
-        self._places = [
-            (part, key, f"{name}.{key}" if name else key) for name, part in network.named_modules() for key in part._buffers
-        ]
+        self._places = list(_places(network))
+        self._scanned = False
         self._before: list[tuple[int, int]] = []
-        self._handles: list[Any] = []
-        if self._places:
-            self._handles = [
-                network.register_forward_pre_hook(self._look),
-                network.register_forward_hook(self._look_again),
-                network.register_state_dict_post_hook(self),  # type: ignore[no-untyped-call]
-            ]
+        self._handles: list[Any] = [
+            network.register_forward_pre_hook(self._look),
+            network.register_forward_hook(self._look_again),
+            network.register_state_dict_post_hook(self),  # type: ignore[no-untyped-call]
+        ]
 
     def end(self) -> None:
         """Stops watching."""
@@ -57,36 +58,59 @@ class WatchedBuffers:
             handle.remove()
 
     def _look(self, network: nn.Module, *_: Any) -> None:
+        if network.training and not self._scanned:
+            self._places = list(_places(network))
         self._before = self._now() if network.training else []
 
     def _look_again(self, network: nn.Module, *_: Any) -> None:
-        if not (network.training and self._before):
+        if not network.training:
             return
-        for (_, _, name), before, after in zip(self._places, self._before, self._now(), strict=True):
-            if before != after and name not in self.changed:
-                self.changed.append(name)
-                self._warn([name])
+        for (_, _, name), before, after in zip(self._places, self._before, self._now(), strict=False):
+            if before != after:
+                self._tell(name)
+        if not self._scanned:  # attributes that there were none of
+            self._scanned, known = True, {name for *_, name in self._places}
+            new = [each for each in _places(network) if each[-1] not in known]
+            self._places += new
+            for *_, name in new:
+                self._tell(name)
+            if not self._places:
+                self.end()
 
     def __call__(self, *_: Any) -> None:
-        """Warns again, as a hook of the state dict."""
-        if self.changed:
-            self._warn(self.changed)
+        """Warns again of buffers, as a hook of the state dict."""
+        if leaving := [name for part, key, name in self._places if name in self.changed and key in part._buffers]:
+            self._warn(leaving)
 
     def _now(self) -> list[tuple[int, int]]:
-        """Which tensors the buffers are, and how often each was written to."""
-        tensors = [part._buffers.get(key) for part, key, _ in self._places]
+        """Which tensors there are, and how often each was written to."""
+        tensors = [part._buffers.get(key, vars(part).get(key)) for part, key, _ in self._places]
         return [(id(each), 0 if each is None or each.is_inference() else each._version) for each in tensors]
+
+    def _tell(self, name: str) -> None:
+        """Warns of a tensor once."""
+        if name not in self.changed:
+            self.changed.append(name)
+            self._warn([name])
 
     @staticmethod
     def _warn(names: list[str]) -> None:
         which = ", ".join(map(repr, names))
         warnings.warn(
             f"buffer {which} of the network changes in the forward pass: if it depends on the records, as a mean of the batch "
-            "does, it is neither clipped nor noised, and whoever gets the network, its state_dict or a checkpoint gets what no "
-            "epsilon covers; compute it from public data, or take it out of the network",
+            "does, it is neither clipped nor noised, and whoever gets the network, its state_dict or a checkpoint, or weights "
+            "of later steps that read it, gets what no epsilon covers; compute it from public data, or take it out of the "
+            "network",
             PrivacyAssumptionWarning,
             stacklevel=2,
         )
+
+
+def _places(network: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    """Buffers, and tensors that are plain attributes: their module, the key under which it has them, and their whole name."""
+    for name, part in network.named_modules():
+        plain = [key for key, each in vars(part).items() if isinstance(each, torch.Tensor)]
+        yield from ((part, key, f"{name}.{key}" if name else key) for key in [*part._buffers, *plain])
 
 
 def watch_buffers(network: nn.Module) -> None:

@@ -29,6 +29,8 @@ class Statistics(nn.Module):
         with torch.no_grad():
             if self.how == "in place" and self.training and len(x):
                 self.mean.lerp_(x.mean(0), 0.1)
+            if self.how == "attribute" and self.training and len(x):
+                self.centre = x.mean(0)
             if self.how == "anew" and self.training and len(x):
                 self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
         return x * self.constant
@@ -86,3 +88,15 @@ def test_buffers_that_stay_and_passes_in_evaluation_are_nothing_to_warn_of():
     with pytest.warns(PrivacyAssumptionWarning, match=r"1\.mean") as told:
         again[0](torch.randn(3, 5))
     assert len(told) == 1
+
+
+def test_an_attribute_that_a_training_pass_changes_is_named_once_and_does_not_leave_with_the_weights():
+    _, network, (model, optimizer, loader) = private("attribute")
+    network[0].width = torch.ones(())
+    with pytest.warns(PrivacyAssumptionWarning, match=r"'1\.centre' of the network changes") as told:
+        run_epoch(model, optimizer, loader)
+    assert sum(isinstance(each.message, PrivacyAssumptionWarning) for each in told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyAssumptionWarning)
+        model.state_dict()
+        run_epoch(model, optimizer, loader)
