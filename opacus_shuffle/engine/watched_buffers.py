@@ -65,15 +65,15 @@ class WatchedBuffers:
     def _look_again(self, network: nn.Module, *_: Any) -> None:
         if not network.training:
             return
-        for (_, _, name), before, after in zip(self._places, self._before, self._now(), strict=False):
+        for watched, before, after in zip(self._places, self._before, self._now(), strict=False):
             if before != after:
-                self._tell(name)
+                self._tell(watched[2])
         if not self._scanned:  # attributes that there were none of
-            self._scanned, known = True, {name for *_, name in self._places}
-            new = [each for each in _places(network) if each[-1] not in known]
-            self._places += new
-            for *_, name in new:
-                self._tell(name)
+            self._scanned, known = True, {name for _, _, name in self._places}
+            for place in _places(network):
+                if place[2] not in known:
+                    self._places.append(place)
+                    self._tell(place[2])
             if not self._places:
                 self.end()
 

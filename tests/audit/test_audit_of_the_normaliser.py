@@ -1,0 +1,53 @@
+"""An audit of Opacus's issue 819: what a sum is divided by tells who left the data set, but not whose report is zero."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_shuffle import PrivacyEngine
+from opacus_shuffle.audit import audit_scores
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
+DELTA, STEPS = 1e-5, 150
+
+
+def spreads(accountant, records, *, present, seed):
+    """The spread of each released gradient over its entries, which shows what it was divided by; and ε of one step."""
+    x = torch.zeros(records, 400)
+    x[0] = float(present)  # whoever has zeros has a gradient of zero
+    network = nn.Linear(400, 5, bias=False)
+    engine = PrivacyEngine(accountant=accountant, seed=seed)
+    model, optimizer, loader = engine.make_private(
+        module=network,
+        optimizer=torch.optim.SGD(network.parameters(), lr=0.0),
+        data_loader=DataLoader(TensorDataset(x), batch_size=4),
+        noise_multiplier=4.0,
+        max_grad_norm=1.0,
+    )
+    found, epsilon = [], None
+    while len(found) < STEPS:
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+            found.append(float(network.weight.grad.std()))
+            epsilon = engine.get_epsilon(DELTA) if epsilon is None else epsilon
+    return torch.tensor(found[:STEPS]), epsilon
+
+
+def lower_bound(without, with_it):
+    return max(float(audit_scores(sign * without, sign * with_it, delta=DELTA, confidence=0.999)) for sign in (1.0, -1.0))
+
+
+@pytest.mark.parametrize("accountant", ["shuffle_gauss", "subsampled_shuffle", "shuffled_checkin", "rdp"])
+def test_a_divisor_of_public_numbers_does_not_tell_whose_report_is_zero(accountant):
+    (zeroed, epsilon), (whole, _) = (spreads(accountant, 40, present=each, seed=int(each)) for each in (False, True))
+    assert lower_bound(zeroed, whole) <= epsilon
+
+
+def test_the_audit_sees_that_opacus_s_divisor_tells_who_left_the_data_set_at_any_noise():
+    (smaller, _), (whole, epsilon) = (spreads("rdp", each, present=False, seed=each) for each in (39, 40))
+    assert lower_bound(smaller, whole) > 2 > epsilon
