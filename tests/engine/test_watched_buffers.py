@@ -67,6 +67,7 @@ def test_a_buffer_that_a_training_pass_changes_is_named_then_and_whenever_it_lea
 def test_buffers_that_stay_and_passes_in_evaluation_are_nothing_to_warn_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyAssumptionWarning)
+        warnings.filterwarnings("ignore", "poisson_sampling=False")
         engine, network, (model, optimizer, loader) = private("constant")
         run_epoch(model, optimizer, loader)
         network[1].how = "in place"
