@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import math
-import signal
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from helpers.bad_calls import require_named_refusals
 
 import opacus_shuffle
 from opacus_shuffle import ShuffleVectorSum, accountants, sco
@@ -31,16 +26,6 @@ from opacus_shuffle.protocols.calibration import noise_variance
 from opacus_shuffle.protocols.scalar_sum import ShuffleScalarSum
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-SECONDS = 60
-"""Of processor time, of one call: what hangs takes minutes, whatever else the machine does."""
-_ALSO = {"accountant": ("accountant", "accounting mechanism"), "epochs": ("must be",)}
-"""Words for an argument beside or in place of its name: Opacus's, and of steps that follow from epochs."""
-BAD = [
-    *(math.nan, math.inf, -math.inf, True, False, None, "", "1", "certified", b"1", [], {}, [1.0, 2.0], (), object(), 1j),
-    *(0, -1, 0.5, 1, 2, 1e-308, 5e-324, 1e308, 2**53, 2**70, 10**400, -0.0, 1e-12, 1e15, -1e-300),
-    *(np.float64(0.3), np.float32("nan"), np.int64(-3), np.bool_(True), np.array([1.0]), np.array(2.0), torch.tensor(math.nan)),
-    torch.tensor([1.0, 2.0]),
-]
 RUNS: dict[str, dict[str, Any]] = {
     "shuffle_gauss": {"noise_multiplier": 4.0, "num_users": 1000},
     "subsampled_shuffle": {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.1},
@@ -179,63 +164,10 @@ def _get_epsilon(**options: Any) -> Any:
     return engine.get_epsilon(**options)
 
 
-class Hang(BaseException):
-    """A call took too much processor time."""
-
-
-@contextlib.contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """Ends what takes more processor time than that; a busy machine does not matter."""
-
-    def stop(*_: Any) -> None:
-        raise Hang
-
-    before = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
-
-
-def holds_nan(answer: Any) -> bool:
-    """Whether an answer has NaN in it."""
-    if isinstance(answer, torch.Tensor | np.ndarray):
-        return bool(torch.as_tensor(answer).isnan().any())
-    if dataclasses.is_dataclass(answer) and not isinstance(answer, type):
-        return any(holds_nan(getattr(answer, field.name)) for field in dataclasses.fields(answer))
-    if isinstance(answer, list | tuple):
-        return any(map(holds_nan, answer))
-    return isinstance(answer, float) and math.isnan(answer)
-
-
-def verdict(function: Callable[..., Any], arguments: dict[str, Any], name: str) -> str | None:
-    """What is wrong with a call; None if it answers, or its error names the argument."""
-    try:
-        with limited(SECONDS), warnings.catch_warnings(), np.errstate(all="ignore"):
-            warnings.simplefilter("ignore")
-            return "answers NaN" if holds_nan(function(**arguments)) else None
-    except Hang:
-        return "hangs"
-    except (ValueError, TypeError) as error:
-        words = _ALSO.get(name, (name.removeprefix("target_"),))  # "epsilon" where the target is one
-        return None if any(word in str(error) for word in words) else f"does not name it: {type(error).__name__}: {error}"
-    except Exception as error:
-        return f"is obscure: {type(error).__name__}: {error}"
-
-
 @pytest.mark.parametrize("call", calls())
 def test_every_call_answers_or_names_the_argument(call: str) -> None:
     function, valid = calls()[call]
-    assert verdict(function, valid, "") is None, "the valid arguments are not"
-    found = [
-        f"{name}={bad!r:.40} {wrong}"
-        for name in valid
-        for bad in BAD
-        if (wrong := verdict(function, {**valid, name: bad}, name)) is not None
-    ]
-    assert not found, "\n".join(line[:200] for line in found)
+    require_named_refusals(function, valid, poisson_sampling=None, orders=None)
 
 
 @pytest.mark.parametrize("call", calls())

@@ -270,7 +270,7 @@ class RecordedRounds(IAccountant):
                     each._rounds, each._unread = each.rounds, []
                 elif each._rounds:
                     unknown = ", ".join(each._unknown())
-                    raise ValueError(f"what ran here cannot be united with state_dict while {unknown} is unknown: set it first")
+                    raise ValueError(f"what ran here cannot be merged with state_dict while {unknown} is unknown: set it first")
             loaded: list[tuple[Any, int]] = [*saved._rounds, *saved._unread]
             union: list[tuple[Any, int]]
             saved._origins, union = self._origins.united([*ran._rounds, *ran._unread], origins, loaded)

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opacus_shuffle.accountants.bounds.registry import Rounds, baselines_of, bounds_of, find_bound, kind_of, ladder
-from opacus_shuffle.accountants.mechanism import Mechanism
 from opacus_shuffle.accountants.origins import rewound_sentence
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound, finite
 from opacus_shuffle.core.rounding import round_down, round_up
 from opacus_shuffle.core.tables import html_table, paragraph, text_table
-from opacus_shuffle.core.validation import boolean, integer
+from opacus_shuffle.core.validation import boolean, integer, open_unit_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,16 +77,10 @@ class PrivacyReport:
         rewound: int = 0,
         predictable: Sequence[str] = (),
     ) -> None:
-        if not isinstance(rounds, Sequence) or not all(
-            isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], Mechanism) for entry in rounds
-        ):
-            raise ValueError(f"rounds must be a list of (mechanism, number of rounds) pairs, got {rounds!r}")
-        if not rounds:
-            raise ValueError("rounds must not be empty: there is nothing to report")
+        self.kind = kind_of(rounds)
         self.rounds = tuple((mechanism, integer("number of rounds", count)) for mechanism, count in rounds)
-        self.delta = delta
+        self.delta = open_unit_interval("delta", delta)
         self.adjacency = Adjacency(adjacency)
-        self.kind = kind_of(self.rounds)
         self.simulated = boolean("simulated", simulated)
         self.emulated = boolean("emulated", emulated)
         self.rewound = integer("rewound", rewound, minimum=0)

@@ -88,9 +88,10 @@ class Alignment:
         Raises:
             ValueError: If a tensor has another shape.
         """
+        names = _names(self._spec, "tensors", tensors)
         found = dict(tensors)
         moving: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
-        for key, name in _names(self._spec, "tensors", tensors).items():
+        for key, name in names.items():
             found[key] = tensors[key].detach().clone()
             moving[name].append(found[key])
         self._spec.move(moving, self._spec.invert(self.plan))
@@ -249,7 +250,7 @@ def _names(spec: PermutationSpec, argument: str, tensors: StateDict) -> dict[str
     """Returns, for every key of a state dict whose tensor moves, its name in the specification; refuses other shapes."""
     canonical = {alias: name for name, aliases in spec.aliases.items() for alias in aliases}
     found = {}
-    for key, tensor in tensors.items():
+    for key, tensor in instance_of(argument, tensors, (Mapping,)).items():
         name = key if key in spec.shapes or key in canonical else plain_name(key)
         name = canonical.get(name, name)
         if name not in spec.shapes:

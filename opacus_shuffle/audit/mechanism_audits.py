@@ -38,6 +38,8 @@ _REPORTS = 400_000_000
 """Reports that :func:`audit_shuffle_gauss` draws by default, both hypotheses together: some 15 seconds of one core."""
 
 _MOST_USERS = 10_000_000
+_MOST_TRIALS = 10**9
+_MOST_DRAWS = 10**12
 
 CHUNK = 2**20
 """Random numbers held at once, 8 MB."""
@@ -144,7 +146,7 @@ def audit_shuffle_gauss(
     absent = 0.0 if neighbours is Adjacency.ZERO_OUT else -present
     if trials is None:
         trials = min(1_000_000, max(FEWEST, _REPORTS // (2 * users * steps)))
-    delta, trials, confidence = common(delta, trials, confidence)
+    delta, trials, confidence = common(delta, trials, confidence, draws=users * steps)
     rng = numpy_generator(generator)
     scores = likelihood_ratios(
         present=(present - others) / sigma, absent=(absent - others) / sigma, users=users, steps=steps, trials=trials, rng=rng
@@ -229,9 +231,14 @@ def log_sum_ratio(reports: Vector, shift: float) -> Vector:
     return np.log(exponents.sum(axis=1)) + top[:, 0] - shift**2 / 2
 
 
-def common(delta: Any, trials: Any, confidence: Any) -> tuple[float, int, float]:
-    """Returns the arguments that every audit has, checked before anything is drawn."""
+def common(delta: Any, trials: Any, confidence: Any, *, draws: int = 1) -> tuple[float, int, float]:
+    """Returns the arguments that every audit has, checked before anything is drawn; a trial takes so many random numbers."""
     trials = integer("trials", trials, minimum=FEWEST)
+    if trials > _MOST_TRIALS or trials * draws > _MOST_DRAWS:
+        raise ValueError(
+            f"trials must not exceed {_MOST_TRIALS:,}, nor all random numbers together {_MOST_DRAWS:,}, got {trials:,} trials "
+            f"of {draws:,} numbers each: take fewer trials, steps or num_users"
+        )
     return open_unit_interval("delta", delta), trials, open_unit_interval("confidence", confidence)
 
 

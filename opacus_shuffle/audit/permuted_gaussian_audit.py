@@ -101,7 +101,7 @@ def audit_permuted_gaussian(
         raise ValueError(f"pair={pair!r} needs a dimension of at least 2, got {dimension}: use 'one_coordinate'")
     if trials is None:
         trials = _RUNS if single else min(_RUNS, max(1000, _DRAWS // (2 * steps)))
-    delta, trials, confidence = common(delta, trials, confidence)
+    delta, trials, confidence = common(delta, trials, confidence, draws=1 if single else steps)
     rng = numpy_generator(generator)
     shift = mechanism.record_norm / mechanism.noise_multiplier
     test = "largest coordinate" if single else "sum of coordinates"

@@ -17,6 +17,7 @@ import gzip
 import math
 import pickle
 import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,14 @@ def load_image_dataset(name: str, root: str | Path | None = None) -> tuple[Tenso
     Raises:
         ValueError: If the name is unknown, a file is missing or malformed, or an extra is not installed; it says which.
     """
+    try:
+        return _load(name, root)
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read from root (--data-root): {error}") from error
+
+
+def _load(name: str, root: str | Path | None) -> tuple[TensorDataset, TensorDataset]:
+    """Reads and normalises."""
     mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in _MEAN_AND_STD[one_of("name", name, DATASETS)])
     tensors = []
     for images, labels in _mnist_5k(root) if name == "mnist-5k" else _splits(name, root):
@@ -120,7 +129,7 @@ def read_idx(path: str | Path, *, dimensions: int) -> Bytes:
     file = Path(path)
     try:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{file} is not a whole gzip file: {error}") from None
     header = 4 + 4 * dimensions
     if len(raw) < header or raw[:4] != bytes([0, 0, 8, dimensions]):
@@ -138,7 +147,7 @@ def _cifar_batch(path: Path) -> Split:
             batch = _ArrayUnpickler(stream, encoding="bytes").load()
         images = np.asarray(batch[b"data"], dtype=np.uint8).reshape(-1, 3, 32, 32)
         labels = np.asarray(batch[b"labels"], dtype=np.uint8)
-    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # there is nothing that a damaged pickle does not raise
         raise ValueError(f"{path} is not a python batch of CIFAR-10: {error}") from None
     return images, labels
 

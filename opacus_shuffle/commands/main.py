@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import NoReturn
 
 from opacus_shuffle._version import __version__
 from opacus_shuffle.commands import audit, epsilon, training
@@ -34,7 +35,8 @@ def _run(arguments: Sequence[str] | None) -> int:
             options = vars(parser().parse_args(arguments))
             options.pop("command")(options)
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # as a process started without it has it
+                sys.stdout.flush()
     except BrokenPipeError:  # the reader has had enough, as "head -1" does
         _leave_nothing_to_flush()
     except OSError as error:
@@ -50,14 +52,23 @@ def _leave_nothing_to_flush() -> None:
 
 def _complain(message: str, code: int) -> int:
     """Says one line on standard error, if that can be written to."""
+    line = " ".join(f"opacus-shuffle: {message}".split())
     with contextlib.suppress(OSError):
-        print(f"opacus-shuffle: {message}", file=sys.stderr)
+        print(line, file=sys.stderr or open(os.devnull, "w"))  # noqa: SIM115
     return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with an option, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with exit status 2."""
+        sys.exit(_complain(f"{message}; see {self.prog} --help", 2))
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands; each adds its own."""
-    everything = argparse.ArgumentParser(prog="opacus-shuffle", description="Shuffle-model differential privacy for Opacus.")
+    everything = _Parser(prog="opacus-shuffle", description="Shuffle-model differential privacy for Opacus.")
     everything.add_argument("--version", action="version", version=f"opacus-shuffle {__version__}")
     commands = everything.add_subparsers(required=True, metavar="{epsilon,noise,report,plot,train,audit}")
     for family in (epsilon, training, audit):

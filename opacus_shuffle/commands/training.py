@@ -178,7 +178,9 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
     steps = epochs * len(loader)
     falling = torch.optim.lr_scheduler.LinearLR(sgd, 1.0, 0.0, total_iters=steps)
     sgd.register_step_post_hook(lambda *_: falling.step())
-    with tqdm(total=steps, desc="training", unit="step", disable=not progress, file=sys.stderr, mininterval=1.0) as bar:
+    with tqdm(
+        total=steps, desc="training", unit="step", disable=not progress or sys.stderr is None, file=sys.stderr, mininterval=1.0
+    ) as bar:
         for epoch in range(epochs):
             with BatchMemoryManager(
                 data_loader=loader, max_physical_batch_size=PHYSICAL_BATCH, optimizer=optimizer

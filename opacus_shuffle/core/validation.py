@@ -137,7 +137,11 @@ def boolean(name: str, value: Any) -> bool:
 def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
     """A member of ``allowed``."""
     choices = list(allowed)
-    if value not in choices:
+    try:
+        known = value in set(choices)  # which, unlike a list, compares no array
+    except TypeError:  # no hash
+        known = False
+    if not known:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
     return value
 

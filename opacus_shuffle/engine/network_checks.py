@@ -123,8 +123,8 @@ def _rearranged(self: Any, *, module: nn.Module, **keywords: Any) -> Any:
     """Opacus's method, which would not say why."""
     if not vars(module).get("activations") and not module.training:
         raise ValueError(
-            f"no gradient per record can be had: {type(module).__name__} ran in evaluation mode; call model.train() before the "
-            "forward pass"
+            f"per-sample gradients cannot be computed: {type(module).__name__} ran in evaluation mode; call model.train() "
+            "before the forward pass"
         )
     return type(self).rearrange_grad_samples(self, module=module, **keywords)
 

@@ -78,6 +78,8 @@ class Request:
             boolean(name, getattr(self, name))
         if self.poisson_sampling is not None:
             boolean("poisson_sampling", self.poisson_sampling)
+        if self.criterion is not None and not callable(self.criterion):
+            raise ValueError(f"criterion must be a loss such as nn.CrossEntropyLoss(), got {self.criterion!r}: leave it out?")
         if self.criterion is not None and self.grad_sample_mode == "ghost":
             one_of("criterion.reduction", getattr(self.criterion, "reduction", self.loss_reduction), [self.loss_reduction])
         self._check_norms()

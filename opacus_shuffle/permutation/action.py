@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from opacus_shuffle.core.validation import instance_of
 from opacus_shuffle.permutation.group import PermutationGroup, PermutationPlan
 from opacus_shuffle.permutation.moving.gather import gather_
 from opacus_shuffle.permutation.moving.layout import Block, IndexVectors, plan_movement
@@ -54,6 +55,7 @@ class GroupAction(PermutationGroup):
         Raises:
             ValueError: If the network does not fit.
         """
+        instance_of("module", module, (nn.Module,))
         present: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
         present.update(module.named_buffers(remove_duplicate=False))
         if any(name not in present for name in self.blocks):

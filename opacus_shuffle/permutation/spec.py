@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from opacus_shuffle.core.tables import text_table
+from opacus_shuffle.core.validation import instance_of, one_of
 from opacus_shuffle.permutation.action import GroupAction
 from opacus_shuffle.permutation.moving.layout import Block, Factor, Term
 from opacus_shuffle.permutation.network import unwrap
@@ -53,6 +54,7 @@ class PermutationSpec(GroupAction):
 
     def moved_fraction(self, name: str) -> float:
         """Returns the fraction of a tensor's entries that some permutation moves."""
+        instance_of("name", name, (str,))
         stay = 1.0
         for block in self.blocks.get(name, ()):
             moved = sum(
@@ -77,6 +79,7 @@ class PermutationSpec(GroupAction):
 
     def _movers(self, name: str) -> list[Counter[int]]:
         """Returns for each kind of entry the free factors that move it, with the number of axes in which they do."""
+        instance_of("name", name, (str,))
         kinds = [Counter[int]()]
         for block in self.blocks.get(name, ()):
             terms = [Counter(number for number, _ in term.grid if self.factors[number].free) for term in block.terms]
@@ -157,13 +160,13 @@ class PermutationSpec(GroupAction):
                 ),
                 blocks={name: tuple(_block(each) for each in blocks) for name, blocks in data["blocks"].items()},
                 shapes={name: tuple(int(size) for size in shape) for name, shape in data["shapes"].items()},
-                buffers=tuple(data["buffers"]),
+                buffers=tuple(one_of("buffers", name, data["shapes"]) for name in data["buffers"]),
                 aliases={name: tuple(names) for name, names in data["aliases"].items()},
                 unmoved={name: int(size) for name, size in data["unmoved"].items()},
                 unknown={name: int(count) for name, count in data["unknown"].items()},
-                level=str(data["level"]),
+                level=instance_of("level", data["level"], (str,)),
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             raise ValueError(f"data is no description of a PermutationSpec (see to_dict): {error!r}") from error
 
 

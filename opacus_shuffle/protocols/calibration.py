@@ -232,8 +232,8 @@ def _cheapest(num_users: int, honest: int, largest_granularity: Callable[[Binomi
                 return plan
         bits = math.ceil(bits * (_PACE if g >= 8 else 2.0))  # on so coarse a grid whole steps are far apart
     raise ValueError(
-        f"no protocol with fewer than 2**50 noise bits gets there for num_users={num_users}: raise epsilon or delta, or take "
-        "fewer rounds"
+        f"no protocol with fewer than 2**50 noise bits is private enough for num_users={num_users}: raise epsilon or delta, "
+        "or take fewer rounds"
     )
 
 

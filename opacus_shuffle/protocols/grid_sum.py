@@ -194,7 +194,10 @@ class GridSum(ABC):
         Raises:
             ValueError: If there are none, too many or too few of them, or some are not this protocol's.
         """
-        given = [messages] if isinstance(messages, Messages) else list(messages)
+        try:
+            given = [messages] if isinstance(messages, Messages) else list(messages)
+        except TypeError:
+            raise ValueError(f"messages must be a list of Messages, got {messages!r}") from None
         if not given:
             raise ValueError("messages must hold at least one user's messages, got none")
         for each in given:
@@ -210,7 +213,7 @@ class GridSum(ABC):
     def _check(self, messages: Any) -> None:
         """Refuses what this protocol did not send."""
         if isinstance(messages, list | tuple):
-            raise ValueError("messages must be what shuffle(...) answered, got a list: call shuffle on it first")
+            raise ValueError("messages must be what shuffle(...) returned, got a list: call shuffle on it first")
         instance_of("messages", messages, (Messages,))
         expected = (self.dimension, self.granularity + self.noise_bits, self.granularity)
         found = (len(messages.bits), messages.bits_per_report, messages.granularity)

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from opacus_shuffle.core.validation import integer
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Messages:
@@ -30,6 +32,12 @@ class Messages:
     bits_per_report: int
     granularity: int
     num_reports: int = 1
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.bits, np.ndarray) and self.bits.dtype == np.uint8 and self.bits.ndim == 2):
+            raise ValueError(f"bits must be a uint8 array with a row per coordinate, got {self.bits!r}: randomize makes it")
+        for name in ("bits_per_report", "granularity", "num_reports"):
+            object.__setattr__(self, name, integer(name, getattr(self, name)))
 
     @classmethod
     def of(cls, ones: npt.NDArray[np.int64], *, bits_per_report: int, granularity: int) -> Messages:

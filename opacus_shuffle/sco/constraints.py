@@ -163,6 +163,11 @@ class Projection(_Region):
     function: Callable[[Tensor], Tensor]
     diameter: float
 
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ValueError(f"function must be a callable from a point to its projection, got {self.function!r}")
+        object.__setattr__(self, "diameter", positive("diameter", self.diameter))
+
     def _nearest(self, theta: Tensor) -> Tensor:
         point = self.function(theta.clone())  # it may work in place
         refuse_unless_finite("constraint must return", point, theta.shape)
@@ -192,7 +197,7 @@ def as_constraint(value: Any, diameter: float | None = None) -> Constraint:
         )
     if diameter is None:
         raise ValueError("diameter must be given when the constraint is a callable, which does not tell it; pass diameter=...")
-    return Projection(value, positive("diameter", diameter))
+    return Projection(value, diameter)
 
 
 def project_rows(constraint: Constraint, points: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from opacus_shuffle.core.validation import boolean, one_of, positive
+from opacus_shuffle.core.validation import boolean, instance_of, one_of, positive
 from opacus_shuffle.sco.each_record import EachRecord
 
 Function = Callable[[Tensor, Any], Tensor]
@@ -50,7 +50,9 @@ class Link:
     elementwise: bool = False
 
     def __post_init__(self) -> None:
-        boolean("elementwise", self.elementwise)
+        instance_of("name", self.name, (str,))
+        for flag in ("signed", "elementwise"):
+            boolean(flag, getattr(self, flag))
         remedy = "; if it treats records one by one as it is, say so by Link(..., elementwise=True)"
         for name in ("value", "derivative", "coefficient"):
             function = getattr(self, name)

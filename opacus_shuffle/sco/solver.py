@@ -54,7 +54,7 @@ class Choices:
         if self.rounds is not None and self.rounds > _MOST_ROUNDS:
             raise ValueError(f"rounds must not exceed {_MOST_ROUNDS:,}, got {self.rounds!r}: take fewer")
         if self.step_size is not None:
-            positive("step_size", self.step_size)
+            object.__setattr__(self, "step_size", positive("step_size", self.step_size))
         boolean("average", self.average)
         if self.batches is not None and self.batch_size is not None:
             raise ValueError(f"batch_size must be left out where batches are given, got batch_size={self.batch_size!r}")

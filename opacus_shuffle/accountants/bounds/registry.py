@@ -190,7 +190,12 @@ def ladder(rounds: Rounds, *, delta: float, adjacency: str = "zero_out") -> list
 
 def kind_of(rounds: Rounds) -> type[Mechanism]:
     """Returns the one kind of mechanism that ran."""
+    pairs = isinstance(rounds, Sequence) and all(isinstance(entry, Sequence) and len(entry) == 2 for entry in rounds)
+    if not pairs or not all(isinstance(mechanism, Mechanism) for mechanism, _ in rounds):
+        raise ValueError(f"rounds must be a list of (mechanism, number of rounds) pairs, got {rounds!r}")
     kinds = {type(mechanism) for mechanism, _ in rounds}
+    if not kinds:
+        raise ValueError("rounds must not be empty: there is nothing to report")
     if len(kinds) != 1:
         raise ValueError(f"rounds must hold one kind of mechanism, got {sorted(kind.name for kind in kinds)}")
     kind = kinds.pop()
@@ -203,6 +208,8 @@ def kind_of(rounds: Rounds) -> type[Mechanism]:
 
 def _entries(mechanism: type[Mechanism]) -> list[Bound]:
     """In the order of a report."""
+    if not (isinstance(mechanism, type) and issubclass(mechanism, Mechanism)):
+        raise ValueError(f"mechanism must be a class such as ShuffleGauss, got {mechanism!r}: pass the class, not its name")
     return sorted(_TABLE.get(mechanism, {}).values(), key=lambda entry: entry.style.place)
 
 

@@ -8,9 +8,9 @@ import math
 from typing import Any, ClassVar
 
 from opacus_shuffle.accountants.mechanism import Mechanism, described
-from opacus_shuffle.analysis.binomial_sums import BinomialNoise, gaussian_bound
+from opacus_shuffle.analysis.binomial_sums import MOST_TRIALS, BinomialNoise, gaussian_bound
 from opacus_shuffle.analysis.mean_ratio import Sampling
-from opacus_shuffle.core.validation import integer, open_unit_interval, positive, sampling_rate
+from opacus_shuffle.core.validation import instance_of, integer, open_unit_interval, positive, sampling_rate
 from opacus_shuffle.protocols.calibration import SMALLEST_MULTIPLIER, honest_users, published_vector_plan
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
@@ -72,6 +72,7 @@ class ShuffledSums(Mechanism):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._round_the_sample()
+        self._set(**{name: integer(name, getattr(self, name), minimum=0) for name in ("granularity", "noise_trials")})
         if not self.granularity or not self.noise_trials:
             raise ValueError(
                 "shuffled_sums is described by its bits (granularity, noise_trials, ...), not by a noise multiplier alone: let "
@@ -79,6 +80,9 @@ class ShuffledSums(Mechanism):
             )
         self._set(**{name: integer(name, getattr(self, name)) for name in ("dimension", "granularity", "noise_trials")})
         self._set(**{name: open_unit_interval(name, getattr(self, name)) for name in ("bit_probability", "lost")})
+        open_unit_interval("1 - bit_probability", 1 - self.bit_probability)
+        if self.noise_trials > MOST_TRIALS:
+            raise ValueError(f"noise_trials must not exceed 2**50, beyond which no tails are known, got {self.noise_trials}")
         if sampling_rate("honest_fraction", self.honest_fraction) < 1 and self.sample_rate < 1:
             raise ValueError(
                 f"honest_fraction={self.honest_fraction} goes with sample_rate=1, got sample_rate={self.sample_rate}: who "
@@ -87,9 +91,9 @@ class ShuffledSums(Mechanism):
         follows = _noise_multiplier(self.noise, self.granularity, self.dimension, self.lost, self.noise_multiplier)
         if not math.isclose(follows, self.noise_multiplier, rel_tol=TOLERANCE):
             raise ValueError(
-                f"noise_multiplier must follow from the protocol's own bits, which give {follows!r}, got "
-                f"{self.noise_multiplier!r}: let ShuffledSums.build or ShuffledSums.of_protocol compute it; a protocol's "
-                "noise is fixed, another noise takes another protocol"
+                "noise_multiplier must follow from the protocol's own bits (dimension, granularity, noise_trials, "
+                f"bit_probability, lost), which give {follows!r}, got {self.noise_multiplier!r}: let ShuffledSums.build or "
+                "ShuffledSums.of_protocol compute it; a protocol's noise is fixed, another noise takes another protocol"
             )
         if (self.round_epsilon is None) != (self.round_delta is None):
             raise ValueError("round_epsilon and round_delta go together: pass both, or neither")
@@ -148,7 +152,8 @@ class ShuffledSums(Mechanism):
             protocol: Its ``num_users`` are the reports of a round.
             num_users: n, of whom they are a fresh sample; by default they are everyone.
         """
-        users = protocol.num_users if num_users is None else integer("num_users", num_users)
+        instance_of("protocol", protocol, (ShuffleVectorSum,))
+        users = protocol.num_users if num_users is None else integer("num_users", num_users, minimum=protocol.num_users)
         published = protocol.calibration == "published"
         return cls(
             noise_multiplier=protocol.noise_multiplier,

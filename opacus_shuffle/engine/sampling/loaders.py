@@ -142,7 +142,7 @@ def ticketed_copy(data_loader: DataLoader, tickets: TicketBook) -> DataLoader:
     if type(data_loader) not in (DataLoader, TicketedLoader):
         raise ValueError(
             f"poisson_sampling=False needs a plain torch DataLoader, got a {type(data_loader).__name__}: what another class "
-            "yields cannot be told"
+            "yields is unknown"
         )
     loader = copy.copy(data_loader)
     set_batch_sampler(loader, OwnBatches(data_loader.batch_sampler))  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ class OpacusOwn(Scheme):
         if self.engine.secure_mode and (isinstance(request.module, PARALLEL) or request.grad_sample_mode.startswith("ghost_")):
             raise ValueError(
                 f"secure_mode=True is for one process, got a {type(request.module).__name__} with "
-                f"grad_sample_mode={request.grad_sample_mode!r}: who takes part is drawn otherwise there; leave it out"
+                f"grad_sample_mode={request.grad_sample_mode!r}: its sampler has no secure form; leave it out"
             )
 
     def check_noise(self, request: Request) -> float:

@@ -19,7 +19,7 @@ from opacus_shuffle.accountants.mechanisms.shuffled_sums import ROUND_DELTA
 from opacus_shuffle.analysis.binomial_sums import LOST_SHARE
 from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.core.guarantees import Adjacency
-from opacus_shuffle.core.validation import instance_of, one_of, positive
+from opacus_shuffle.core.validation import instance_of, moderate, one_of, positive
 from opacus_shuffle.engine.optimizers import VectorSumOptimizer
 from opacus_shuffle.engine.run import Budget, Request, Run
 from opacus_shuffle.engine.sampling.sampling_plan import SamplingPlan
@@ -39,7 +39,7 @@ class VectorSums(Scheme):
         run = super().check(request)
         protocol = request.aggregator
         if protocol is None:
-            size, norm = run.sampling.batch_size, positive("max_grad_norm", request.max_grad_norm)
+            size, norm = run.sampling.batch_size, moderate("max_grad_norm", request.max_grad_norm)
             protocol = ShuffleVectorSum.with_noise_multiplier(
                 size, _entries(request), norm, run.noise_multiplier, delta=ROUND_DELTA
             )
@@ -60,7 +60,7 @@ class VectorSums(Scheme):
         instance_of("aggregator", request.aggregator, (ShuffleVectorSum,))
         if request.noise_multiplier is not None:
             raise ValueError(
-                f"noise_multiplier is the aggregator's own affair, got noise_multiplier={request.noise_multiplier!r}: leave "
+                f"noise_multiplier follows from the aggregator, got noise_multiplier={request.noise_multiplier!r}: leave "
                 "one of them out"
             )
 

@@ -61,7 +61,7 @@ def plan_batch_clip(
     moving = {key: tensor for key, tensor in spec.tensors(network).items() if id(tensor) in trained}
     layers = tuple(round(spec.moved_fraction(key) * tensor.numel()) for key, tensor in moving.items())
     if not layers:
-        raise ValueError("shuffle_weights permutes no trainable parameter: thaw some, or use another accountant")
+        raise ValueError("shuffle_weights permutes no trainable parameter: unfreeze some, or use another accountant")
     stays = not trained <= set(map(id, moving.values()))
     unshuffled = shuffling.unshuffled_noise_multiplier
     if unshuffled is not None and not stays:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.opacus_compat import refuse_broken_attention, refuse_tied_ghost, refuse_unclipped_engine
 from opacus_shuffle.core.randomness import check_generator
-from opacus_shuffle.core.validation import integer, one_of, positive
+from opacus_shuffle.core.validation import integer, noise_level, one_of, positive_or_infinite
 from opacus_shuffle.engine.prepare_model import check_position_ids
 from opacus_shuffle.engine.weights.optimizers import innermost, refuse_optimizer
 from opacus_shuffle.engine.weights.shuffler import MODES
@@ -65,15 +64,17 @@ class WeightShuffling:
     def __post_init__(self) -> None:
         if not isinstance(self.groups, bool | str | PermutationSpec):
             raise ValueError(
-                f"shuffle_weights must be True, False, one of {', '.join(map(repr, LEVELS))}, a PermutationSpec or a "
+                f"shuffle_weights (groups) must be True, False, one of {', '.join(map(repr, LEVELS))}, a PermutationSpec or a "
                 f"WeightShuffling, got {self.groups!r}"
             )
         if isinstance(self.groups, str):
-            one_of("shuffle_weights", self.groups, (True, False, *LEVELS))
+            one_of("shuffle_weights (groups)", self.groups, (True, False, *LEVELS))
         one_of("mode (of WeightShuffling)", self.mode, MODES)
         check_generator("generator (of WeightShuffling)", self.generator)
-        if self.batch_clip is not None and self.batch_clip != math.inf:
-            positive("batch_clip", self.batch_clip)
+        if self.batch_clip is not None:
+            positive_or_infinite("batch_clip", self.batch_clip)
+        if self.unshuffled_noise_multiplier is not None:
+            noise_level("unshuffled_noise_multiplier", self.unshuffled_noise_multiplier)
         if isinstance(self.dimension, str):
             one_of("dimension", self.dimension, ("model", "layers"))
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import numbers
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -40,6 +41,17 @@ class ModuleAxes:
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     fixed: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        for name, kind, values in (("parameters", str, "patterns"), ("sizes", numbers.Integral, "whole numbers")):
+            given = getattr(self, name)
+            if not isinstance(given, Mapping) or not all(isinstance(each, kind) for each in given.values()):
+                raise ValueError(f"{name} must be a dict from names to {values}, got {given!r}")
+        for name in ("inputs", "outputs", "fixed"):
+            given = getattr(self, name)
+            words = (given,) if isinstance(given, str) and name != "fixed" else given
+            if not isinstance(words, tuple) or not all(isinstance(each, str) for each in words):
+                raise ValueError(f"{name} must be a tuple of strings{', or one' * (name != 'fixed')}, got {given!r}")
+
 
 class HandlerError(ValueError):
     """Raised where a handler's declaration does not fit its module."""
@@ -69,9 +81,11 @@ def register_permutation(kind: type[nn.Module]) -> Callable[[Handler], Handler]:
         ValueError: If it is not one.
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise ValueError(f"register_permutation needs a class of modules, got {kind!r}")
+        raise ValueError(f"kind must be a class of modules, got {kind!r}: pass nn.Bilinear, not nn.Bilinear(...)")
 
     def register(handler: Handler) -> Handler:
+        if not callable(handler):
+            raise ValueError(f"handler must be a function from a module to ModuleAxes or None, got {handler!r}")
         _HANDLERS[kind] = handler
         return handler
 

@@ -116,8 +116,8 @@ def tied() -> nn.Module:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"shuffle_weights": "all"}, r"shuffle_weights must be one of True, False, 'paper', 'heads', 'residual'"),
-        ({"shuffle_weights": 1}, "shuffle_weights must be True, False"),
+        ({"shuffle_weights": "all"}, r"shuffle_weights \(groups\) must be one of True, False, 'paper', 'heads', 'residual'"),
+        ({"shuffle_weights": 1}, r"shuffle_weights \(groups\) must be True, False"),
         ({"shuffle_weights": None}, "shuffle_weights"),
         ({"shuffle_weights": {"0.weight": 0}}, "PermutationSpec"),
         ({"shuffle_mode": "sometimes"}, "mode .of WeightShuffling. must be one of 'every_step', 'on_release'"),

@@ -1,0 +1,63 @@
+"""What finds, describes and applies permutations answers whatever one of its arguments is, or names it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.bad_calls import require_named_refusals
+from torch import nn
+
+from opacus_shuffle import PermutationSpec, ShuffleGradSampleModule, WeightShuffling, find_permutations, prepare_model
+from opacus_shuffle.permutation import ModuleAxes, register_permutation
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+SAMPLE = torch.zeros(2, 5)
+GENERATOR = torch.Generator()
+
+
+def network():
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def test_finding_and_preparing():
+    require_named_refusals(find_permutations, {"module": network(), "sample_input": SAMPLE, "groups": "residual"})
+    require_named_refusals(prepare_model, {"model": network()})
+
+
+def test_what_was_found():
+    module = network()
+    spec = find_permutations(module, SAMPLE)
+    double = ("does not run in double precision",)  # the sample's own fault
+    require_named_refusals(spec.check, {"module": module, "sample_input": SAMPLE}, sample_input=double)
+    require_named_refusals(spec.shuffle_ratio, {"module": module})
+    for method in (spec.moved_fraction, spec.smallest_orbit, spec.largest_orbit):
+        require_named_refusals(method, {"name": "0.weight"}, name=None)  # other tensors do not move
+    data = spec.to_dict()
+    require_named_refusals(PermutationSpec.from_dict, {"data": data})
+    for part in data:
+        require_named_refusals(
+            lambda **given: PermutationSpec.from_dict({**data, **given}), {part: data[part]}, **{part: ("data is no",)}
+        )
+
+
+def test_axes_declared_by_hand():
+    require_named_refusals(register_permutation, {"kind": nn.Bilinear})
+    require_named_refusals(register_permutation(nn.Bilinear), {"handler": lambda module: None})
+    axes = {"parameters": {"w": "a _"}, "inputs": "...", "outputs": "...", "sizes": {"a": 3}, "fixed": ("a",)}
+    require_named_refusals(ModuleAxes, axes, inputs=None, outputs=None)
+
+
+def test_how_weights_are_shuffled():
+    options = {"groups": "residual", "mode": "every_step", "generator": GENERATOR, "batch_clip": 1.0}
+    numbers = {"dimension": 7, "unshuffled_noise_multiplier": 2.0}
+    require_named_refusals(WeightShuffling, {**options, **numbers}, groups=None)
+
+
+def test_networks_that_shuffle_themselves():
+    def wrap(**options):
+        module = network()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        ShuffleGradSampleModule(**{"module": module, "optimizer": optimizer, **options})
+
+    options = {"groups": "residual", "sample_input": SAMPLE, "mode": "every_step", "generator": GENERATOR}
+    require_named_refusals(wrap, {**options, "grad_sample_mode": "hooks"})
