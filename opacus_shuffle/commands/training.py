@@ -122,7 +122,8 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
     """
     epochs = integer("epochs", settings.epochs)
     batch_size = integer("batch_size", settings.batch_size)
-    positive("learning_rate", settings.learning_rate)
+    if positive("learning_rate", settings.learning_rate) > 1e30:
+        raise ValueError(f"learning_rate must not exceed 1e30, got {settings.learning_rate!r}: single precision ends there")
     open_unit_interval("delta", settings.delta)
     if settings.target_epsilon is None and settings.bound is not None:
         raise ValueError(f"bound={settings.bound!r} says which epsilon target_epsilon is about: give target_epsilon too")

@@ -124,7 +124,8 @@ class UserLedger:
 
     def claim_all(self, batches: Iterable[Any]) -> list[Tensor]:
         """Claims one batch after the other, before anything is computed from any of them."""
-        if not isinstance(batches, Iterable) or isinstance(batches, str):
+        scalar = getattr(batches, "ndim", 1) == 0  # an array or tensor that says it is iterable
+        if not isinstance(batches, Iterable) or isinstance(batches, str) or scalar:
             raise ValueError(f"batches must be a list of vectors of user numbers, got {batches!r}")
         claimed = [self.claim(batch) for batch in batches]
         if not claimed:
