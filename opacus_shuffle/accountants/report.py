@@ -179,7 +179,8 @@ class PrivacyReport:
                 linewidth=0,
                 label="the truth for the worst data set lies here",
             )
-        ax.set(xscale="log", yscale="log", xlabel="rounds", ylabel=f"ε at δ = {self.delta:.3g}")
+        scale = "log" if any(curves.values()) else "linear"  # where every epsilon is 0
+        ax.set(xscale="log", yscale=scale, xlabel="rounds", ylabel=f"ε at δ = {self.delta:.3g}")
         ax.set_title(f"{self.kind.name}, {self.adjacency} adjacency", fontsize=11)
         ax.grid(which="major", alpha=0.3)
         ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False)

@@ -26,6 +26,7 @@ from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 
 NUMBERS = 10**8  # sums of coordinates drawn under each hypothesis, at most: some ten seconds of one core
+MOST_STEPS = 10**9
 BATCH = 80  # expected records of a step in the training run
 
 
@@ -69,11 +70,14 @@ class AuditSettings:
         positive("target_epsilon", self.target_epsilon)
         open_unit_interval("delta", self.delta)
         open_unit_interval("confidence", self.confidence)
-        sampling_rate("sample_rate", self.sample_rate)
+        if 1 / sampling_rate("sample_rate", self.sample_rate) > 2**53:
+            raise ValueError(f"sample_rate must be at least 2**-53, got {self.sample_rate!r}: no data set has so many records")
         if self.batch_clip is not None:
             positive("batch_clip", self.batch_clip)
         for name, minimum in (("dimension", 2), ("steps", 1), ("trials", 1000), ("training_steps", 100)):
             object.__setattr__(self, name, integer(name, getattr(self, name), minimum=minimum))
+        if self.steps > MOST_STEPS:
+            raise ValueError(f"steps must not exceed {MOST_STEPS:,}, got {self.steps:,}: every run draws them all")
         one_of("others", self.others, ("zero", "real"))
         if self.seed is not None:
             object.__setattr__(self, "seed", integer("seed", self.seed, minimum=0))
