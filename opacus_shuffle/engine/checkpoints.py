@@ -104,16 +104,15 @@ class CheckpointMixin(opacus.PrivacyEngine):
             if self.shuffler is not None and _SHUFFLER in saved:
                 self.shuffler.check_state_dict(saved[_SHUFFLER])
             del saved
-            with unchanged_if_refused(*owners, self.shuffler), self._with_another_accountant():
+            with unchanged_if_refused(*owners, self.shuffler, self.accountant), self._with_another_accountant() as own:
+                own.__dict__.update(accountant.__dict__)  # before the weights, should this be interrupted
                 checkpoint: dict[str, Any] = super().load_checkpoint(path=file, **keywords)
                 if self.shuffler is not None and _SHUFFLER in checkpoint:
                     self.shuffler.load_state_dict(checkpoint[_SHUFFLER])
                 for each in told:
                     warnings.warn(each.message, stacklevel=2)
-        self.accountant.__dict__.clear()
-        self.accountant.__dict__.update(accountant.__dict__)
+                forget_batch(keywords["module"], keywords.get("optimizer"))
         self._opacus_history = history
-        forget_batch(keywords["module"], keywords.get("optimizer"))
         return checkpoint
 
     def another_round(self, accountant: Any) -> contextlib.AbstractContextManager[None]:
@@ -131,12 +130,12 @@ class CheckpointMixin(opacus.PrivacyEngine):
         return {**self.__dict__, "dataset": None, "shuffler": None}
 
     @contextlib.contextmanager
-    def _with_another_accountant(self) -> Iterator[None]:
-        """Has Opacus load into an accountant that is thrown away."""
+    def _with_another_accountant(self) -> Iterator[Any]:
+        """Has Opacus load into an accountant that is thrown away; gives the engine's own."""
         own = self.accountant
         self.__dict__["accountant"] = type(own)() if isinstance(own, ShuffleAccountant) else copy.deepcopy(own)
         try:
-            yield
+            yield own
         finally:
             self.__dict__["accountant"] = own
 

@@ -179,3 +179,14 @@ def test_forked_children_that_train_on_count_what_they_have_in_common_once(name,
     for each, rounds in (("one.pt", 12), ("two.pt", 16)):
         run.path = tmp_path / each
         assert run.load().rounds == rounds
+
+
+@pytest.mark.parametrize("name", ["rdp", "shuffled_checkin"])
+def test_a_load_accounts_before_the_weights_are_there(name, tmp_path):
+    saved = Run(name, tmp_path / "run.pt").train()
+    saved.save()
+    run, found = Run(name, saved.path), []
+    accountant = run.engine.accountant
+    run.model.register_load_state_dict_post_hook(lambda *_: found.append(sum(each[2] for each in accountant.history)))
+    run.load()
+    assert found == [int(run.releases)] == [4]
