@@ -173,7 +173,7 @@ class GhostLoss(DPTensorFastGradientClipping):
         try:
             reduced = torch.mean(losses, dim=0) if self.loss_reduction == "mean" else torch.sum(losses, dim=0)
             reduced.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=True)  # nothing to add to, which would take a pass over all weights
             if missing := without_norm(module):
                 raise ValueError(
                     f"parameters {', '.join(missing)} took no part in this batch's loss, so ghost clipping has no norms for "

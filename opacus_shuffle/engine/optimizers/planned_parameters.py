@@ -60,6 +60,15 @@ class PlannedParameters(DPOptimizer):
             ValueError: If some were frozen or thawed.
         """
         held = [each for group in self.param_groups for each in group["params"]]
+        trained = [each for each in held if each.requires_grad]
+        if [*map(id, trained)] != [*map(id, self.planned)]:
+            self._refuse(held)
+        for each in held:
+            if not each.requires_grad:
+                each.grad = None  # left from before; the optimizer inside would move the parameter by it
+
+    def _refuse(self, held: list[torch.Tensor]) -> None:
+        """Refuses these parameters, unless they are the planned ones in another order."""
         planned = set(map(id, self.planned))
         frozen = _listed(held, lambda each: id(each) in planned and not each.requires_grad)
         thawed = _listed(held, lambda each: id(each) not in planned and each.requires_grad)
@@ -71,9 +80,6 @@ class PlannedParameters(DPOptimizer):
                 f"parameters were frozen or thawed after make_private ({'; '.join(found)}): their gradients are not those that "
                 "are clipped and accounted for; undo it, or call make_private again with a new optimizer"
             )
-        for each in held:
-            if not each.requires_grad:
-                each.grad = None  # left from before; the optimizer inside would move the parameter by it
 
 
 def _listed(held: list[torch.Tensor], wanted: Any) -> str:

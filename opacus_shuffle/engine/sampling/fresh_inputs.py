@@ -66,7 +66,7 @@ class FreshInputs:
                     "or added up over several batches), whose records are accounted no more; " + REMEDY
                 )
 
-        for each in tree_leaves(output):
+        for each in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(each, torch.Tensor) and each.requires_grad:
                 each.register_hook(refuse_late)  # type: ignore[no-untyped-call]
 
