@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from opacus.data_loader import DPDataLoader
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.opacus_compat import build_physical_loaders_with
 from opacus_shuffle.engine.sampling.samplers import OwnBatches, SplitBatches, TicketedSampler
@@ -115,21 +115,11 @@ class _Yielded:
         return batch
 
 
-def with_batch_sampler(data_loader: DataLoader, batch_sampler: BatchSampler, tickets: TicketBook) -> DataLoader:
-    """The same loader over the same data with another batch sampler."""
-    loader = TicketedLoader(
-        data_loader.dataset,
-        batch_sampler=batch_sampler,
-        num_workers=data_loader.num_workers,
-        collate_fn=data_loader.collate_fn,
-        pin_memory=data_loader.pin_memory,
-        timeout=data_loader.timeout,
-        worker_init_fn=data_loader.worker_init_fn,
-        multiprocessing_context=data_loader.multiprocessing_context,
-        generator=data_loader.generator,
-        prefetch_factor=data_loader.prefetch_factor,
-        persistent_workers=data_loader.persistent_workers,
-    )
+def with_batch_sampler(data_loader: DataLoader, sampler: TicketedSampler, tickets: TicketBook) -> DataLoader:
+    """A copy of the loader, with another batch sampler and tickets, and with workers of its own."""
+    loader = copy.copy(data_loader)
+    vars(loader).update(_iterator=None, in_order=True)
+    set_batch_sampler(loader, sampler)
     return with_tickets(loader, TicketedLoader, tickets)
 
 
@@ -144,9 +134,7 @@ def ticketed_copy(data_loader: DataLoader, tickets: TicketBook) -> DataLoader:
             f"poisson_sampling=False needs a plain torch DataLoader, got a {type(data_loader).__name__}: what another class "
             "yields is unknown"
         )
-    loader = copy.copy(data_loader)
-    set_batch_sampler(loader, OwnBatches(data_loader.batch_sampler))  # type: ignore[arg-type]
-    return with_tickets(loader, TicketedLoader, tickets)
+    return with_batch_sampler(data_loader, OwnBatches(data_loader.batch_sampler), tickets)  # type: ignore[arg-type]
 
 
 def with_tickets(loader: Any, kind: type[TicketedLoader], tickets: TicketBook) -> DataLoader:

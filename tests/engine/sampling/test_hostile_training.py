@@ -23,8 +23,7 @@ class Watched(Toy):
     """A run that looks at its weights before and after each step, and at the tickets that are released."""
 
     def __init__(self, name, mode, **options):
-        if name == "shuffled_fw":
-            options["shuffle_weights"] = "paper"
+        options |= {"shuffled_fw": {"shuffle_weights": "paper"}, "shuffled_checkin": {"local_noise": True}}.get(name, {})
         super().__init__(name, grad_sample_mode=mode, records=96, batch_size=24, **options)
         self.changes, self.seen, self.tickets = 0, self.weights(), []
         self.plain.register_step_pre_hook(self._before)

@@ -94,6 +94,19 @@ def test_a_loader_of_one_s_own_is_copied_with_tickets():
     run.refused("no fresh batch")
 
 
+def test_workers_that_the_original_loader_has_begun_stay_its_own():
+    toy = make_toy(num_workers=1, persistent_workers=True, in_order=False)
+    next(iter(toy["data_loader"]))
+    engine = PrivacyEngine(accountant="shuffle_gauss")
+    model, optimizer, loader = engine.make_private(**toy, noise_multiplier=2.0, poisson_sampling=False)
+    for x, y in loader:
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(engine.accountant) == 4
+    assert not toy["data_loader"].in_order
+
+
 def test_a_failed_dataset_item_costs_its_own_batch():
     class Fails(torch.utils.data.TensorDataset):
         def __getitem__(self, index):
