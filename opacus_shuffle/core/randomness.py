@@ -37,7 +37,7 @@ class _Secret(Protocol):
     """What must not be the same in two processes."""
 
     def renew(self) -> None:
-        """Take fresh entropy from the operating system."""
+        """Become another one, by fresh entropy from the operating system if it is random."""
 
 
 _LIVE: weakref.WeakSet[_Secret] = weakref.WeakSet()
@@ -56,6 +56,11 @@ def _renew_all() -> None:
     for owner, device in list(_WITHOUT.items()):
         with contextlib.suppress(Exception):
             secret_after_fork(owner, device)
+
+
+def renew_after_fork(secret: _Secret) -> None:
+    """Has its ``renew`` called in every process that is forked, as long as it lives."""
+    _LIVE.add(secret)
 
 
 def secret_after_fork(owner: Any, device: torch.device) -> None:
@@ -79,7 +84,7 @@ class SecretGenerator(torch.Generator):
 
     def __init__(self, device: torch.device | str = "cpu") -> None:  # PyTorch reads the device before
         self.renew()
-        _LIVE.add(self)
+        renew_after_fork(self)
 
     def renew(self) -> None:
         """Take a whole state from the operating system."""
@@ -141,7 +146,7 @@ class KeyChain:
 
     def __init__(self, key: bytes | None = None) -> None:
         self.key = os.urandom(32) if key is None else key
-        _LIVE.add(self)
+        renew_after_fork(self)
 
     def renew(self) -> None:
         """Take another key from the operating system."""

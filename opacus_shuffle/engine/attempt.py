@@ -21,6 +21,7 @@ from opacus_shuffle.engine.optimizers.released_only import guard_of, guard_steps
 from opacus_shuffle.engine.raw_data import leave_out_records
 from opacus_shuffle.engine.run import Run
 from opacus_shuffle.engine.sampling.empty_batches import let_layers_be_empty, prepare_empty_batches
+from opacus_shuffle.engine.sampling.loaders import seeded_copy
 from opacus_shuffle.engine.schemes import Scheme
 from opacus_shuffle.engine.watched_buffers import watch_buffers
 from opacus_shuffle.engine.weights.module import ShuffleGradSampleModule, make_plain, make_shuffled
@@ -44,6 +45,7 @@ class AttemptMixin(OpenEngine):
     """Opacus's four builders, which follow the run that is attempted."""
 
     secure_mode: bool
+    seed: int | None
     _plan: _Plan | None = None
 
     @contextmanager
@@ -99,6 +101,8 @@ class AttemptMixin(OpenEngine):
 
     def build_data_loader(self, data_loader: DataLoader, *, distributed: bool, **keywords: Any) -> DataLoader:
         """The loader with the scheme's sampler."""
+        if self.seed is not None and self._plan is not None:
+            data_loader = seeded_copy(data_loader, self._plan.scheme.fresh_generator("the loader"))
         secure, own = self.secure_mode, self._plan is not None and self._plan.run.sampling.kind == "own"
         # Opacus lets the loader's own order be drawn by the secure generator, and fails where there is no order to draw.
         self.secure_mode = secure and own and getattr(data_loader.sampler, "generator", False) is not False

@@ -236,7 +236,7 @@ def test_a_load_in_the_middle_of_a_batch_forgets_its_gradients(name, options, wi
         if step:
             with pytest.raises(ValueError, match=r"before the last one|no gradient per record can be had"):
                 loss.backward()
-        with pytest.raises(ValueError, match=r"no fresh batch.* checkpoint was loaded"):
+        with pytest.raises(ValueError, match=r"no fresh batch.* checkpoint was loaded or"):
             run.optimizer.step()
         assert all(map(torch.equal, loaded, run.model.parameters()))
         assert run.rounds == STEPS

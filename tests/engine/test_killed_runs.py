@@ -190,3 +190,31 @@ def test_a_load_accounts_before_the_weights_are_there(name, tmp_path):
     run.model.register_load_state_dict_post_hook(lambda *_: found.append(sum(each[2] for each in accountant.history)))
     run.load()
     assert found == [int(run.releases)] == [4]
+
+
+@forks
+@pytest.mark.parametrize("name", ["rdp", "shuffled_checkin"])
+def test_of_two_processes_only_the_one_that_has_drawn_a_batch_may_step_on_it(name, tmp_path):
+    run = Run(name, tmp_path / "run.pt")
+    batches = iter(run.loader)
+
+    def backward():
+        x, y = next(batches)
+        run.optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(run.model(x), y).backward()
+
+    backward()
+    if not (process := os.fork()):  # pragma: no cover
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            with pytest.raises(ValueError, match="or the process forked"):
+                run.optimizer.step()
+            backward()
+            run.optimizer.step()
+            code = 0 if run.rounds == 1 else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    run.optimizer.step()
+    assert run.rounds == 1

@@ -12,7 +12,7 @@ from helpers.toy import make_toy, run_epoch
 from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from opacus_shuffle import PrivacyEngine, WeightShuffling
 from opacus_shuffle.core.randomness import secret_generator
@@ -210,3 +210,31 @@ def test_a_generator_of_one_s_own_for_the_permutations_goes_before_the_seed():
     own = torch.Generator().manual_seed(4)
     engine.make_private(**make_toy(), noise_multiplier=1.0, shuffle_weights=WeightShuffling(generator=own))
     assert engine.shuffler._generator is own
+
+
+class Augmented(Dataset):
+    """Records that are other ones each time."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int):
+        return torch.full((5,), float(index)) + torch.rand(5), index % 3
+
+
+@quietly
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("accountant", "options"),
+    [("shuffled_checkin", {}), ("shuffle_gauss", {"poisson_sampling": False}), ("rdp", {"poisson_sampling": False})],
+)
+def test_a_seed_repeats_what_workers_draw_and_the_order_of_a_loader_of_one_s_own(accountant, options, workers):
+    def batches():
+        toy = make_toy()
+        toy["data_loader"] = own = DataLoader(Augmented(), batch_size=6, num_workers=workers, shuffle=True)
+        _, _, loader = PrivacyEngine(accountant=accountant, seed=0).make_private(**toy, noise_multiplier=2.0, **options)
+        found = [x if workers else x.floor() for x, _ in loader]
+        assert own.generator is own.sampler.generator is None
+        return torch.cat(found)
+
+    assert torch.equal(batches(), batches())

@@ -17,9 +17,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+import torch
 from opacus.data_loader import DPDataLoader
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from opacus_shuffle.core.opacus_compat import build_physical_loaders_with
 from opacus_shuffle.engine.sampling.samplers import OwnBatches, SplitBatches, TicketedSampler
@@ -135,6 +136,20 @@ def ticketed_copy(data_loader: DataLoader, tickets: TicketBook) -> DataLoader:
             "yields is unknown"
         )
     return with_batch_sampler(data_loader, OwnBatches(data_loader.batch_sampler), tickets)  # type: ignore[arg-type]
+
+
+def seeded_copy(data_loader: DataLoader, generator: torch.Generator) -> DataLoader:
+    """A copy of the user's own loader whose workers, and whose order, are drawn from this generator, or from the user's own."""
+    loader: Any = copy.copy(data_loader)
+    if loader.generator is None:
+        loader.generator = generator
+    batches = data_loader.batch_sampler
+    order = getattr(batches, "sampler", None)
+    if isinstance(order, RandomSampler) and order.generator is None:
+        order, batches = copy.copy(order), copy.copy(batches)
+        order.generator, batches.sampler = generator, order  # type: ignore[union-attr]
+        set_batch_sampler(loader, batches)  # type: ignore[arg-type]
+    return loader  # type: ignore[no-any-return]
 
 
 def with_tickets(loader: Any, kind: type[TicketedLoader], tickets: TicketBook) -> DataLoader:

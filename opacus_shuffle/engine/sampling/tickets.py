@@ -22,6 +22,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from opacus_shuffle.core.randomness import renew_after_fork
 from opacus_shuffle.engine.sampling.yielded_tensors import YieldedTensors
 
 REMEDY = "iterate over the data loader that make_private returned, and step once on each batch, before the next one is drawn"
@@ -86,9 +87,14 @@ class TicketBook:
         self.loader: Callable[[], DataLoader | None] = lambda: None
         self.when_issued: Callable[[], None] | None = None
         self._sum: Ticket | None = None  # what is summed, and not released
+        renew_after_fork(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
+
+    def renew(self) -> None:
+        """In a process that was just forked: the batch is its parent's, who may step on it, too."""
+        self.issue(None)
 
     def issue(self, part: Part | None, batch: Any = None) -> None:
         """Gives out the ticket of a batch that is being yielded; None is a batch that no step may take."""
@@ -106,8 +112,8 @@ class TicketBook:
         part = self.latest
         if part is None:
             raise ValueError(
-                "optimizer.step() has no fresh batch: none was drawn from the data loader of make_private, or a checkpoint was "
-                f"loaded since; {REMEDY}"
+                "optimizer.step() has no fresh batch: none was drawn from the data loader of make_private, or since then a "
+                f"checkpoint was loaded or the process forked; {REMEDY}"
             )
         if part.ticket.released or part.index in part.ticket.summed:
             raise ValueError(
