@@ -17,7 +17,7 @@ from opacus_shuffle.core.opacus_compat import OpenEngine, allow_empty_batches, f
 from opacus_shuffle.engine.misplaced_rows import watch_packs
 from opacus_shuffle.engine.network_checks import FirstBatch, check_network, explain_missing_calls, refuse_unsupported
 from opacus_shuffle.engine.optimizers.ghost_loss import clipped_whatever_happens
-from opacus_shuffle.engine.optimizers.released_only import guard_of, guard_steps
+from opacus_shuffle.engine.optimizers.released_only import GUARD
 from opacus_shuffle.engine.raw_data import leave_out_records
 from opacus_shuffle.engine.run import Run
 from opacus_shuffle.engine.sampling.empty_batches import let_layers_be_empty, prepare_empty_batches
@@ -55,7 +55,7 @@ class AttemptMixin(OpenEngine):
         Opacus refuses some things midway, an unsupported layer say, when the module is wrapped and the accountant was told.
         """
         inner = innermost(run.request.optimizer)
-        guard = guard_of(inner)
+        guard = vars(inner).get(GUARD)
         module, accountant, engine = run.request.module, dict(self.accountant.__dict__), dict(self.__dict__)
         earlier = module.shuffler if isinstance(module, ShuffleGradSampleModule) else None
         attempt = copy.copy(self)
@@ -65,7 +65,7 @@ class AttemptMixin(OpenEngine):
         try:
             yield attempt
         except BaseException:
-            guard_steps(inner, guard)
+            vars(inner)[GUARD] = guard
             shuffler = self.__dict__.get("shuffler")
             if shuffler is not None and shuffler is not engine.get("shuffler"):
                 shuffler.end()

@@ -7,6 +7,7 @@ network that the private one leaves alone.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -14,47 +15,23 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+GUARD = "private_guard"
+"""The attribute of an optimizer inside of a private one that holds the leave to step."""
 OWNER = "private_optimizer"
 """The attribute of a private network's parameters that holds the optimizer whose steps may move them, whoever forgets it."""
 
 
-class ReleasedOnly:
-    """Lets the optimizer inside step once for every release.
+@dataclasses.dataclass
+class Leave:
+    """Whether the optimizer inside may step: once for every release.
 
     Attributes:
         released: Whether there is a release that it has not stepped by.
         stepping: Whether it is being stepped by the private optimizer, be it in several steps of its own (lookahead).
     """
 
-    released = False
-    stepping = False
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> None:
-        """What PyTorch calls before a step.
-
-        Raises:
-            ValueError: If nothing was released for it.
-        """
-        if not self.released:
-            raise ValueError(
-                f"{type(optimizer).__name__}.step() was called on the optimizer inside of a private one: its gradients are "
-                "neither clipped, noised nor accounted; call step() of the optimizer that make_private returned"
-            )
-        self.released = self.stepping
-
-
-def guard_steps(optimizer: torch.optim.Optimizer, guard: ReleasedOnly | None) -> None:
-    """Puts a guard, or none, before the steps of an optimizer, in the place of an earlier one."""
-    for handle in [key for key, each in optimizer._optimizer_step_pre_hooks.items() if isinstance(each, ReleasedOnly)]:
-        del optimizer._optimizer_step_pre_hooks[handle]
-    if guard is not None:
-        optimizer.register_step_pre_hook(guard)
-
-
-def guard_of(optimizer: torch.optim.Optimizer) -> ReleasedOnly | None:
-    """The guard before the steps of an optimizer."""
-    hooks = optimizer._optimizer_step_pre_hooks.values()
-    return next((each for each in hooks if isinstance(each, ReleasedOnly)), None)
+    released: bool = False
+    stepping: bool = False
 
 
 def own_gradients(parameters: Iterable[torch.Tensor], optimizer: Any) -> None:
@@ -64,20 +41,24 @@ def own_gradients(parameters: Iterable[torch.Tensor], optimizer: Any) -> None:
         parameters: Those of a network, trained by the optimizer or not.
         optimizer: A private one, with a method ``awaits(parameter)``.
     """
-    _look_at_all_steps()
     for each in parameters:
         vars(each)[OWNER] = optimizer
 
 
 @functools.cache
-def _look_at_all_steps() -> None:
-    register_optimizer_step_pre_hook(_refuse_waiting)
+def look_at_all_steps() -> None:
+    """Has PyTorch ask before the steps of all optimizers of the process."""
+    register_optimizer_step_pre_hook(_refuse_unreleased)
 
 
-def _refuse_waiting(optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> None:
-    """What PyTorch calls before the steps of all optimizers of the process, and before their own guards, which say more."""
-    if (guard := guard_of(optimizer)) is not None and not guard.released:
-        return
+def _refuse_unreleased(optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> None:
+    """Refuses a step by gradients that are not released."""
+    leave: Leave | None = getattr(optimizer, GUARD, None)
+    if leave is not None and not leave.released:
+        raise ValueError(
+            f"{type(optimizer).__name__}.step() was called on the optimizer inside of a private one: its gradients are neither "
+            "clipped, noised nor accounted; call step() of the optimizer that make_private returned"
+        )
     for each in (each for group in optimizer.param_groups for each in group["params"]):
         owner = getattr(each, OWNER, None)
         if owner is not None and each.grad is not None and owner.awaits(each):
@@ -86,3 +67,5 @@ def _refuse_waiting(optimizer: torch.optim.Optimizer, args: Any, keywords: Any) 
                 "clipped, noised nor accounted: call step() of the optimizer that make_private returned, and let it hold all "
                 "that is to be trained (on public data, call optimizer.zero_grad() and model.disable_hooks() first)"
             )
+    if leave is not None:
+        leave.released = leave.stepping

@@ -10,7 +10,7 @@ from torch import nn
 
 from opacus_shuffle.core.opacus_compat import OpenOptimizer, drop_partial_batch, drop_sum, refuse_used, rows_waiting
 from opacus_shuffle.engine.optimizers.logical_batch import LogicalBatch
-from opacus_shuffle.engine.optimizers.released_only import ReleasedOnly, guard_steps
+from opacus_shuffle.engine.optimizers.released_only import GUARD, Leave, look_at_all_steps
 from opacus_shuffle.engine.sampling.fresh_inputs import withdraw_batch
 from opacus_shuffle.engine.sampling.tickets import TicketBook
 from opacus_shuffle.permutation.network import unwrap
@@ -26,13 +26,14 @@ class TicketedSteps(OpenOptimizer):
     tickets: TicketBook | None = None
     _account: Callable[[DPOptimizer], Any] | None = None
     _rows: Set[int] = frozenset()
-    _guard: ReleasedOnly | None = None
+    _leave = Leave()  # of nobody, until there is an account
     _step_supports_amp_scaling = True  # else GradScaler would skip steps of its own accord
 
     def account_with(self, account: Callable[[DPOptimizer], Any], tickets: TicketBook | None) -> None:
         """From now on take tickets, account each release by ``account``, and let the optimizer inside step for those alone."""
-        self._account, self.tickets, self._guard = account, tickets, ReleasedOnly()
-        guard_steps(self.original_optimizer, self._guard)
+        look_at_all_steps()
+        self._account, self.tickets, self._leave = account, tickets, Leave()
+        setattr(self.original_optimizer, GUARD, self._leave)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """As Opacus's.
@@ -47,13 +48,11 @@ class TicketedSteps(OpenOptimizer):
                 "GradScaler.step(optimizer) skips steps and shows by its scale that it did, which no noise hides: call "
                 "optimizer.step() yourself, without a GradScaler (bfloat16 needs none)"
             )
-        if self._guard is None:
-            return super().step(closure)  # type: ignore[no-any-return]
-        self._guard.stepping = True
+        self._leave.stepping = True
         try:
             return super().step(closure)  # type: ignore[no-any-return]
         finally:
-            self._guard.released = self._guard.stepping = False
+            self._leave.released = self._leave.stepping = False
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
         """Take the ticket, clip, sum, account, and add the noise; if anything is refused, the sum is thrown away."""
@@ -68,15 +67,14 @@ class TicketedSteps(OpenOptimizer):
             self.tickets.check(self._rows, more=self.signalled())
             return self._accounted(super().pre_step(closure))
         except BaseException:
-            if self._guard is not None:
-                self._guard.released = False
+            self._leave.released = False
             self._drop(drop_partial_batch)
             self.tickets.void()
             raise
 
     def _accounted(self, ended: bool | None) -> bool | None:
         """The same, unless a class derived from this one has added noise that was never accounted."""
-        if ended and self._guard is not None and not self._guard.released:
+        if ended and self._account is not None and not self._leave.released:
             raise ValueError(
                 f"{type(self).__name__}.add_noise has accounted for nothing: call super().add_noise() first in it, then put "
                 "your own noise in the place of its (docs/adding_a_mechanism.rst)"
@@ -108,13 +106,11 @@ class TicketedSteps(OpenOptimizer):
         if self.tickets is not None:
             self.tickets.release()
         super().add_noise()
-        if self._guard is not None:
-            self._guard.released = True
+        self._leave.released = True
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear gradients, and the leave to step by them."""
-        if self._guard is not None:
-            self._guard.released = False
+        self._leave.released = False
         super().zero_grad(set_to_none)
 
     def _refuse_accumulated(self) -> None:
