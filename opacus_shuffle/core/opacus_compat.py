@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -112,6 +111,19 @@ class OpenOptimizer(DPOptimizer):
     def signalled(self) -> bool:
         """What ``signal_skip_step`` said of the next step."""
         return bool(super()._check_skip_next_step(pop_next=False))
+
+    def refuse_missing(self, parameter: torch.Tensor, *, unfinished: bool) -> None:
+        """Refuses a step without gradients of records; Opacus does so too, without a reason.
+
+        Args:
+            parameter: Which has none.
+            unfinished: Whether it was in a forward pass that no backward pass came back to.
+        """
+
+    def _get_flat_grad_sample(self, p: Any) -> Any:
+        if getattr(p, "grad_sample", None) is None:
+            self.refuse_missing(p, unfinished=bool(getattr(p, "_forward_counter", 0)))
+        return super()._get_flat_grad_sample(p)
 
     def _check_skip_next_step(self, pop_next: bool = True) -> bool:
         signalled = bool(super()._check_skip_next_step(pop_next))
@@ -248,19 +260,6 @@ def records_of_calls(module: Any) -> int | None:
     return max(sizes, default=None)
 
 
-def _forward(module: GradSampleModuleExpandedWeights, x: torch.Tensor, *args: Any, **keywords: Any) -> Any:
-    """The class's own forward, or the plain one with no per-sample gradients for a batch of no records."""
-    if len(x):
-        return type(module).forward(module, x, *args, **keywords)
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.grad_sample = parameter.new_zeros((0, *parameter.shape))
-    return module._module(x, *args, **keywords)
-
-
-_forward.__name__ = "forward"  # under which a copy that is pickled finds Opacus's own
-
-
 def forget_unfinished_passes(network: nn.Module) -> None:
     """Forgets what was not finished: the next gradients would never be done, but be added to those of the batch after."""
     for layer in network.modules():
@@ -274,15 +273,15 @@ def forget_unfinished_passes(network: nn.Module) -> None:
         parameter.__dict__.pop("_current_grad_sample", None)
 
 
+def is_copy(network: nn.Module) -> bool:
+    """Whether a network has the hooks of a private one, and parameters that these do not know."""
+    first = next((each for each in network.parameters() if each.requires_grad), None)
+    return hasattr(network, "autograd_grad_sample_hooks") and first is not None and not hasattr(first, "_forward_counter")
+
+
 def watches_gradients(module: Any) -> bool:
     """Whether what wraps a network, or hooks it, still computes gradients per record of it."""
     return hasattr(module, "autograd_grad_sample_hooks") or isinstance(module, GradSampleModuleExpandedWeights)
-
-
-def allow_empty_batches(module: Any) -> None:
-    """Lets a module with expanded weights see empty Poisson batches, which PyTorch refuses; does nothing to others."""
-    if isinstance(module, GradSampleModuleExpandedWeights):
-        module.forward = types.MethodType(_forward, module)  # bound to the instance: deep copies call their own weights
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from opacus_shuffle.core.opacus_compat import OpenEngine, allow_empty_batches, forget_parameters
+from opacus_shuffle.core.opacus_compat import OpenEngine, forget_parameters
 from opacus_shuffle.engine.misplaced_rows import watch_packs
 from opacus_shuffle.engine.network_checks import FirstBatch, check_network, explain_missing_calls, refuse_unsupported
 from opacus_shuffle.engine.optimizers.ghost_loss import clipped_whatever_happens
@@ -92,8 +92,7 @@ class AttemptMixin(OpenEngine):
         refuse_unsupported(self, module)
         first_batch = None if self._plan is None else check_network(self._plan.run.request, self)
         wrapped = super().build_model(module, **keywords)
-        allow_empty_batches(wrapped)
-        let_layers_be_empty(unwrap(module))
+        let_layers_be_empty(wrapped, unwrap(module))
         explain_missing_calls(wrapped)
         if self._plan is not None:
             self._plan.wrapped, self._plan.first_batch = wrapped, first_batch

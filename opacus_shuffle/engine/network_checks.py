@@ -20,7 +20,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from opacus_shuffle.core.opacus_compat import refuse_broken_attention, refuse_tied_ghost, refuse_unclipped_engine
+from opacus_shuffle.core.opacus_compat import (
+    is_copy,
+    refuse_broken_attention,
+    refuse_tied_ghost,
+    refuse_unclipped_engine,
+    wrapped_network,
+)
 from opacus_shuffle.engine.misplaced_rows import refuse_misplaced_rows
 from opacus_shuffle.engine.mixed_records import UnprobedError, first_rows, refuse_mixed_records
 from opacus_shuffle.engine.prepare_model import check_position_ids
@@ -110,23 +116,51 @@ def refuse_unsupported(engine: Any, module: nn.Module) -> None:
 
 
 def explain_missing_calls(module: Any) -> None:
-    """Has a backward pass that finds no calls of a layer say why: the network ran in evaluation mode.
+    """Has passes that do not go together say why, in place of the errors of shapes and lists that come of it.
 
     Args:
         module: Opacus's wrapper or hooks.
     """
     if hasattr(module, "rearrange_grad_samples"):
         module.rearrange_grad_samples = types.MethodType(_rearranged, module)
+        network = wrapped_network(module)
+        if refuse_copies not in network._forward_pre_hooks.values():
+            network.register_forward_pre_hook(refuse_copies)
 
 
-def _rearranged(self: Any, *, module: nn.Module, **keywords: Any) -> Any:
-    """Opacus's method, which would not say why."""
-    if not vars(module).get("activations") and not module.training:
+def refuse_copies(network: nn.Module, *_: Any) -> None:
+    """Refuses, as a hook before a forward pass, to train a copy of a private network.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if network.training and torch.is_grad_enabled() and is_copy(network):
         raise ValueError(
-            f"per-sample gradients cannot be computed: {type(module).__name__} ran in evaluation mode; call model.train() "
-            "before the forward pass"
+            f"this {type(network).__name__} is a copy of a private network, whose hooks do not know its parameters: train the "
+            "one that make_private returned, use copies under torch.no_grad() or in evaluation mode, and to train one load its "
+            "state_dict into a new network"
         )
-    return type(self).rearrange_grad_samples(self, module=module, **keywords)
+
+
+def _rearranged(self: Any, *, module: nn.Module, backprops: torch.Tensor, batch_first: bool, **keywords: Any) -> Any:
+    """Opacus's method, which would not say why."""
+    kind, calls = type(module).__name__, vars(module).get("activations")
+    if not calls:
+        raise ValueError(
+            f"no gradient per record can be had: {kind} ran in evaluation mode; call model.train() before the forward pass"
+            if not module.training
+            else f"no gradient per record can be had: the backward pass comes to a {kind} more often than it ran on this batch "
+            "(a second backward pass through it, gradients of gradients, or a loss of an earlier batch); call loss.backward() "
+            "once for each forward pass"
+        )
+    axis = 0 if batch_first else 1
+    rows = [each.shape[axis] for each in (calls[-1][0], backprops) if each.dim() > axis]
+    if type(module).__module__.startswith("torch.nn.modules") and len(set(rows)) > 1 and len(calls[-1]) == 1:
+        raise ValueError(
+            f"no gradient per record can be had: {kind} ran last on {rows[0]} records, and the loss is of {rows[1]}; run what "
+            "is not trained on under torch.no_grad() or in evaluation mode"
+        )
+    return type(self).rearrange_grad_samples(self, module=module, backprops=backprops, batch_first=batch_first, **keywords)
 
 
 _rearranged.__name__ = "rearrange_grad_samples"  # under which a copy that is pickled finds Opacus's own

@@ -30,6 +30,7 @@ from opacus_shuffle.core.validation import (
 )
 from opacus_shuffle.engine.sampling.sampling_plan import SamplingPlan
 from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan
+from opacus_shuffle.engine.weights.optimizers import innermost
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 from opacus_shuffle.permutation import PermutationSpec
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
@@ -74,6 +75,11 @@ class Request:
         instance_of("module", self.module, (nn.Module,))
         instance_of("optimizer", self.optimizer, (torch.optim.Optimizer,))
         instance_of("data_loader", self.data_loader, (DataLoader,))
+        if isinstance(innermost(self.optimizer), torch.optim.LBFGS):
+            raise ValueError(
+                "optimizer is LBFGS, which looks at the records several times in one step, where only one noisy gradient is "
+                "released: use SGD, Adam or another one that steps without a closure"
+            )
         for name in ("local_noise", "wrap_model", "batch_first", "rand_on_empty"):
             boolean(name, getattr(self, name))
         if self.poisson_sampling is not None:

@@ -51,8 +51,9 @@ def refuse_unseen_gradients(network: nn.Module, call: Call, *, batch_first: bool
     ]
     if unseen:
         raise ValueError(
-            f"module uses {', '.join(unseen)} beside the layer that it belongs to, where grad_sample_mode='ghost' does not see "
-            "its gradient and would not clip it; call the layer, use grad_sample_mode='hooks', or freeze it"
+            f"module uses {', '.join(unseen)} beside the layer that it belongs to (or under torch.utils.checkpoint), where "
+            "grad_sample_mode='ghost' does not see its gradient and would not clip it; call the layer, use "
+            "grad_sample_mode='hooks', or freeze it"
         )
 
 

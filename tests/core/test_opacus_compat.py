@@ -152,14 +152,6 @@ def test_the_stock_engine_still_has_its_loader_in_a_frame_above_its_step_hook():
     assert isinstance(private.batch_sampler, opacus_compat.POISSON_SAMPLERS)
 
 
-def test_expanded_weights_still_take_empty_batches_when_they_are_let():
-    model = opacus.grad_sample.GradSampleModuleExpandedWeights(nn.Linear(3, 1))
-    opacus_compat.allow_empty_batches(model)
-    model(torch.zeros(0, 3)).sum().backward()
-    assert [tuple(parameter.grad_sample.shape) for parameter in model.parameters()] == [(0, 1, 3), (0, 1)]
-    opacus_compat.allow_empty_batches(nn.Linear(3, 1))  # nothing to do
-
-
 def ghost_pass(records: int = 3):
     """A network with ghost clipping after a forward pass in training mode, and its output."""
     module = GradSampleModuleFastGradientClipping(nn.Linear(3, 1))

@@ -9,11 +9,14 @@ import pickle
 import pytest
 import torch
 from helpers.toy import make_toy, run_epoch
+from opacus.grad_sample import GradSampleModuleExpandedWeights
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from opacus_shuffle import PrivacyEngine
+from opacus_shuffle.engine.sampling.empty_batches import let_layers_be_empty
 
 
 def private(accountant="shuffled_checkin", **changes):
@@ -108,3 +111,122 @@ def test_embeddings_train_on_batches_of_no_records(mode):
     made = engine.make_private(**toy, data_loader=loader, noise_multiplier=1.0, grad_sample_mode=mode)
     run_epoch(made[0], made[1], made[-1], made[2] if mode == "ghost" else None)
     assert sum(steps for *_, steps in engine.accountant.history) == 40
+
+
+def test_expanded_weights_take_empty_batches_when_they_are_let():
+    layer = nn.Linear(3, 1)
+    model = GradSampleModuleExpandedWeights(layer)
+    let_layers_be_empty(model, layer)
+    model(torch.zeros(0, 3)).sum().backward()
+    assert [tuple(parameter.grad_sample.shape) for parameter in model.parameters()] == [(0, 1, 3), (0, 1)]
+    let_layers_be_empty(layer, layer)  # nothing to do
+
+
+class Checkpointed(nn.Module):
+    """Keeps no activations of its layers, and runs them once more in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return checkpoint(lambda each: self.last(torch.tanh(self.first(each))), x, use_reentrant=False)
+
+
+def stepping(mode, between, **changes):
+    """A step, with something between its forward and its backward pass."""
+    toy = make_toy() | changes
+    made = PrivacyEngine(accountant="subsampled_shuffle").make_private(**toy, noise_multiplier=1.0, grad_sample_mode=mode)
+    model, optimizer, criterion = made[0], made[1], made[2] if mode == "ghost" else nn.CrossEntropyLoss()
+    x, y = next(iter(made[-1]))
+    loss = criterion(model(x), y)
+    loss = between(model, x, loss) or loss
+    loss.backward()
+    optimizer.step()
+
+
+UNFIT = {
+    "another pass": (lambda model, x, loss: model(x).sum() and None, "ran forward more often than backward"),
+    "another pass on fewer": (lambda model, x, loss: model(x[:1]).sum() and None, "ran last on 1 records, and the loss is of"),
+    "gradients of gradients": (
+        lambda model, x, loss: loss + torch.autograd.grad(loss, list(model.parameters()), create_graph=True)[0].norm(),
+        "comes to a Linear more often than it ran on this batch",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+def test_passes_that_do_not_go_together_say_why(mode, what):
+    between, why = UNFIT[what]
+    with pytest.raises(ValueError, match=why):
+        stepping(mode, between)
+
+
+def test_a_second_pass_is_named_with_ghost_clipping():
+    with pytest.raises(ValueError, match=r"0 \(Linear\) runs twice before a backward pass.*use grad_sample_mode='hooks'"):
+        stepping("ghost", UNFIT["another pass"][0])
+
+
+@pytest.mark.parametrize(("mode", "why"), [("hooks", "more often than backward.*checkpoint"), ("ghost", "checkpoint")])
+def test_checkpointed_layers_are_refused_by_name(mode, why):
+    module = Checkpointed()
+    with pytest.raises(ValueError, match=why):
+        stepping(mode, lambda *_: None, module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
+def test_a_step_after_the_backward_pass_of_a_copy_is_refused(mode):
+    made = private("subsampled_shuffle", grad_sample_mode=mode)
+    twin, optimizer = copy.deepcopy(made[0]), made[1]
+    x, y = next(iter(made[-1]))
+    with torch.no_grad():
+        assert twin(x).shape == (len(x), 3)
+
+    def step():
+        nn.functional.cross_entropy(twin(x), y).backward()
+        optimizer.step()
+
+    with pytest.raises(ValueError, match="no copy of it" if mode == "ew" else "is a copy of a private network"):
+        step()
+
+
+@pytest.mark.parametrize("accountant", ["subsampled_shuffle", "rdp"])
+def test_an_optimizer_that_needs_a_closure_is_refused(accountant):
+    network = nn.Linear(5, 3)
+    with pytest.raises(ValueError, match="optimizer is LBFGS"):
+        private(accountant, module=network, optimizer=torch.optim.LBFGS(network.parameters()))
+
+
+class Cut(nn.Module):
+    """Has two rows of each record in its first layer, and one in its last."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x[:, :3].repeat_interleave(2, 0))).reshape(len(x), 8))
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+def test_rows_that_are_no_records_are_refused_with_a_loader_of_one_s_own_too(clipping):
+    module = Cut()
+    toy = make_toy() | {"module": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
+    toy["max_grad_norm"] = 1.0 if clipping == "flat" else [1.0] * 4
+    made = PrivacyEngine(accountant="rdp").make_private(**toy, noise_multiplier=1.0, poisson_sampling=False, clipping=clipping)
+    with pytest.raises(ValueError, match="let no layer turn one record into several"):
+        run_epoch(*made)
+
+
+def test_indices_that_are_spread_in_memory_train_with_ghost_clipping():
+    class Places(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.places, self.last = nn.Embedding(5, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.last((x[..., None] * self.places(torch.arange(5).expand(len(x), 5))).mean(1))
+
+    module = Places()
+    stepping("ghost", lambda *_: None, module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))

@@ -106,7 +106,7 @@ class GhostPasses:
                 "the forward pass"
                 if asleep
                 else "no gradient per record can be had: the network did not run since the last backward pass, or ran without "
-                "gradients; call loss.backward() once for each forward pass"
+                "gradients, or under torch.utils.checkpoint; call loss.backward() once for each forward pass"
             )
         if losses.dim() != 1 or len(losses) != records:
             raise ValueError(
@@ -126,7 +126,24 @@ def _capture_backprops(
         what(module, _forward_input, forward_output, loss_reduction=loss_reduction, batch_first=batch_first)
 
 
-_capture_backprops.__name__ = "capture_backprops_hook"  # under which a copy that is pickled finds Opacus's own
+def _capture_activations(self: Any, module: nn.Module, forward_input: Any, output: Any) -> None:
+    """Opacus's hook; embeddings get their indices written out in memory, as their norms need them."""
+    if isinstance(module, nn.Embedding):
+        forward_input = [each.contiguous() for each in forward_input]
+    try:
+        GradSampleHooksFastGradientClipping.capture_activations_hook(self, module, forward_input, output)
+    except NotImplementedError as error:
+        name = next(name for name, each in wrapped_network(self).named_modules() if each is module)
+        raise ValueError(
+            f"{name or 'the module itself'} ({type(module).__name__}) runs twice before a backward pass, which "
+            "grad_sample_mode='ghost' does not support: run what is not trained on under torch.no_grad() or in evaluation "
+            "mode, and use grad_sample_mode='hooks' for a layer that is called several times"
+        ) from error
+
+
+# Under these names a copy that is pickled finds Opacus's own.
+_capture_activations.__name__ = "capture_activations_hook"
+_capture_backprops.__name__ = "capture_backprops_hook"
 
 
 def watch_passes(module: Any) -> GhostPasses:
@@ -134,7 +151,8 @@ def watch_passes(module: Any) -> GhostPasses:
     if "ghost_passes" not in vars(module):
         module.ghost_passes = GhostPasses(module)
         module.remove_hooks()
-        module.capture_backprops_hook = types.MethodType(_capture_backprops, module)
+        for hook in (_capture_activations, _capture_backprops):
+            setattr(module, hook.__name__, types.MethodType(hook, module))
         try:
             module.add_hooks(
                 loss_reduction=module.loss_reduction,
@@ -142,7 +160,7 @@ def watch_passes(module: Any) -> GhostPasses:
                 force_functorch=module.force_functorch,
             )
         finally:
-            del module.capture_backprops_hook
+            del module.capture_activations_hook, module.capture_backprops_hook
     passes: GhostPasses = module.ghost_passes
     return passes
 

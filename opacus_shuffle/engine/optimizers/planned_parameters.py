@@ -19,10 +19,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from opacus.optimizers import DPOptimizer
+
+from opacus_shuffle.core.opacus_compat import OpenOptimizer
 
 
-class PlannedParameters(DPOptimizer):
+class PlannedParameters(OpenOptimizer):
     """Mixin for any Opacus optimizer: steps train the parameters that were trainable when it was made, no others.
 
     Attributes:
@@ -66,6 +67,25 @@ class PlannedParameters(DPOptimizer):
         for each in held:
             if not each.requires_grad:
                 each.grad = None  # left from before; the optimizer inside would move the parameter by it
+
+    def refuse_missing(self, parameter: torch.Tensor, *, unfinished: bool) -> None:
+        """Says which parameter has no gradients of records, and what may have become of them.
+
+        Raises:
+            ValueError: Always.
+        """
+        which = _listed(self.params, lambda each: each is parameter)
+        raise ValueError(
+            f"optimizer.step() has no gradients of records for parameter {which}: "
+            + (
+                "its layers ran forward more often than backward; call loss.backward() before the step, run what is not "
+                "trained on under torch.no_grad() or in evaluation mode, and nothing under torch.utils.checkpoint"
+                if unfinished
+                else "no backward pass came to it since zero_grad(); call loss.backward() of what the network of make_private "
+                "answered, no copy of it, nor under torch.utils.checkpoint; call layers, not their weights; or freeze it "
+                "before make_private"
+            )
+        )
 
     def _refuse(self, held: list[torch.Tensor]) -> None:
         """Refuses these parameters, unless they are the planned ones in another order."""

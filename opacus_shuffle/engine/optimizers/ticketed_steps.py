@@ -57,6 +57,11 @@ class TicketedSteps(OpenOptimizer):
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
         """Take the ticket, clip, sum, account, and add the noise; if anything is refused, the sum is thrown away."""
         if self.tickets is None:
+            if len(rows := rows_waiting(self)) > 1:
+                raise ValueError(
+                    f"optimizer.step() got gradients of {' and '.join(map(str, sorted(rows)))} for one batch: "
+                    "let no layer turn one record into several (or several into one) along the batch axis"
+                )
             return self._accounted(super().pre_step(closure))
         try:
             if self.tickets.abandoned():

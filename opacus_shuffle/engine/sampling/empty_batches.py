@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import functools
 import math
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from opacus.data_loader import CollateFnWithEmpty
+from opacus.grad_sample import GradSampleModuleExpandedWeights
 from torch import nn
 from torch.utils.data import DataLoader
 
+from opacus_shuffle.core.opacus_compat import wrapped_network
 from opacus_shuffle.engine.sampling.sampling_plan import SamplingPlan
 from opacus_shuffle.permutation.sample_input import first_records
 
@@ -59,12 +62,32 @@ def prepare_empty_batches(loader: DataLoader, original: DataLoader, sampling: Sa
         )
 
 
-def let_layers_be_empty(network: nn.Module) -> None:
-    """Lets layers whose gradients are computed by functorch see batches of no records, where embeddings would fail."""
+def let_layers_be_empty(wrapped: Any, network: nn.Module) -> None:
+    """Lets a private network see batches of no records.
+
+    Args:
+        wrapped: Opacus's wrapper or hooks. PyTorch refuses such batches where it holds expanded weights.
+        network: What it wraps. Embeddings would fail where functorch computes their gradients.
+    """
+    if isinstance(wrapped, GradSampleModuleExpandedWeights):
+        wrapped.forward = types.MethodType(_forward, wrapped)  # bound to the instance: deep copies call their own weights
     for layer in network.modules():
         compute = vars(layer).get("ft_compute_sample_grad")
         if compute is not None and not isinstance(compute, functools.partial):
             layer.__dict__["ft_compute_sample_grad"] = functools.partial(_unless_empty, compute)
+
+
+def _forward(module: GradSampleModuleExpandedWeights, x: torch.Tensor, *args: Any, **keywords: Any) -> Any:
+    """The class's own forward, or the plain one with no per-sample gradients for a batch of no records."""
+    if len(x):
+        return type(module).forward(module, x, *args, **keywords)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad_sample = parameter.new_zeros((0, *parameter.shape))
+    return wrapped_network(module)(x, *args, **keywords)
+
+
+_forward.__name__ = "forward"  # under which a copy that is pickled finds Opacus's own
 
 
 def _unless_empty(compute: Any, parameters: Any, activations: torch.Tensor, backprops: torch.Tensor) -> Any:

@@ -110,7 +110,7 @@ def test_two_draws_never_meet_by_calls_of_single_layers(mode):
     run = Toy(grad_sample_mode=mode)
     layers, batches = run.toy["module"], iter(run.loader)
     first, second = (run.criterion(layers[2](layers[1](layers[0](x))), y) for x, y in itertools.islice(batches, 2))
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="a loss of an earlier batch"):
         (first + second).backward()
     run.optimizer.zero_grad()
     run.train(run.loader)
