@@ -16,7 +16,7 @@ ValueError: module shows records in another order than the batch's to 0.0 (Linea
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,7 +37,12 @@ REMEDY = (
 
 
 def refuse_misplaced_rows(
-    network: nn.Module, call_of: Callable[[int], tuple[int, Call]], *, axis: int = 0, batch_first: bool = True
+    network: nn.Module,
+    call_of: Callable[[int], tuple[int, Call]],
+    *,
+    axis: int = 0,
+    batch_first: bool = True,
+    ghost: bool = False,
 ) -> None:
     """Refuses a network some of whose layers see records at other places than theirs.
 
@@ -46,26 +51,37 @@ def refuse_misplaced_rows(
         call_of: The arguments for so many records, or as many as there are, and how many they are.
         axis: Where tensors have their records.
         batch_first: As of Opacus.
+        ghost: Refuse gradients that do not grow as the loss does, too: ghost clipping makes reports small by factors of losses.
 
     Raises:
         ValueError: There are some; the message names the layers.
     """
     if hasattr(network, "autograd_grad_sample_hooks"):
         return
-    found: list[str] = []
+    found: tuple[list[str], list[str]] = [], []
     for wanted in (6, 5):  # of two numbers at least one is not by chance that of something else than records
         try:
             records, call = call_of(wanted)
-            found = _misplaced(network, call, records, axis, batch_first)
+            found = _doubtful_layers(network, call, records, axis, batch_first)
         except Exception:
             return
-        if not found:
+        if not any(found):
             return
-    raise ValueError(f"module shows records in another order than the batch's to {', '.join(found)}, {REMEDY}")
+    misplaced, bent = found
+    if misplaced:
+        raise ValueError(
+            f"module shows records in another order than the batch's to {', '.join(misplaced)}, or scales one's gradient by "
+            f"others', {REMEDY}"
+        )
+    if ghost and bent:
+        raise ValueError(
+            f"module changes gradients on their way to {', '.join(bent)} (by clamping or normalising them in a hook, say), so "
+            "that they do not shrink with the factors that grad_sample_mode='ghost' clips by: use 'hooks', or take that out"
+        )
 
 
-def _misplaced(network: nn.Module, call: Call, records: int, axis: int, batch_first: bool) -> list[str]:
-    """The layers that have gradients of one record in the rows of others."""
+def _doubtful_layers(network: nn.Module, call: Call, records: int, axis: int, batch_first: bool) -> tuple[list[str], list[str]]:
+    """The layers where the row of one record changes with the losses of others; and those where it does not grow as its own."""
     order = torch.randperm(records, generator=torch.Generator().manual_seed(0))  # the loader's own may be sorted
     mixed_up = tree_map_only(
         torch.Tensor, lambda each: each.index_select(axis, order.to(each.device)) if has_records(each, records, axis) else each,
@@ -76,19 +92,21 @@ def _misplaced(network: nn.Module, call: Call, records: int, axis: int, batch_fi
         return _rows_of_layers(network, mixed_up, factors, axis, batch_first)
 
     def differ(found: torch.Tensor, expected: torch.Tensor) -> bool:
-        return bool(((found - expected).norm(dim=1) > 1e-3 * found.norm()).any())
+        tolerance = 1e-3 * (expected.norm(dim=-1) + 1e-3 * expected.norm())
+        return bool(((found - expected).norm(dim=-1) > tolerance).any())
 
-    growth = 2.0 ** torch.arange(records)  # multiplying by powers of two rounds nothing
-    plain, grown = rows(torch.ones(records)), rows(growth)
-    doubtful = [name for name, each in plain.items() if differ(grown[name], each * growth.to(each)[:, None])]
-    found: dict[str, None] = {}
-    for alone in torch.eye(records) if doubtful else ():  # a backward pass may be no linear one, where gradients are cut off
-        of_one = rows(alone)
-        found.update(
-            dict.fromkeys(name for name in doubtful if differ(of_one[name], of_one[name] * alone.to(of_one[name])[:, None]))
-        )
-    layers = dict.fromkeys(name.rpartition(".")[0] for name in found)
-    return [f"{name or 'the module itself'} ({type(network.get_submodule(name)).__name__})" for name in layers]
+    def layers(names: Iterable[str]) -> list[str]:
+        places = dict.fromkeys(name.rpartition(".")[0] for name in names)
+        return [f"{name or 'the module itself'} ({type(network.get_submodule(name)).__name__})" for name in places]
+
+    ones, growth = torch.ones(records), 16.0 ** torch.arange(records)  # multiplying by powers of two rounds nothing
+    plain, grown = rows(ones), rows(growth)
+    bent = [name for name in plain.keys() & grown.keys() if differ(grown[name] / growth.to(plain[name])[:, None], plain[name])]
+    misplaced: dict[str, None] = {}
+    for place in range(records) if bent else ():
+        others = rows(torch.where(torch.arange(records) == place, ones, 4 * ones))
+        misplaced.update(dict.fromkeys(name for name in bent if differ(others[name][place], plain[name][place])))
+    return layers(misplaced), layers(bent)
 
 
 def _rows_of_layers(

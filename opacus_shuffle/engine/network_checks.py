@@ -174,7 +174,7 @@ class FirstBatch:
     """
 
     def __init__(self, request: Request) -> None:
-        self.axis = 0 if request.batch_first else 1
+        self.axis, self.ghost = 0 if request.batch_first else 1, request.grad_sample_mode == "ghost"
         network = unwrap(request.module)
         trained = set(map(id, request.trainable))
         self.trained = frozenset(name for name, each in network.named_parameters() if id(each) in trained)
@@ -192,7 +192,7 @@ class FirstBatch:
             UnprobedError: The network does not run on these records.
         """
         refuse_mixed_records(network, call_of, axis=self.axis, more=[n for n in (batch,) if n])
-        refuse_misplaced_rows(network, call_of, axis=self.axis, batch_first=self.axis == 0)
+        refuse_misplaced_rows(network, call_of, axis=self.axis, batch_first=self.axis == 0, ghost=self.ghost)
         embeddings = any(isinstance(each, nn.Embedding) for each in network.modules())
         if self.axis == 0 and embeddings:
             check_position_ids(network, *call_of(2)[1], trained=self.trained)

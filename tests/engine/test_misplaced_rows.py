@@ -36,19 +36,21 @@ MISPLACED = {
     "flipped": lambda layer, hidden: layer(hidden.flip(0)).flip(0),
     "sorted": lambda layer, hidden: in_order(layer, hidden, hidden[:, 0].argsort()),
     "at random": lambda layer, hidden: in_order(layer, hidden, torch.randperm(len(hidden))),
+    "gradients scaled by the largest": lambda layer, hidden: _hooked(layer(hidden), lambda each: each / each.abs().max()),
     "some once more": lambda layer, hidden: where(layer, layer(hidden), hidden[:, 0] > 0),
 }
 IN_PLACE = {
     "all": lambda layer, hidden: layer(hidden),
     "twice": lambda layer, hidden: layer(torch.tanh(layer(hidden))),
     "the first ones once more": lambda layer, hidden: where(layer, layer(hidden), torch.arange(len(hidden)) < len(hidden) // 2),
-    "gradients cut off": lambda layer, hidden: _cut(layer(hidden)),
+    "gradients cut off": lambda layer, hidden: _hooked(layer(hidden), lambda each: each.clamp(-1e-3, 1e-3)),
+    "gradients of length one": lambda layer, hidden: _hooked(layer(hidden), nn.functional.normalize),
 }
 
 
-def _cut(hidden):
+def _hooked(hidden, hook):
     if hidden.requires_grad:
-        hidden.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        hidden.register_hook(hook)
     return hidden
 
 
@@ -64,7 +66,7 @@ def private(module, accountant="subsampled_shuffle", mode="hooks", **changes):
 def test_a_layer_that_sees_records_in_another_order_is_refused(way, accountant, mode):
     torch.manual_seed(0)
     network = Between(MISPLACED[way])
-    with pytest.raises(ValueError, match=r"records in another order than the batch's to middle \(Linear\), .* collate_fn"):
+    with pytest.raises(ValueError, match=r"records in another order than the batch's to .*middle \(Linear\), .* collate_fn"):
         private(network, accountant, mode)
     assert not hasattr(network, "autograd_grad_sample_hooks")
 
@@ -78,6 +80,14 @@ def test_layers_that_see_every_record_at_its_place_are_trained(way):
     run_epoch(*made)
     assert len(engine.accountant) == 4
     assert not any(map(torch.equal, before, network.parameters()))
+
+
+@pytest.mark.parametrize("way", ["gradients cut off", "gradients of length one"])
+def test_gradients_that_do_not_shrink_with_the_loss_are_refused_with_ghost_clipping(way):
+    with pytest.raises(
+        ValueError, match=r"changes gradients on their way to .*middle \(Linear\).*'ghost' clips by: use 'hooks'"
+    ):
+        private(Between(IN_PLACE[way]), "subsampled_shuffle", "ghost")
 
 
 class Sentences(nn.Module):

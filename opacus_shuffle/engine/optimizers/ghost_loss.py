@@ -95,9 +95,19 @@ class GhostPasses:
         """Refuses, before any backward pass, losses that factors per record would not clip.
 
         Raises:
-            ValueError: There is not one loss per record, or the network ran in evaluation mode.
+            ValueError: There is not one loss per record, the network ran in evaluation mode, or hooks change its gradients.
         """
         network = wrapped_network(self.module)
+        hooked = [
+            name
+            for name, each in network.named_parameters()
+            if each.requires_grad and (each._backward_hooks or each._post_accumulate_grad_hooks)
+        ]
+        if hooked:
+            raise ValueError(
+                f"parameters {', '.join(hooked[:3])} have gradient hooks of their own, which would change what ghost clipping "
+                "has clipped: remove them, or use grad_sample_mode='hooks', where they change nothing"
+            )
         records = records_of_calls(self.module)
         if records is None:
             asleep = [name or "the module itself" for name, each in network.named_modules() if not each.training]

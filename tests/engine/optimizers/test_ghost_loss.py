@@ -240,3 +240,23 @@ def test_losses_of_one_record_each_are_trained_on(kind):
     optimizer.step()
     assert criterion.looked_at
     assert len(engine.accountant) == 1
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_that_change_the_gradients_of_parameters_are_refused(register):
+    model, optimizer, criterion, loader, engine = private(nn.CrossEntropyLoss(reduction="sum"))
+    hooks = {
+        "register_hook": lambda gradient: 1000 * gradient,
+        "register_post_accumulate_grad_hook": lambda parameter: setattr(parameter, "grad", 1000 * parameter.grad),
+    }
+    handle = getattr(optimizer.params[0], register)(hooks[register])
+    x, y = next(iter(loader))
+    with pytest.raises(ValueError, match="have gradient hooks of their own"):
+        criterion(model(x), y).backward()
+    assert len(engine.accountant) == 0
+    handle.remove()
+    x, y = next(iter(loader))
+    criterion(model(x), y).backward()
+    optimizer.step()
+    assert norm_of_sums(optimizer) <= 8
+    assert len(engine.accountant) == 1
