@@ -152,10 +152,12 @@ def gaussian_bound(noise: BinomialNoise, *, shift: int, tail: float) -> Gaussian
         return GaussianBound(math.inf, tail)
     step = max(1, math.ceil((highest - lowest + 1) / _BLOCKS))
     ends = np.append(np.arange(lowest - 1, highest, step, dtype=np.float64), float(highest))
-    below, above = binom.cdf(ends, m, p), binom.sf(ends, m, p)
-    if below[0] <= 0 or above[-1] <= 0:
+    # Each tail where it is the smaller one: they take nearly all of the time.
+    half = bisect.bisect_left(ends, True, key=lambda end: bool(binom.cdf(end, m, p) >= 0.5))
+    smaller = np.concatenate([binom.cdf(ends[:half], m, p), binom.sf(ends[half:], m, p)])
+    if min(smaller[0], smaller[-1]) <= 0:
         return GaussianBound(math.inf, tail)
-    quantiles = np.where(below < 0.5, ndtri(below), -ndtri(above))
+    quantiles = ndtri(smaller) * np.where(np.arange(len(ends)) < half, 1.0, -1.0)
     densities = np.exp(-quantiles * quantiles / 2) / math.sqrt(2 * math.pi)
     # The largest probability in a block (ends[i], ends[i + 1]]: at the end that is nearer to the mode, or the mode's own.
     mode = min(math.floor((m + 1) * p), m)

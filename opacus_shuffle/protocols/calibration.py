@@ -31,7 +31,7 @@ CALIBRATIONS = ("published", "tight")
 SMALLEST_MULTIPLIER, SMALLEST_EPSILON = 0.1, 1e-9
 OVERHEAD = 0.05
 """How far above its limit the variance of the tight calibration may stay for the sake of fewer bits."""
-_PACE = 1.25
+_PACE, _COARSE = 1.25, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +194,8 @@ def tight_vector_plan(*, num_users: int, dimension: int, mu: float, lost: float,
     def largest_granularity(noise: BinomialNoise) -> int:
         g = math.floor(mu * math.sqrt(noise.variance))
         for _ in range(2):  # the slope falls with the shift, so what fits a larger one fits
+            if g < _COARSE and noise.variance + honest / 4 > (1 + OVERHEAD) * (g / mu) ** 2:
+                return 0  # too coarse a grid, whatever the bound says
             slope = gaussian_bound(noise, shift=max(g, 1), tail=tail).slope
             if not math.isfinite(slope):
                 return 0
@@ -230,7 +232,7 @@ def _cheapest(num_users: int, honest: int, largest_granularity: Callable[[Binomi
             plan = GridPlan(g, bits, 0.5, honest)
             if plan.variance(num_users) / g**2 <= (1 + OVERHEAD) * limit * num_users / honest:
                 return plan
-        bits = math.ceil(bits * (_PACE if g >= 8 else 2.0))  # on so coarse a grid whole steps are far apart
+        bits = math.ceil(bits * (_PACE if g >= _COARSE else 2.0))  # on so coarse a grid whole steps are far apart
     raise ValueError(
         f"no protocol with fewer than 2**50 noise bits is private enough for num_users={num_users}: raise epsilon or delta, "
         "or take fewer rounds"

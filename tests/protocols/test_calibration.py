@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.analysis.binomial_sums import hockey_stick
+from opacus_shuffle.analysis.binomial_sums import gaussian_bound, hockey_stick
 from opacus_shuffle.protocols.calibration import (
     CALIBRATIONS,
     OVERHEAD,
@@ -160,6 +160,15 @@ def test_the_tight_vector_plan_is_within_its_overhead_and_its_mu(n, d, epsilon, 
     assert plan.variance(n) / plan.granularity**2 <= (1 + OVERHEAD) * limit * n / honest
     # One step more and the bound is broken, but for what OVERHEAD leaves.
     assert (plan.granularity * (1 + OVERHEAD) + 1) / math.sqrt(plan.noise.variance) > mu
+
+
+def test_a_plan_for_a_tiny_mu_asks_for_few_bounds():
+    """Each takes a second where noise is large; those of grids that are too coarse anyhow made 13 of them."""
+    tight_vector_plan.cache_clear()
+    before = gaussian_bound.cache_info().misses
+    plan = tight_vector_plan(num_users=1000, dimension=3, mu=0.01, lost=1e-12, honest_fraction=1.0)
+    assert (plan.granularity, plan.noise_bits) == (14, 8000)
+    assert gaussian_bound.cache_info().misses - before <= 7
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.4])
