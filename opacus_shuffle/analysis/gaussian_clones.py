@@ -90,15 +90,19 @@ def clone_probability(noise_multiplier: float, margin: float) -> float:
 
 def _chained(rounds: Merged, delta: float, clones: Clones, give_up: float) -> float:
     """Returns ε of replacement as two zero-outs: 2ε at δ(1 + e^ε) (1.15)."""
-    share = delta / 2
-    for _ in range(20):
+    share, last, missing = delta / 2, delta, 0.0
+    for tried in range(20):
         epsilon = _with_clones(rounds, share, clones)  # two unshuffled zero-outs never beat one unshuffled replacement
         if 2 * epsilon >= give_up:
             return math.inf
-        fitting = delta / (1 + math.exp(epsilon))
+        fitting = delta / (1 + math.exp(min(epsilon, 700.0)))
         if share <= fitting:
             return 2 * epsilon
-        share = fitting * (1 - 1e-4)
+        before, missing = missing, math.log(fitting / share)
+        if tried >= 3:  # at a large ε the steps shrink slowly: now to where they lead, by the secant
+            slope = (before - missing) / math.log(share / last)
+            fitting = share * math.exp(missing / min(max(slope, 0.05), 1.0))
+        share, last = fitting * (1 - 1e-4), share
     return math.inf
 
 
