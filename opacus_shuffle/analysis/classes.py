@@ -1,11 +1,14 @@
-r"""Few classes for many different rounds: neighbours are joined where that costs least, each class counted as its worst round.
+r"""Few classes for many different rounds: those are joined that cost least together, each class counted as its worst round.
 
->>> few = classes(np.array([4.0, 3.9, 1.0, 0.9]), np.array([1, 1, 1, 1]), np.array([False] * 4), most=2)
->>> few
-[slice(0, 2, None), slice(2, 4, None)]
+>>> noises = np.array([[-4.0], [-3.9], [-1.0], [-0.9]])  # the larger, the more it costs
+>>> classes(noises, np.ones(4), lambda worst: worst[:, 0] ** -2, most=2)
+[[0, 1], [2, 3]]
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,32 +16,44 @@ import numpy.typing as npt
 Vector = npt.NDArray[np.float64]
 
 
-def classes(sizes: Vector, counts: npt.NDArray[np.int64], apart: npt.NDArray[np.bool_], *, most: int) -> list[slice]:
-    """Returns neighbours to be joined, in order, so that about ``most`` classes are left.
+def classes(kinds: Vector, counts: npt.NDArray[Any], size: Callable[[Vector], Vector], *, most: int) -> list[list[int]]:
+    """Returns which kinds of rounds are to be joined, so that ``most`` classes are left at most.
 
     Args:
-        sizes: What a round of each kind costs, falling wherever two neighbours may be joined: a class counts as its first.
+        kinds: What describes each kind, shape (k, c), every number such that a larger one costs more.
         counts: How many rounds of each kind there are.
-        apart: Whether a kind must not be joined to the one before it.
-        most: How many classes may be left; more are where too many kinds must stay apart.
+        size: What a round of each of these kinds costs: a class costs what the largest of its numbers do together.
+        most: How many classes may be left.
     """
-    starts, number = list(range(len(sizes))), [int(count) for count in counts]
-    value, alone = [float(size) for size in sizes], [bool(one) for one in apart]
+    worst, number, own = kinds.copy(), counts.astype(np.float64), size(kinds)
+    members = [[index] for index in range(len(kinds))]
+    left = np.ones(len(kinds), bool)
 
-    def price(index: int) -> float:
-        """What it costs to join a class to the one before it."""
-        return np.inf if alone[index] else number[index] * (value[index - 1] - value[index])
+    def prices(index: int) -> Vector:
+        """What it costs to join a class to each other one."""
+        joined = size(np.maximum(worst, worst[index])) * (number + number[index])
+        price = np.where(left, joined - own * number - own[index] * number[index], np.inf)
+        price[index] = np.inf
+        return price
 
-    prices = np.array([np.inf, *(price(index) for index in range(1, len(starts)))])
-    while len(starts) > most:
-        joined = int(np.argmin(prices))
-        if prices[joined] == np.inf:
-            break
-        number[joined - 1] += number[joined]
-        for entries in (starts, number, value, alone):
-            del entries[joined]  # type: ignore[attr-defined]
-        prices = np.delete(prices, joined)
-        for index in (joined - 1, joined):
-            if 0 < index < len(starts):
-                prices[index] = price(index)
-    return [slice(start, end) for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True)]
+    nearest, cheapest = np.zeros(len(kinds), np.int64), np.full(len(kinds), np.inf)
+
+    def look(index: int) -> None:
+        """Finds the class that is the cheapest to join to this one, and those that this one is the cheapest for."""
+        price = prices(index)
+        nearest[index], cheapest[index] = np.argmin(price), np.min(price)
+        nearest[price < cheapest], cheapest[:] = index, np.minimum(price, cheapest)
+
+    for index in range(len(kinds) if len(kinds) > most else 0):
+        look(index)
+    for _ in range(len(kinds) - most):
+        one = int(np.argmin(cheapest))
+        other = int(nearest[one])
+        worst[one] = np.maximum(worst[one], worst[other])
+        own[one], number[one] = size(worst[one : one + 1])[0], number[one] + number[other]
+        members[one] += members[other]
+        left[other], cheapest[other] = False, np.inf
+        for again in np.flatnonzero(left & np.isin(nearest, (one, other))):
+            look(int(again))
+        look(one)
+    return [sorted(found) for found, is_left in zip(members, left, strict=True) if is_left]

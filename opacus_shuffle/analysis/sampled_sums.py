@@ -21,6 +21,7 @@ import numpy as np
 
 from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.classes import classes
+from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution, mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import MOST_KINDS, ShuffledRound, merge, tail_for
@@ -110,21 +111,19 @@ def _compute_epsilon(rounds: tuple[tuple[SampledSum, int], ...], delta: float) -
 
 
 def _coarsen(rounds: tuple[tuple[SampledSum, int], ...]) -> tuple[tuple[SampledSum, int], ...]:
-    """Leaves few different μ and losses of the same γ: rounded up, where that costs least."""
+    """Leaves few different rounds: each of the largest μ, γ and loss of those that it stands for (h grows with μ and γ)."""
     if len(rounds) <= MOST_KINDS:
         return rounds
-    ordered = sorted(rounds, key=lambda kind: (kind[0].sample_rate, -kind[0].mu))
-    rates = [each.sample_rate for each, _ in ordered]
-    apart = np.array([False, *(rate != last for rate, last in zip(rates[1:], rates, strict=False))])
-    sizes = np.array([math.log1p(each.sample_rate * math.expm1(min(each.mu**2, 600.0))) for each, _ in ordered])
-    found = classes(sizes, np.array([count for _, count in ordered]), apart, most=MOST_KINDS)
-    return tuple(
-        (
-            dataclasses.replace(ordered[few.start][0], lost=max(each.lost for each, _ in ordered[few])),
-            sum(count for _, count in ordered[few]),
-        )
-        for few in found
-    )
+    numbers = np.array([(each.mu, each.sample_rate, each.lost) for each, _ in rounds])
+
+    def size(rows: Vector) -> Vector:
+        return np.log1p(rows[:, 1] * np.expm1(np.minimum(rows[:, 0] ** 2, 600.0)))
+
+    found = []
+    for few in classes(numbers, np.array([count for _, count in rounds]), size, most=MOST_KINDS):
+        mu, rate, lost = (float(number) for number in numbers[few].max(axis=0))
+        found.append((SampledSum(mu=mu, sample_rate=rate, lost=lost), sum(rounds[index][1] for index in few)))
+    return merge(found)
 
 
 def largest_mu(*, epsilon: float, delta: float, rounds: int, sample_rate: float, lost: float = 0.0) -> float:

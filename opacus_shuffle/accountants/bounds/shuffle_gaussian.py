@@ -96,7 +96,7 @@ def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     uses_orders=True,
 )
 def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
-    different = shuffled_rounds.coarsen(shuffled_rounds.merge(shuffled(rounds)), "upper", shuffled=False)
+    different = shuffled_rounds.coarsen(shuffled_rounds.merge(shuffled(rounds)), "upper", most=shuffled_rounds.MOST_KINDS)
 
     def composed(vector: Vector) -> Vector:
         return np.sum([count * printed_rdp(each, vector) for each, count in different], axis=0)
