@@ -45,12 +45,9 @@ from opacus_shuffle.engine.sampling.samplers import (
 from opacus_shuffle.engine.sampling.sampling_plan import Kind, SamplingPlan, plan_sampling
 from opacus_shuffle.engine.sampling.tickets import TicketBook
 from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan
-from opacus_shuffle.engine.weights.module import make_shuffled
-from opacus_shuffle.engine.weights.optimizers import innermost
-from opacus_shuffle.engine.weights.shuffler import WeightShuffler, detach_shuffler
-from opacus_shuffle.engine.weights.weight_shuffling import PARALLEL, find_spec, is_distributed
+from opacus_shuffle.engine.weights.module import start_shuffling
+from opacus_shuffle.engine.weights.weight_shuffling import PARALLEL, find_spec
 from opacus_shuffle.permutation import PermutationSpec
-from opacus_shuffle.permutation.network import unwrap
 
 
 class Scheme:
@@ -335,7 +332,12 @@ class Scheme:
             )
         if isinstance(optimizer, GhostLogicalBatch):
             optimizer.watch(module)
-        self.engine.shuffler = _shuffler(self, run, module, optimizer)  # it takes the place of an earlier one
+        shuffling, generator = run.request.shuffling, run.request.shuffling.generator
+        if generator is None and self.engine.seed is not None:
+            generator = self.fresh_generator("permutations")
+        self.engine.shuffler = start_shuffling(
+            run.request.module, module, optimizer, run.spec, mode=shuffling.mode, generator=generator
+        )
         optimizer.step_hook = None  # Opacus's has the rate 1/L; a fixed-size batch has B/n
         watch_inputs(run.request.module, module, self.tickets(made[-1]))
         if isinstance(optimizer, TicketedSteps):
@@ -369,26 +371,3 @@ class Scheme:
     def covers_drop_outs(self, run: Run) -> bool:
         """Whether fewer records than were drawn may report."""
         return False
-
-
-def _shuffler(scheme: Scheme, run: Run, module: Any, optimizer: DPOptimizer) -> WeightShuffler | None:
-    """Shuffles, in place of what an earlier call has started."""
-    network, shuffling = run.request.module, run.request.shuffling
-    if run.spec is None:
-        for each in (unwrap(network), innermost(optimizer)):
-            detach_shuffler(each)
-        return None
-    generator = shuffling.generator
-    if generator is None and scheme.engine.seed is not None:
-        generator = scheme.fresh_generator("permutations")
-    shuffler = WeightShuffler(
-        network,
-        run.spec,
-        optimizer,
-        mode=shuffling.mode,
-        generator=generator,
-        synchronise=is_distributed(network),
-    )
-    if isinstance(module, torch.nn.Module):
-        make_shuffled(module, shuffler)
-    return shuffler

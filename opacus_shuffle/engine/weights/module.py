@@ -22,8 +22,11 @@ import torch
 from torch import nn
 
 from opacus_shuffle.engine.raw_data import leaving
-from opacus_shuffle.engine.weights.shuffler import WeightShuffler
+from opacus_shuffle.engine.weights.optimizers import innermost
+from opacus_shuffle.engine.weights.shuffler import WeightShuffler, detach_shuffler
+from opacus_shuffle.engine.weights.weight_shuffling import is_distributed
 from opacus_shuffle.permutation.discover import find_permutations
+from opacus_shuffle.permutation.network import unwrap
 from opacus_shuffle.permutation.spec import PermutationSpec
 
 
@@ -134,3 +137,23 @@ def make_plain(wrapped: Any) -> None:
 
 def _plain_class(kind: type) -> Any:
     return kind.__bases__[0]
+
+
+def start_shuffling(
+    network: nn.Module,
+    wrapped: Any,
+    optimizer: torch.optim.Optimizer,
+    spec: PermutationSpec | None,
+    *,
+    mode: str,
+    generator: torch.Generator | None,
+) -> WeightShuffler | None:
+    """Shuffles the weights of a network, or without a specification none, in the place of what an earlier call has started."""
+    if spec is None:
+        for each in (unwrap(network), innermost(optimizer)):
+            detach_shuffler(each)
+        return None
+    shuffler = WeightShuffler(network, spec, optimizer, mode=mode, generator=generator, synchronise=is_distributed(network))
+    if isinstance(wrapped, nn.Module):
+        make_shuffled(wrapped, shuffler)
+    return shuffler
