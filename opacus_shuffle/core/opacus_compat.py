@@ -152,11 +152,6 @@ def stock_engine_loader() -> DataLoader | None:
     return None
 
 
-def records_waiting(optimizer: DPOptimizer) -> int:
-    """How many records' gradients the next step will clip."""
-    return len(optimizer._get_flat_grad_sample(optimizer.params[0]))
-
-
 def rows_waiting(optimizer: DPOptimizer) -> set[int]:
     """How many records each parameter has gradients of; nothing of those that have none."""
     found = [getattr(parameter, "grad_sample", None) for parameter in optimizer.params]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping, DPPerLayerOptimizer
 
-from opacus_shuffle.core.opacus_compat import last_step_was_skipped, records_waiting, rows_waiting, watches_gradients
+from opacus_shuffle.core.opacus_compat import last_step_was_skipped, rows_waiting, watches_gradients
 from opacus_shuffle.engine.optimizers.usable_records import UsableRecords
 
 
@@ -33,9 +33,9 @@ class LogicalBatch(UsableRecords):
 
     def clip_and_accumulate(self) -> None:
         """Clip and sum one physical batch, and note its size and norm."""
-        if self.params:
-            self._note(records_waiting(self), self._clipping_norm())
         super().clip_and_accumulate()
+        if self.params:
+            self._note(max(rows_waiting(self)), self._clipping_norm())
 
     def check_release(self) -> None:
         """Refuse a sum that the noise is not made for.

@@ -67,7 +67,7 @@ class TicketedSteps(OpenOptimizer):
             if self.tickets.abandoned():
                 self._drop(drop_sum)
                 self.tickets.void()
-            self._refuse_accumulated()
+            refuse_accumulated(self)
             self._rows = self.rows_waiting() if isinstance(self, LogicalBatch) else rows_waiting(self)
             self.tickets.check(self._rows, more=self.signalled())
             return self._accounted(super().pre_step(closure))
@@ -118,16 +118,6 @@ class TicketedSteps(OpenOptimizer):
         self._leave.released = False
         super().zero_grad(set_to_none)
 
-    def _refuse_accumulated(self) -> None:
-        """Refuse gradients of several backward passes."""
-        waiting = [getattr(parameter, "grad_sample", None) for parameter in self.params]
-        batches = max((len(each) for each in waiting if isinstance(each, list)), default=1)
-        if batches > 1:
-            raise ValueError(
-                f"gradients of {batches} batches were accumulated: a record might be in two of them; call optimizer.step() and "
-                "zero_grad() after each, or split batches with BatchMemoryManager"
-            )
-
     def forget_batch(self) -> None:
         """Throw away what was summed, and what waits to be."""
         self._drop(drop_partial_batch)
@@ -149,3 +139,14 @@ def forget_batch(network: nn.Module, optimizer: Any = None) -> None:
     withdraw_batch(unwrap(network))
     if isinstance(optimizer, TicketedSteps):
         optimizer.forget_batch()
+
+
+def refuse_accumulated(optimizer: DPOptimizer) -> None:
+    """Refuses gradients of several backward passes."""
+    waiting = [getattr(parameter, "grad_sample", None) for parameter in optimizer.params]
+    batches = max((len(each) for each in waiting if isinstance(each, list)), default=1)
+    if batches > 1:
+        raise ValueError(
+            f"gradients of {batches} batches were accumulated: a record might be in two of them; call optimizer.step() and "
+            "zero_grad() after each, or split batches with BatchMemoryManager"
+        )

@@ -30,7 +30,7 @@ from opacus.optimizers import DPOptimizer
 from opacus_shuffle.core.opacus_compat import mark_as_used, refuse_used
 from opacus_shuffle.engine.optimizers.logical_batch import LogicalBatch
 from opacus_shuffle.engine.optimizers.step_hooks import StepHooks
-from opacus_shuffle.engine.optimizers.ticketed_steps import TicketedSteps
+from opacus_shuffle.engine.optimizers.ticketed_steps import TicketedSteps, refuse_accumulated
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 _ENTRIES = 2**24
@@ -62,11 +62,7 @@ class EncodedSum(DPOptimizer):
         """
         if self._released:
             raise ValueError("this batch has been released already: call optimizer.zero_grad() after optimizer.step()")
-        if self.accumulated_iterations != 1:
-            raise ValueError(
-                f"gradients of {self.accumulated_iterations} batches were accumulated: a record might be in two of them; call "
-                "optimizer.step() and zero_grad() after each, or split batches with BatchMemoryManager"
-            )
+        refuse_accumulated(self)
         for parameter in self.params:
             refuse_used(parameter.grad_sample)
         samples, entries = self.grad_samples, self.aggregator.dimension
