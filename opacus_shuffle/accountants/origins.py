@@ -6,7 +6,7 @@ rounds under a random name of its own, and what a checkpoint holds of one name i
 >>> run, other = Origins(), Origins()
 >>> history, foreign = [("round", 3)], [("round", 2)]
 >>> run.reach(2)
->>> saved = run.copy()
+>>> saved = run.replaced_by(run)
 >>> run.reach(3)
 >>> other.reach(2)
 >>> run.united(history, saved, [("round", 2)])[1]
@@ -64,10 +64,6 @@ class Origins:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-
-    def copy(self) -> Origins:
-        """What it knows now; the copy counts on under another name."""
-        return Origins(dict(self.held), dict(self.seen))
 
     @property
     def rounds(self) -> int:
@@ -162,7 +158,7 @@ class Origins:
         """Those of a history that says nothing of its origins: it is another one than all others."""
         origins = cls()
         origins.reach(rounds)
-        return origins.copy()
+        return origins
 
 
 def tell_of_kept_rounds(kept: int, loaded: int) -> None:

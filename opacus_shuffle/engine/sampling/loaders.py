@@ -141,8 +141,7 @@ def ticketed_copy(data_loader: DataLoader, tickets: TicketBook) -> DataLoader:
 def seeded_copy(data_loader: DataLoader, generator: torch.Generator) -> DataLoader:
     """A copy of the user's own loader whose workers, and whose order, are drawn from this generator, or from the user's own."""
     loader: Any = copy.copy(data_loader)
-    if loader.generator is None:
-        loader.generator = generator
+    vars(loader).update(_iterator=None, generator=loader.generator or generator)
     batches = data_loader.batch_sampler
     order = getattr(batches, "sampler", None)
     if isinstance(order, RandomSampler) and order.generator is None:
