@@ -54,6 +54,8 @@ def check_network(request: Request, engine: Any) -> FirstBatch | None:
     refuse_unclipped_engine(engine)
     refuse_renormalised(network)
     refuse_broken_attention(network)
+    if request.grad_sample_mode != "ghost":  # which divides by no more than the number of records
+        refuse_shared_denominators(network, request.criterion)
     if request.grad_sample_mode == "ghost":
         refuse_tied_ghost(network)
     if request.grad_sample_mode == "no_op" or any(map(is_lazy, network.parameters())):
@@ -71,6 +73,29 @@ def check_network(request: Request, engine: Any) -> FirstBatch | None:
     except UnprobedError:
         return None if isinstance(request.module, PARALLEL) else first
     return None
+
+
+def refuse_shared_denominators(network: nn.Module, criterion: Any) -> None:
+    """Refuses losses that are divided by what the other records of the batch are, as far as they can be seen beforehand.
+
+    Args:
+        network: Its parts are looked at.
+        criterion: As is this one.
+
+    Raises:
+        ValueError: There is one.
+    """
+    losses = {"criterion": criterion, **{f"module's {name}": each for name, each in network.named_modules()}}
+    for name, each in losses.items():
+        if not isinstance(each, nn.CrossEntropyLoss | nn.NLLLoss) or each.reduction != "mean":
+            continue
+        if each.weight is not None or each.ignore_index != -100:
+            how = "weight=..." if each.weight is not None else f"ignore_index={each.ignore_index}"
+            raise ValueError(
+                f"{name} is {type(each).__name__}({how}, reduction='mean'), which divides by what the batch's labels weigh: "
+                "one record's label rescales the gradients of all others, after which clipping bounds nobody's influence; use "
+                "reduction='none' and take the mean yourself, or grad_sample_mode='ghost', which does so itself"
+            )
 
 
 def refuse_renormalised(network: nn.Module) -> None:

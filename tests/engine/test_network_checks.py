@@ -230,3 +230,25 @@ def test_indices_that_are_spread_in_memory_train_with_ghost_clipping():
 
     module = Places()
     stepping("ghost", lambda *_: None, module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+
+
+SHARED = {
+    "weight": lambda reduction: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 50.0, 1.0]), reduction=reduction),
+    "ignored": lambda reduction: nn.NLLLoss(ignore_index=2, reduction=reduction),
+}
+
+
+@pytest.mark.parametrize("accountant", ["subsampled_shuffle", "rdp"])
+@pytest.mark.parametrize("loss", SHARED.values(), ids=SHARED.keys())
+def test_losses_that_are_divided_by_other_records_labels_are_refused_where_they_are_seen(accountant, loss):
+    within = make_toy()
+    within["module"].add_module("loss", nn.ModuleList([loss("mean")]))
+    for changes in ({"criterion": loss("mean")}, {"criterion": loss("mean"), "grad_sample_mode": "ew"}, within):
+        with pytest.raises(ValueError, match=r"(criterion|loss.0) is .*reduction='mean'\), which divides by"):
+            private(accountant, **changes)
+    for changes in (
+        {"criterion": loss("none")},
+        {"criterion": nn.CrossEntropyLoss()},
+        {"criterion": loss("mean"), "grad_sample_mode": "ghost"},
+    ):
+        assert private(accountant, **changes)
