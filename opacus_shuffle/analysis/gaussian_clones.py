@@ -116,7 +116,7 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones) -> float:
     unshuffled = unshuffled_epsilon(rounds, delta=delta)
     budget = 1e-4 * delta / sum(count for _, count in rounds)
     best, guess = math.inf, 0.0
-    for _ in range(6):
+    for _ in range(10):
         margin = _best_margin(rounds, delta, clones, guess)
         if margin is None:
             break
