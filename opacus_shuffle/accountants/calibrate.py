@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from opacus_shuffle.analysis.composition import OrderCapWarning
 from opacus_shuffle.core.rounding import round_up
-from opacus_shuffle.core.solve import bracket, safe_root
+from opacus_shuffle.core.solve import bracket, log_excess, safe_root
 from opacus_shuffle.core.validation import positive
 
 LOWEST, HIGHEST = 1e-3, 1e9
@@ -38,8 +38,6 @@ def smallest_noise(epsilon: Callable[[float], float], *, target_epsilon: float, 
     """
     target = positive("target_epsilon", target_epsilon)
 
-    least = max(min(1e-300, 1e-3 * target), math.ulp(0.0))  # what stands for zero in logarithms
-
     @functools.cache
     def spent(sigma: float) -> float:
         with warnings.catch_warnings():
@@ -50,9 +48,7 @@ def smallest_noise(epsilon: Callable[[float], float], *, target_epsilon: float, 
         return value
 
     def excess(log_sigma: float) -> float:
-        value = spent(math.exp(log_sigma))
-        difference = math.log(max(value, least)) - math.log(target)
-        return max(difference, 1e-16) if value > target else difference  # logarithms may agree where the numbers do not
+        return log_excess(spent(math.exp(log_sigma)), target)
 
     start, quarter = max(0.0, math.log(lowest)), math.log(4)
     more = [start + quarter, start + 2 * quarter, start + 3 * quarter]

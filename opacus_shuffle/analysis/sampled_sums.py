@@ -25,7 +25,7 @@ from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution, mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import MOST_KINDS, ShuffledRound, merge, tail_for
-from opacus_shuffle.core.solve import bracket, safe_root
+from opacus_shuffle.core.solve import bracket, log_excess, safe_root
 from opacus_shuffle.core.validation import finite_number, integer, open_unit_interval, positive, sampling_rate
 
 
@@ -152,9 +152,7 @@ def largest_mu(*, epsilon: float, delta: float, rounds: int, sample_rate: float,
         return min(everyone, compute_epsilon([(each, count)], delta=delta))
 
     def excess(log_mu: float) -> float:
-        value = spent(math.exp(log_mu))
-        difference = math.log(max(value, max(min(1e-300, 1e-3 * target), math.ulp(0.0)))) - math.log(target)
-        return max(difference, 1e-16) if value > target else difference
+        return log_excess(spent(math.exp(log_mu)), target)
 
     start = math.log(1e-3)
     down = (max(start - 2.0 * k, math.log(1e-9)) for k in range(1, 8))

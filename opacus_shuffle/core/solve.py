@@ -79,6 +79,17 @@ def safe_root(
     return point
 
 
+def log_excess(value: float, target: float) -> float:
+    """Returns log(value / target) of a value that may be 0, above zero wherever the value is above the target.
+
+    >>> log_excess(math.nextafter(0.1, 1), 0.1) > 0 > log_excess(0.0, 1e-308)
+    True
+    """
+    least = max(min(1e-300, 1e-3 * target), math.ulp(0.0))  # what stands for zero
+    difference = math.log(max(value, least)) - math.log(target)
+    return max(difference, 1e-16) if value > target else difference  # logarithms may agree where the numbers do not
+
+
 def bracket(
     excess: Callable[[float], float], start: float, *, towards_safe: Iterable[float], towards_unsafe: Iterable[float]
 ) -> tuple[float | None, float | None]:
