@@ -127,9 +127,9 @@ class GhostLogicalBatch(LogicalBatch, DPOptimizerFastGradientClipping):
         return set() if self._pending is None else {self._pending[0]}
 
     def awaits(self, parameter: Any) -> bool:
-        """As its parent's; what the criterion has clipped is not noised yet, and what this does not train never is."""
-        unreleased = self._pending is not None or all(each is not parameter for each in self.planned)
-        return super().awaits(parameter) or (unreleased and watches_gradients(self._watched))
+        """As its parent's; what this does not train is never clipped."""
+        left_alone = all(each is not parameter for each in self.planned)
+        return super().awaits(parameter) or (left_alone and watches_gradients(self._watched))
 
     def forget_clipped(self) -> None:
         """As its parent's; a step is refused from now on."""

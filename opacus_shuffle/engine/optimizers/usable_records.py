@@ -90,7 +90,10 @@ class UsableRecords(PlannedParameters):
 
     def awaits(self, parameter: Any) -> bool:
         """Whether the gradient of a parameter of the network waits for a step of this optimizer, not clipped or not noised."""
-        return waits_for_step(parameter)
+        clipped = ((gradient, version) for _, gradient, version in self._noted or () if gradient is not None)
+        return waits_for_step(parameter) or any(
+            parameter.grad is each and each._version == version for each, version in clipped
+        )
 
     def note_clipped(self, sums: dict[torch.Tensor, torch.Tensor]) -> None:
         """Remember the gradients that ghost clipping has clipped, and their sums where these are more precise."""
@@ -98,8 +101,10 @@ class UsableRecords(PlannedParameters):
         self._single = {each: sums[each] for each in self.params if each in sums and self.sum_dtype(each) != each.dtype}
 
     def forget_clipped(self) -> None:
-        """Have nothing clipped: the backward pass has failed, or its gradients are used."""
+        """Have nothing clipped: the backward pass has failed, or its gradients are used, which no other step may take."""
         self._noted = self._single = None
+        for each in self.params:
+            each.grad = None
 
     def accumulate(self) -> None:
         """Add what ghost clipping has clipped to the sum of the logical batch.

@@ -69,7 +69,9 @@ def test_nor_half_of_a_batch(name, mode):
             run.optimizer.zero_grad()
             run.backward(batch)
             run.optimizer.step()
-            if not run.steps:
+            if not run.steps and mode == "ghost":
+                assert all(each.grad is None for each in run.optimizer.params)
+            elif not run.steps:
                 with pytest.raises(ValueError, match=REFUSED):
                     other.step()
     assert run.steps == run.accounted == 4
@@ -91,6 +93,8 @@ def test_released_gradients_public_data_and_networks_without_privacy_are_everybo
     run.train(run.loader)
     other.step()
     batch = torch.randn(4, 5), torch.zeros(4, dtype=torch.long)
+    run.optimizer.zero_grad()
+    run.backward(next(iter(run.loader)))
     run.optimizer.zero_grad()
     run.model.disable_hooks()
     nn.functional.cross_entropy(run.model(batch[0]), batch[1]).backward()
@@ -114,3 +118,18 @@ def test_a_release_gives_no_leave_to_step_by_what_comes_after_it():
     run.backward(next(batches))
     with pytest.raises(ValueError, match="neither clipped, noised nor accounted"):
         run.plain.step()
+
+
+def test_a_backward_pass_that_failed_half_way_leaves_no_gradient_behind():
+    run, passes = Toy(grad_sample_mode="ghost"), []
+
+    def fail(_):
+        passes.append("another")
+        if len(passes) == 2:  # which clips
+            raise RuntimeError("half way")
+
+    handle = run.toy["module"][0].register_forward_hook(lambda layer, inputs, output: output.register_hook(fail) and None)
+    with pytest.raises(RuntimeError, match="half way"):
+        run.backward(next(iter(run.loader)))
+    handle.remove()
+    assert all(each.grad is None for each in run.optimizer.params)
