@@ -80,3 +80,52 @@ def test_a_large_epsilon_of_many_kinds_of_rounds_falls_with_delta():
     rounds = [(ShuffleGauss(noise_multiplier=float(sigma), num_users=500), 3) for sigma in draws]
     found = [compute_bound(rounds, delta=delta, bound="certified").epsilon for delta in (0.015, 0.017, 0.02)]
     assert all(later < earlier for earlier, later in itertools.pairwise(found))
+
+
+RUNS = {
+    "shuffle_gauss": {"noise_multiplier": 2.0, "num_users": 500},
+    "subsampled_shuffle": {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.3},
+    "shuffled_checkin": {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.3},
+    "shuffled_fw": {"noise_multiplier": 1.0, "sample_rate": 0.1, "dimension": 100, "clip": 1.0, "batch_clip": 1.0},
+    "shuffled_sums": {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.3, "dimension": 4},
+}
+ALL = {"steps": 10, "delta": 1e-5}
+DEARER = {
+    "noise_multiplier": [1.5, 1.3, 1.1, 1.0, 0.8, 0.6, 0.4],
+    "steps": [0.1, 0.5, 1, 1.3, 3, 10, 40],
+    "delta": [5e4, 2e4, 1e4, 3e3, 300, 10, 1, 1e-2, 1e-5],
+    "sample_rate": [0.1, 0.3, 1, 1.2, 2, 3],
+    "num_users": [10, 3, 1.2, 1, 0.7, 0.3],
+}
+"""Shares of the numbers above, the cheaper ones first."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("mechanism", "changed"),
+    # Sums of another number of users have another grid, and up to 2.5 % more noise than they were asked for.
+    [
+        (name, key)
+        for name, run in RUNS.items()
+        for key in DEARER
+        if key in ALL | run and (name, key) != ("shuffled_sums", "num_users")
+    ],
+)
+def test_epsilon_falls_with_noise_and_delta_and_users_and_grows_with_steps_and_rate(mechanism, changed):
+    base = {**ALL, **RUNS[mechanism]}
+    whole = changed in ("steps", "num_users")
+    values = [round(base[changed] * share) if whole else base[changed] * share for share in DEARER[changed]]
+    # The printed formulas are no such functions of the number of users and the rate, nor is Theorem 6 of anything.
+    printed = [] if changed in ("sample_rate", "num_users") or mechanism == "shuffled_fw" else ["published"]
+    pair = [] if mechanism == "shuffled_sums" else ["pair"]
+    found = {
+        (bound, adjacency): [
+            compute_epsilon(mechanism, bound=bound, adjacency=adjacency, **{**base, changed: value}) for value in values
+        ]
+        for bound, adjacency in [("certified", "replace"), *((each, "zero_out") for each in ["certified", *pair, *printed])]
+    }
+    for epsilons in found.values():
+        assert all(cheaper <= dearer for cheaper, dearer in itertools.pairwise(epsilons)), (values, epsilons)
+    both = found["certified", "zero_out"], found["certified", "replace"]
+    assert all(less <= more for less, more in zip(*both, strict=True))
