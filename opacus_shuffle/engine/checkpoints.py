@@ -18,7 +18,7 @@ from opacus_shuffle.accountants.origins import rewound_sentence
 from opacus_shuffle.core.atomic_file import replacing
 from opacus_shuffle.core.validation import boolean
 from opacus_shuffle.engine.opacus_history import OpacusHistory
-from opacus_shuffle.engine.optimizers.ticketed_steps import forget_batch
+from opacus_shuffle.engine.optimizers.released_only import private_optimizers
 from opacus_shuffle.engine.unchanged import unchanged_if_refused
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
 
@@ -52,9 +52,10 @@ class CheckpointMixin(opacus.PrivacyEngine):
             **keywords: As Opacus's.
 
         Raises:
-            ValueError: If training went on meanwhile, so that the weights might hold more than their accounting. The earlier
-                checkpoint stays.
+            ValueError: If another engine accounts for the module's steps; or if training went on meanwhile, so that the weights
+                might hold more than their accounting. The earlier checkpoint stays.
         """
+        self._refuse_of_another_engine(keywords.get("module"))
         accounted = copy.copy(self.accountant.history)
         checkpoint_dict = {} if checkpoint_dict is None else checkpoint_dict
         if self.shuffler is not None:
@@ -103,6 +104,7 @@ class CheckpointMixin(opacus.PrivacyEngine):
                 accountant, history = self._accounting(saved, name, allow_rewind)
             if self.shuffler is not None and _SHUFFLER in saved:
                 self.shuffler.check_state_dict(saved[_SHUFFLER])
+            self._refuse_of_another_engine(keywords.get("module"))
             del saved
             with unchanged_if_refused(*owners, self.shuffler, self.accountant), self._with_another_accountant() as own:
                 own.__dict__.update(accountant.__dict__)  # before the weights, should this be interrupted
@@ -111,9 +113,18 @@ class CheckpointMixin(opacus.PrivacyEngine):
                     self.shuffler.load_state_dict(checkpoint[_SHUFFLER])
                 for each in told:
                     warnings.warn(each.message, stacklevel=2)
-                forget_batch(keywords["module"], keywords.get("optimizer"))
+                for optimizer in private_optimizers(keywords["module"]):
+                    optimizer.forget_batch()
         self._opacus_history = history
         return checkpoint
+
+    def _refuse_of_another_engine(self, module: Any) -> None:
+        """Refuses weights whose steps this engine does not account for."""
+        if any(each.accountant is not self.accountant for each in private_optimizers(module)):
+            raise ValueError(
+                "module was made private by another engine, which accounts for its steps: save and load its checkpoints by "
+                "that one, or make another module private by this engine"
+            )
 
     def another_round(self, accountant: Any) -> contextlib.AbstractContextManager[None]:
         """Counts a round beside one of Opacus's own accountants, whose history anybody may set."""

@@ -262,3 +262,19 @@ def test_a_load_in_the_middle_of_a_split_batch_forgets_its_sum():
             run.optimizer.step()
     assert run.optimizer.num_records == 0
     assert run.train(1).rounds == 2 * STEPS
+
+
+@pytest.mark.parametrize("name", ["rdp", "shuffled_checkin"])
+def test_an_engine_keeps_no_weights_whose_steps_another_one_accounts_for(name):
+    run, other = Run(name).train(1), PrivacyEngine(accountant=name)
+    file, written = run.saved(), io.BytesIO()
+    before = copy.deepcopy(run.model.state_dict())
+    for module in (run.model, run.model._module):
+        with pytest.raises(ValueError, match="module was made private by another engine"):
+            other.save_checkpoint(path=written, module=module)
+        file.seek(0)
+        with pytest.raises(ValueError, match="module was made private by another engine"):
+            other.load_checkpoint(path=file, module=module)
+    assert written.getvalue() == b""
+    assert all(torch.equal(each, before[key]) for key, each in run.model.state_dict().items())
+    assert len(other.accountant) == 0

@@ -45,6 +45,13 @@ def own_gradients(parameters: Iterable[torch.Tensor], optimizer: Any) -> None:
         vars(each)[OWNER] = optimizer
 
 
+def private_optimizers(network: Any) -> list[Any]:
+    """The optimizers whose steps may move parameters of a network."""
+    parameters = network.parameters() if isinstance(network, torch.nn.Module) else ()
+    owners = [vars(each).get(OWNER) for each in parameters]
+    return list({id(each): each for each in owners if each is not None}.values())
+
+
 @functools.cache
 def look_at_all_steps() -> None:
     """Has PyTorch ask before the steps of all optimizers of the process."""

@@ -6,14 +6,11 @@ from collections.abc import Callable, Set
 from typing import Any
 
 from opacus.optimizers import DPOptimizer
-from torch import nn
 
 from opacus_shuffle.core.opacus_compat import OpenOptimizer, drop_partial_batch, drop_sum, refuse_used, rows_waiting
 from opacus_shuffle.engine.optimizers.logical_batch import LogicalBatch
 from opacus_shuffle.engine.optimizers.released_only import GUARD, Leave, look_at_all_steps
-from opacus_shuffle.engine.sampling.fresh_inputs import withdraw_batch
 from opacus_shuffle.engine.sampling.tickets import TicketBook
-from opacus_shuffle.permutation.network import unwrap
 
 
 class TicketedSteps(OpenOptimizer):
@@ -21,18 +18,20 @@ class TicketedSteps(OpenOptimizer):
 
     Attributes:
         tickets: Of the loader; None where Opacus lets users train on any batches.
+        accountant: Of the engine that accounts for the steps.
     """
 
     tickets: TicketBook | None = None
+    accountant: Any = None
     _account: Callable[[DPOptimizer], Any] | None = None
     _rows: Set[int] = frozenset()
     _leave = Leave()  # of nobody, until there is an account
     _step_supports_amp_scaling = True  # else GradScaler would skip steps of its own accord
 
-    def account_with(self, account: Callable[[DPOptimizer], Any], tickets: TicketBook | None) -> None:
+    def account_with(self, accountant: Any, account: Callable[[DPOptimizer], Any], tickets: TicketBook | None) -> None:
         """From now on take tickets, account each release by ``account``, and let the optimizer inside step for those alone."""
         look_at_all_steps()
-        self._account, self.tickets, self._leave = account, tickets, Leave()
+        self.accountant, self._account, self.tickets, self._leave = accountant, account, tickets, Leave()
         setattr(self.original_optimizer, GUARD, self._leave)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -119,26 +118,19 @@ class TicketedSteps(OpenOptimizer):
         super().zero_grad(set_to_none)
 
     def forget_batch(self) -> None:
-        """Throw away what was summed, and what waits to be."""
+        """Throw away what was summed, and what waits to be, because other weights have come in the place of its own."""
         self._drop(drop_partial_batch)
         self.zero_grad()
+        for each in self.params:
+            each.grad = None
         if self.tickets is not None:
             self.tickets.void()
+            self.tickets.issue(None)
 
     def _drop(self, how: Callable[[DPOptimizer], None]) -> None:
         how(self)
         if isinstance(self, LogicalBatch):
             self.forget_sum()
-
-
-def forget_batch(network: nn.Module, optimizer: Any = None) -> None:
-    """Throws away what waits for a step, because other weights have come in the place of those that it belongs to."""
-    for parameter in network.parameters():
-        parameter.grad = None
-        parameter.__dict__.update((name, None) for name in ("grad_sample", "summed_grad") if hasattr(parameter, name))
-    withdraw_batch(unwrap(network))
-    if isinstance(optimizer, TicketedSteps):
-        optimizer.forget_batch()
 
 
 def refuse_accumulated(optimizer: DPOptimizer) -> None:

@@ -70,11 +70,6 @@ class FreshInputs:
             if isinstance(each, torch.Tensor) and each.requires_grad:
                 each.register_hook(refuse_late)  # type: ignore[no-untyped-call]
 
-    def withdraw(self) -> None:
-        """Refuse all that is left of the latest batch."""
-        if self._tickets is not None:
-            self._tickets.issue(None)
-
     def _watches(self) -> bool:
         """Whether a forward pass has gradients of records."""
         private = None if self._private is None else self._private()
@@ -98,13 +93,6 @@ def watch_inputs(network: nn.Module, private: Any, tickets: TicketBook | None) -
         called = network.modules() if hasattr(private, "autograd_grad_sample_hooks") else [network]
         before = [each.register_forward_pre_hook(fresh, with_kwargs=True) for each in called]
         _HANDLES[network] = *before, network.register_forward_hook(fresh.answered, with_kwargs=True)
-
-
-def withdraw_batch(network: nn.Module) -> None:
-    """Lets a network be trained on the next batch that is drawn, and no more on the latest one."""
-    for hook in network._forward_pre_hooks.values():
-        if isinstance(hook, FreshInputs):
-            hook.withdraw()
 
 
 @functools.cache

@@ -342,7 +342,7 @@ class Scheme:
         watch_inputs(run.request.module, module, self.tickets(made[-1]))
         if isinstance(optimizer, TicketedSteps):
             own_gradients(run.request.module.parameters(), optimizer)
-            optimizer.account_with(self.account(run), self.tickets(made[-1]))
+            optimizer.account_with(self.accountant, self.account(run), self.tickets(made[-1]))
         else:
             optimizer.attach_step_hook(self.account(run))
 
