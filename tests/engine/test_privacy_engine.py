@@ -396,14 +396,14 @@ def test_an_error_after_the_shuffling_of_weights_was_attached_ends_it(monkeypatc
 
 
 def test_an_error_while_the_last_parts_are_attached_leaves_nothing_behind(monkeypatch):
-    def fails(*_):
+    def fails(*_, **__):
         raise ValueError("no shuffler today")
 
     toy = make_toy()
     engine = PrivacyEngine(accountant="shuffled_checkin")
     before = (copy.deepcopy(engine.accountant.__dict__), engine.dataset)
     with monkeypatch.context() as patched:
-        patched.setattr("opacus_shuffle.engine.schemes.base._shuffler", fails)
+        patched.setattr("opacus_shuffle.engine.schemes.base.start_shuffling", fails)
         with pytest.raises(ValueError, match="no shuffler today"):
             engine.make_private(**toy, noise_multiplier=1.0)
     assert (engine.accountant.__dict__, engine.dataset) == before
