@@ -122,6 +122,14 @@ def test_expanded_weights_take_empty_batches_when_they_are_let():
     let_layers_be_empty(layer, layer)  # nothing to do
 
 
+def test_expanded_weights_say_that_records_are_not_passed_by_keyword():
+    model, _, loader = private("subsampled_shuffle", grad_sample_mode="ew")
+    with pytest.raises(
+        ValueError, match=r"grad_sample_mode='ew' needs the records as first positional argument .*got input by"
+    ):
+        model(input=next(iter(loader))[0])
+
+
 class Checkpointed(nn.Module):
     """Keeps no activations of its layers, and runs them once more in the backward pass."""
 

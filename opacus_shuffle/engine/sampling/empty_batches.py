@@ -77,14 +77,19 @@ def let_layers_be_empty(wrapped: Any, network: nn.Module) -> None:
             layer.__dict__["ft_compute_sample_grad"] = functools.partial(_unless_empty, compute)
 
 
-def _forward(module: GradSampleModuleExpandedWeights, x: torch.Tensor, *args: Any, **keywords: Any) -> Any:
+def _forward(module: GradSampleModuleExpandedWeights, *args: Any, **keywords: Any) -> Any:
     """The class's own forward, or the plain one with no per-sample gradients for a batch of no records."""
-    if len(x):
-        return type(module).forward(module, x, *args, **keywords)
+    if not args:
+        raise ValueError(
+            f"grad_sample_mode='ew' needs the records as first positional argument of the network, got {', '.join(keywords)} "
+            "by keyword: call model(x, ...), or use grad_sample_mode='hooks'"
+        )
+    if len(args[0]):
+        return type(module).forward(module, *args, **keywords)
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad_sample = parameter.new_zeros((0, *parameter.shape))
-    return wrapped_network(module)(x, *args, **keywords)
+    return wrapped_network(module)(*args, **keywords)
 
 
 _forward.__name__ = "forward"  # under which a copy that is pickled finds Opacus's own
