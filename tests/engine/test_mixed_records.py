@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle import PrivacyEngine
 from opacus_shuffle.engine.mixed_records import refuse_mixed_records
+from opacus_shuffle.engine.network_checks import refuse_copies
 from opacus_shuffle.engine.sampling.fresh_inputs import FreshInputs
 
 
@@ -191,7 +192,7 @@ def test_a_network_that_the_loader_s_records_do_not_run_through_is_looked_at_in_
         (model if wrap else network)(x, torch.ones(())).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert {type(each) for each in network._forward_pre_hooks.values()} <= {FreshInputs}
+    assert {type(each) for each in network._forward_pre_hooks.values()} <= {FreshInputs, type(refuse_copies)}
     if wrap:
         assert pickle.loads(pickle.dumps(network.table)) is not None
     mixing = OneHot(MIXING["centred"])
