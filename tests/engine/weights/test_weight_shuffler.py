@@ -70,7 +70,7 @@ def test_set_up_twice_there_is_one_shuffler(shuffle_mode):
     run.model.state_dict()
     assert first.shuffles == stopped
     assert run.shuffler.shuffles == (RECORDS // BATCH if shuffle_mode == "every_step" else 1)
-    assert len(run.plain_optimizer._optimizer_step_pre_hooks) == 2  # beside the shuffler's, the guard of steps
+    assert len(run.plain_optimizer._optimizer_step_pre_hooks) == 1
     assert len(run.plain_optimizer._optimizer_step_post_hooks) == 1
     for hooks in (run.plain_optimizer._optimizer_state_dict_post_hooks, *(e._state_dict_hooks for e in run.network.modules())):
         assert len(hooks) == (shuffle_mode == "on_release")
