@@ -83,7 +83,7 @@ def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
 
     Returns:
         ``(lower, upper)``, some tenths of a percent apart for σ ≥ 0.5 (several percent for more than 10 different rounds, whose
-        σ are rounded). Below σ = 0.05 the upper one is the unshuffled Gaussian's and the lower one 0.
+        numbers are rounded). Below σ = 0.05 the upper one is the unshuffled Gaussian's and the lower one 0.
 
     Raises:
         ValueError: If an argument is out of range.
