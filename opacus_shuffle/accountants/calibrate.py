@@ -36,7 +36,11 @@ def smallest_noise(epsilon: Callable[[float], float], *, target_epsilon: float, 
     Raises:
         ValueError: If no multiplier up to 1e9 meets the target (a bound by RDP has a floor, about log(1/δ)/16384), or ε is NaN.
     """
-    target = positive("target_epsilon", target_epsilon)
+    target, lowest = positive("target_epsilon", target_epsilon), positive("lowest", lowest)
+    if lowest > HIGHEST:
+        raise ValueError(f"lowest must not exceed {HIGHEST:g}, got {lowest!r}: no more noise is tried")
+    if not callable(epsilon):
+        raise ValueError(f"epsilon must be a function of the noise multiplier, got {epsilon!r}")
 
     @functools.cache
     def spent(sigma: float) -> float:

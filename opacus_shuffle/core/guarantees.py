@@ -10,7 +10,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import numbers
 from typing import Any
+
+from opacus_shuffle.core.validation import instance_of, integer, open_unit_interval
 
 ADVERSARY = "sees every shuffled report of every round"
 SHUFFLER = "the shuffler"
@@ -97,6 +100,13 @@ class PrivacyBound:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "adjacency", Adjacency(self.adjacency))
+        open_unit_interval("delta", self.delta)
+        instance_of("guarantee", self.guarantee, (Guarantee,))
+        integer("rounds", self.rounds)
+        for name in ("epsilon", "lower"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not (isinstance(value, numbers.Real) or (value is None and name == "lower")):
+                raise ValueError(f"{name} must be a number, got {value!r}")
         if not self.epsilon >= 0 or (self.lower is not None and not self.epsilon >= self.lower):
             raise InconsistentBound(
                 f"{self.mechanism}: bound {self.bound!r} says epsilon = {self.epsilon!r}, lower = {self.lower!r} at delta = "

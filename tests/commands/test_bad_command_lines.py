@@ -55,6 +55,8 @@ def lines():
 
 
 LINES = {name: (command, options) for name, command, options in lines()}
+PICTURES = ("--delta", "--steps")
+"""Of what is drawn: the other options are those of a report."""
 LONG = {"--epochs": ("1e15", "1_0"), "--training-steps": ("1e15",)}
 """Right, and days of work."""
 
@@ -103,8 +105,7 @@ def test_every_bad_value_is_one_line_that_names_the_option(line, capsys, tmp_pat
     assert run(capsys, [command, *[f"{key}={word}" for key, word in options.items()]])[0] == 0
     found = [
         f"{name}={value!r:.20} {what}"[:250]
-        for name in options
-        if name != "--output"
+        for name in (PICTURES if command == "plot" else options)
         for value in (*NO_NUMBER, *NUMBERS)
         if value not in LONG.get(name, ()) and (what := wrong(capsys, command, options, name, value)) is not None
     ]
