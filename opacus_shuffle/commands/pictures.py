@@ -8,7 +8,8 @@ from typing import Any
 
 def check_output(output: str) -> None:
     """Refuses a picture that cannot be drawn, or has nowhere to go."""
-    if not output or os.path.isdir(output) or not os.path.isdir(os.path.dirname(output) or "."):
+    kind = os.path.splitext(output)[1]  # without one matplotlib writes another file than the one named
+    if not kind or os.path.isdir(output) or not os.path.isdir(os.path.dirname(output) or "."):
         raise ValueError(f"--output must name a file in a folder that is there, got {output!r}: for instance report.png")
     try:
         import matplotlib
