@@ -126,7 +126,7 @@ def audit_training(
     """
     instance_of("model", model, (nn.Module,))
     instance_of("optimizer", optimizer, (DPOptimizer,))
-    steps = integer("steps", steps, minimum=100)
+    steps = integer("steps", steps, minimum=100, maximum=10**9)
     delta, confidence = open_unit_interval("delta", delta), open_unit_interval("confidence", confidence)
     one_of("method", method, METHODS)
     check_generator("generator", generator)

@@ -111,11 +111,12 @@ def sampling_rate(name: str, value: Any) -> float:
     return number
 
 
-def integer(name: str, value: Any, *, minimum: int = 1) -> int:
-    """An integer (or a float that is one) of at least ``minimum``."""
+def integer(name: str, value: Any, *, minimum: int = 1, maximum: int = 2**53) -> int:
+    """An integer (or a float that is one) from ``minimum`` to ``maximum``."""
     number = finite_number(name, value)
-    if number != int(number) or not minimum <= number <= 2**53:
-        raise ValueError(f"{name} must be a whole number of at least {minimum} (and at most 2**53), got {value!r}")
+    if number != int(number) or not minimum <= number <= maximum:
+        most = "2**53" if maximum == 2**53 else f"{maximum:,}"
+        raise ValueError(f"{name} must be a whole number of at least {minimum} (and at most {most}), got {value!r}")
     return int(number)
 
 

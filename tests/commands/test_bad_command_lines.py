@@ -57,7 +57,7 @@ def lines():
 LINES = {name: (command, options) for name, command, options in lines()}
 PICTURES = ("--delta", "--steps")
 """Of what is drawn: the other options are those of a report."""
-LONG = {"--epochs": ("1e15", "1_0"), "--training-steps": ("1e15",)}
+LONG = {"--epochs": ("1e15",)}
 """Right, and days of work."""
 
 
@@ -132,7 +132,7 @@ def test_output_that_has_nowhere_to_go_is_no_traceback(job, stream):
     assert "Traceback" not in said
     assert "Exception ignored" not in said
     assert done.returncode in (0, 2)
-    assert len([line for line in done.stderr.splitlines() if line.strip()]) <= 1
+    assert job == "help" or len(done.stderr.splitlines()) <= 1  # without a stdout argparse writes its help to stderr
 
 
 TRAIN = ["train", "--epochs=1", "--batch-size=4000", "--data=mnist"]

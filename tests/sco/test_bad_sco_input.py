@@ -54,7 +54,7 @@ def test_sets():
 def test_losses():
     known = {"lipschitz": 1.0, "smoothness": 1.0, "signed": False, "elementwise": True}
     functions = {"value": lambda scores, targets: scores, "derivative": lambda scores, targets: scores * 0 + 1}
-    require_named_refusals(sco.Link, {"name": "linear", **functions, "coefficient": None, **known})
+    require_named_refusals(sco.Link, {"name": "linear", **functions, "coefficient": None, **known}, name=None)
 
 
 def test_objectives():

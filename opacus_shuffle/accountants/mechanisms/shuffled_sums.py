@@ -81,8 +81,7 @@ class ShuffledSums(Mechanism):
         self._set(**{name: integer(name, getattr(self, name)) for name in ("dimension", "granularity", "noise_trials")})
         self._set(**{name: open_unit_interval(name, getattr(self, name)) for name in ("bit_probability", "lost")})
         open_unit_interval("1 - bit_probability", 1 - self.bit_probability)
-        if self.noise_trials > MOST_TRIALS:
-            raise ValueError(f"noise_trials must not exceed 2**50, beyond which no tails are known, got {self.noise_trials}")
+        integer("noise_trials", self.noise_trials, maximum=MOST_TRIALS)
         if sampling_rate("honest_fraction", self.honest_fraction) < 1 and self.sample_rate < 1:
             raise ValueError(
                 f"honest_fraction={self.honest_fraction} goes with sample_rate=1, got sample_rate={self.sample_rate}: who "
