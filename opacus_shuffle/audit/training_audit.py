@@ -126,6 +126,8 @@ def audit_training(
     """
     instance_of("model", model, (nn.Module,))
     instance_of("optimizer", optimizer, (DPOptimizer,))
+    if not isinstance(data_loader, DataLoader):
+        raise ValueError(f"data_loader must yield batches as a DataLoader does, got a {type(data_loader).__name__}")
     steps = integer("steps", steps, minimum=100, maximum=10**9)
     delta, confidence = open_unit_interval("delta", delta), open_unit_interval("confidence", confidence)
     one_of("method", method, METHODS)
