@@ -16,7 +16,7 @@ import torch
 from opacus_shuffle.accountants import PrivacyAssumptionWarning, ShuffleAccountant
 from opacus_shuffle.accountants.origins import rewound_sentence
 from opacus_shuffle.core.atomic_file import replacing
-from opacus_shuffle.core.validation import boolean
+from opacus_shuffle.core.validation import boolean, instance_of
 from opacus_shuffle.engine.opacus_history import OpacusHistory
 from opacus_shuffle.engine.optimizers.released_only import private_optimizers
 from opacus_shuffle.engine.unchanged import unchanged_if_refused
@@ -24,6 +24,15 @@ from opacus_shuffle.engine.weights.shuffler import WeightShuffler
 
 _SHUFFLER, _ORIGINS = "opacus_shuffle", "opacus_shuffle_origins"
 _NEEDED = ("module_state_dict", "privacy_accountant_state_dict")
+
+
+def _check_parts(path: Any, keywords: dict[str, Any]) -> None:
+    """Refuses what is no file, no network or no optimizer; that one is missing Opacus says itself."""
+    if not isinstance(path, str | os.PathLike) and not hasattr(path, "read") and not hasattr(path, "write"):
+        raise ValueError(f"path must be the name of a file or an open one, got {path!r}")
+    for name, kinds in (("module", (torch.nn.Module,)), ("optimizer", (torch.optim.Optimizer, type(None)))):
+        if name in keywords:
+            instance_of(name, keywords[name], kinds)
 
 
 class CheckpointMixin(opacus.PrivacyEngine):
@@ -57,7 +66,8 @@ class CheckpointMixin(opacus.PrivacyEngine):
         """
         self._refuse_of_another_engine(keywords.get("module"))
         accounted = copy.copy(self.accountant.history)
-        checkpoint_dict = {} if checkpoint_dict is None else checkpoint_dict
+        _check_parts(path, keywords)
+        checkpoint_dict = {} if checkpoint_dict is None else instance_of("checkpoint_dict", checkpoint_dict, (dict,))
         if self.shuffler is not None:
             keywords["module"].state_dict()  # draws a permutation if one is due, before the secret is written down
             checkpoint_dict[_SHUFFLER] = self.shuffler.state_dict()
@@ -95,6 +105,7 @@ class CheckpointMixin(opacus.PrivacyEngine):
                 as before.
         """
         boolean("allow_rewind", allow_rewind)
+        _check_parts(path, keywords)
         options = keywords.get("torch_load_kwargs") or {}
         owners = [keywords.get(name) for name in ("module", "optimizer", "noise_scheduler", "grad_clip_scheduler")]
         with _one_file(path, by_name=bool(options.get("mmap"))) as file:
