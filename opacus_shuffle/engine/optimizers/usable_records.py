@@ -123,8 +123,7 @@ class UsableRecords(PlannedParameters):
         for each in parameters:
             total = single[each] if each in single else each.grad.detach()
             each.summed_grad = total if each.summed_grad is None else each.summed_grad.add_(total)
-            each.grad = None  # it is the sum itself now, which nobody may change before there is noise on it
-        self.forget_clipped()
+        self.forget_clipped()  # .grad is the sum itself now, which nobody may change before there is noise on it
 
     def sum_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         """The precision of sums: single for half-precision parameters, where the noise is ours to add."""
