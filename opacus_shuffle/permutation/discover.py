@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from opacus_shuffle.core.validation import one_of
-from opacus_shuffle.permutation.finding.handlers import HandlerError, declared_axes
+from opacus_shuffle.core.validation import instance_of, one_of
+from opacus_shuffle.permutation.finding.draws import Draws
+from opacus_shuffle.permutation.finding.exploring import Explorer
 from opacus_shuffle.permutation.finding.nesting import LEVELS, build_spec
-from opacus_shuffle.permutation.finding.trace import Tracer
+from opacus_shuffle.permutation.finding.paths import Place
 from opacus_shuffle.permutation.finding.traced_run import Packing, TracedRun
-from opacus_shuffle.permutation.network import kept_activations, require_apart, require_ready, results, state_kept, unwrap
-from opacus_shuffle.permutation.sample_input import call_of
-from opacus_shuffle.permutation.self_check import check_call
+from opacus_shuffle.permutation.network import plain_attention, require_apart, require_ready, state_kept, unwrap
+from opacus_shuffle.permutation.sample_input import Call, call_of, normalise
+from opacus_shuffle.permutation.self_check import check_calls
 from opacus_shuffle.permutation.spec import PermutationSpec
 
+WATCHED_FROM = 723_480_237_123  # a random state that no network begins in
 ROUNDS = 6  # of learning what is packed and what is written to; three are enough for all networks met
 
 
-def find_permutations(module: nn.Module, sample_input: Any = None, *, groups: str = "residual") -> PermutationSpec:
+def find_permutations(
+    module: nn.Module, sample_input: Any = None, *, groups: str = "residual", more_samples: Sequence[Any] = ()
+) -> PermutationSpec:
     """Finds which axes of the parameters may be permuted together without changing the network's function.
 
-    The network runs twice on the sample, in training and in evaluation mode, under a tracer that follows every axis through
-    every operation; an operation that it does not know keeps whatever it touches in place. The network is left as it was.
+    The network runs on the sample, in training and in evaluation mode, under a tracer that follows every axis through
+    every operation; an operation that it does not know keeps whatever it touches in place. It runs again on fewer and on more
+    records, and on shorter and longer ones; where values decide what it does next, they are made to decide otherwise, too. What
+    is never reached stays, with all that it may share. The network is left as it was.
 
     Args:
         module: The network, or Opacus's, a distributed or a compiled wrapper of it.
@@ -33,51 +42,91 @@ def find_permutations(module: nn.Module, sample_input: Any = None, *, groups: st
         groups: ``"residual"``: every permutation found. ``"heads"``: without those of the residual streams. ``"paper"``: hidden
             units, query and key dimensions of each head, and one permutation of the values that all heads share, as in
             Yang, Ji and Xiang's weight shuffling (Theorems 3 and 4); no order of heads, no residual stream.
+        more_samples: Further inputs, each as ``sample_input``, for a network that does other things on others.
 
     Returns:
         The permutations, checked numerically (:meth:`PermutationSpec.check`).
 
     Raises:
-        ValueError: If the sample does not run, no axis can be permuted, or the numerical check fails.
+        ValueError: If a sample does not run, no axis can be permuted, the numerical check fails, or values decide what the
+            network does and it breaks when they decide otherwise (``more_samples`` that take every way are remedy).
 
     Formal Guarantees:
-        Every permutation of the specification leaves the function computed on the traced path as it is, for all values of the
-        parameters and all inputs; a network whose operations depend on values of the data is covered on the path that the
-        sample takes. Dropout and other noise that treats entries alike stay the same in distribution.
+        Every permutation of the specification leaves the function of ``forward`` as it is, for all values of the parameters and
+        all inputs that take a traced way: those of the samples, of other sizes of them, and of every decision in PyTorch's
+        sight taken otherwise, one at a time. Not seen are decisions by sizes or numbers that none of these have (exactly seven
+        records, say), those that leave PyTorch through NumPy, and other methods than ``forward``. Noise that treats entries
+        alike stays the same in distribution.
     """
     one_of("groups", groups, LEVELS)
     network = unwrap(module)
     require_ready(network)
-    args, kwargs = call_of(network, sample_input)
+    more = [normalise(each) for each in instance_of("more_samples", more_samples, (list, tuple))]
+    return find_on_calls(network, [call_of(network, sample_input), *more], groups, every_way=bool(more))
+
+
+def find_on_calls(network: nn.Module, calls: list[Call], groups: str, *, every_way: bool = False) -> PermutationSpec:
+    """Finds permutations on these arguments; the user may answer for it that they take ``every_way`` that inputs can."""
+    draws = Draws()
+    try:
+        run, explorer = _traced(network, calls, draws)
+        if explorer.lost and not every_way:
+            raise _not_followed(network, *next(iter(explorer.lost.items())))
+        spec = build_spec(run, groups, {str(place): len(given) for place, given in sorted(explorer.met.items())})
+        if not spec.blocks:
+            raise _nothing_found(run, network, groups)
+        require_apart({**dict(network.named_parameters()), **dict(network.named_buffers())}, spec.blocks)
+        if all(parameter.device.type != "meta" for parameter in network.parameters()):
+            shortest = explorer.shortest or calls[0]
+            check_calls(spec, network, [shortest, *(call for call in calls if call is not shortest)])
+    finally:
+        draws.restore()
+    return spec
+
+
+def _traced(network: nn.Module, calls: list[Call], draws: Draws) -> tuple[TracedRun, Explorer]:
+    """Traces the network until nothing more is learnt of what is packed and what is written to."""
+    with state_kept(network), torch.no_grad(), plain_attention(), draws.watched():
+        torch.manual_seed(WATCHED_FROM)
+        for args, kwargs in calls:
+            for training in (True, False):
+                with contextlib.suppress(Exception):  # tracing says what is wrong with it
+                    network.train(training)(*args, **kwargs)
     packings: dict[tuple[str, int], set[Packing]] = {}
     written: set[int] = set()
-    best: PermutationSpec | None = None
     for attempt in range(ROUNDS):
-        run = TracedRun(network, packings, written if attempt < ROUNDS - 1 else None)
+        last = attempt == ROUNDS - 1
+        run = TracedRun(network, packings, None if last else written)
+        explorer = Explorer(network, run, draws)
         with state_kept(network):
-            for training in (True, False):
-                network.train(training)
-                _forward(run, network, args, kwargs)
-        learnt = bool(run.newly_written)
-        for place, found in run.new_packings.items():
-            known = packings.setdefault(place, set())
-            learnt |= not found <= known
-            known |= found
-        if run.newly_written:  # these labels are worthless
-            written |= run.newly_written
-            continue
-        spec = build_spec(run, groups)
-        if best is None or spec.log2_size() > best.log2_size():
-            best = spec
-        if not learnt:
+            for call in calls:
+                for training in (True, False):
+                    explorer.trace(call, training=training)
+            learnt = _learn(run, packings) or bool(run.newly_written)
+            if last or not learnt:
+                explorer.explore(calls[0])
+        written |= run.newly_written
+        if not (learnt or run.newly_written or _learn(run, packings)):
             break
-    assert best is not None
-    if not best.blocks:
-        raise _nothing_found(run, network, groups)
-    require_apart({**dict(network.named_parameters()), **dict(network.named_buffers())}, best.blocks)
-    if all(parameter.device.type != "meta" for parameter in network.parameters()):
-        check_call(best, network, args, kwargs)
-    return best
+    return run, explorer
+
+
+def _learn(run: TracedRun, packings: dict[tuple[str, int], set[Packing]]) -> bool:
+    """Adds the packings that a run has met; returns whether some were not known."""
+    new = False
+    for place, found in run.new_packings.items():
+        known = packings.setdefault(place, set())
+        new |= not found <= known
+        known |= found
+    return new
+
+
+def _not_followed(network: nn.Module, place: Place, error: Exception) -> ValueError:
+    return ValueError(
+        f"module {type(network).__name__} decides by values at {place}, and breaks where they decide otherwise than on the "
+        f"sample ({type(error).__name__}: {error}), so nobody knows what it does on other inputs: pass more_samples to "
+        "find_permutations, such that every way is taken"
+    )
 
 
 def _nothing_found(run: TracedRun, network: nn.Module, groups: str) -> ValueError:
@@ -90,19 +139,3 @@ def _nothing_found(run: TracedRun, network: nn.Module, groups: str) -> ValueErro
         f"module {type(network).__name__} has no axis that may be permuted at groups={groups!r}. Looked at: {looked_at}. "
         + because
     )
-
-
-def _forward(run: TracedRun, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Runs the network once, traced, in its present mode."""
-    tracer = Tracer(network, run)
-    with declared_axes(network, tracer):
-        try:
-            outputs = tracer.trace(lambda: network(*args, **kwargs))
-        except HandlerError:
-            raise
-        except Exception as error:
-            mode = "training" if network.training else "evaluation"
-            raise ValueError(
-                f"sample_input does not run through {type(network).__name__} in {mode} mode: {type(error).__name__}: {error}"
-            ) from error
-    run.fix([*results(outputs), *kept_activations(network)])

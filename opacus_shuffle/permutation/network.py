@@ -65,7 +65,7 @@ def random_states_kept(devices: Collection[int] = ()) -> Iterator[None]:
 
 @contextlib.contextmanager
 def state_kept(network: nn.Module) -> Iterator[None]:
-    """Restores random states, buffers and the mode of every module at the end."""
+    """Restores random states, buffers, the mode of every module and what else it keeps in attributes at the end."""
     modes = [(each, each.training) for each in network.modules()]
     held = [(each, dict(each._buffers)) for each in network.modules() if isinstance(each._buffers, dict)]
     buffers = [
@@ -73,11 +73,18 @@ def state_kept(network: nn.Module) -> Iterator[None]:
         for buffer in network.buffers()
         if buffer.device.type != "meta" and buffer.layout == torch.strided
     ]
+    attributes = [(vars(each), _plain_attributes(each)) for each in network.modules()]
     devices = {parameter.device.index for parameter in network.parameters() if parameter.device.type == "cuda"}
     try:
         with random_states_kept({index for index in devices if index is not None}):
             yield
     finally:
+        for own, earlier in attributes:
+            for name in [name for name in own if name not in earlier and name not in ATTRIBUTES]:
+                del own[name]
+            own.update({name: value for name, (value, _) in earlier.items()})
+            for value, content in earlier.values():
+                _refill(value, content)
         for each, training in modes:
             each.training = training
         for each, before in held:
@@ -86,6 +93,23 @@ def state_kept(network: nn.Module) -> Iterator[None]:
             for buffer, value in buffers:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
+
+
+ATTRIBUTES = frozenset(vars(nn.Module()))
+"""What all modules have; hooks among them."""
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Returns a module's own attributes, and copies of those that are containers."""
+    own = {name: value for name, value in vars(module).items() if name not in ATTRIBUTES}
+    return {name: (value, value.copy() if type(value) in (list, dict, set) else None) for name, value in own.items()}
+
+
+def _refill(value: Any, content: Any) -> None:
+    """Puts into a list, a dictionary or a set what it contained."""
+    if content is not None:
+        value.clear()
+        value.extend(content) if isinstance(value, list) else value.update(content)
 
 
 CACHES = ("past_key_values", "cache_params")

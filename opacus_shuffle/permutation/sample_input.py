@@ -83,10 +83,11 @@ def from_batch(module: nn.Module, batch: Any) -> Call:
     return _on_device_of(module, call)
 
 
-def first_records(data_loader: DataLoader, count: int = 2) -> Any:
+def first_records(data_loader: DataLoader, count: int = 2, *, everywhere: bool = False) -> Any:
     """Returns the first records of a data loader's data set (all if there are fewer), as one batch made by its ``collate_fn``.
 
-    Nothing is drawn from its sampler or any random state. A data set that is empty or can only be iterated over is refused.
+    Or as many from ``everywhere``, evenly spread, the last one first. Nothing is drawn from its sampler or any random state. A
+    data set that is empty or can only be iterated over is refused.
     """
     count = integer("count", count)
     dataset = data_loader.dataset
@@ -100,6 +101,8 @@ def first_records(data_loader: DataLoader, count: int = 2) -> Any:
         if data_loader.batch_sampler is None:  # no automatic batching: each entry of the data set is passed on alone
             return data_loader.collate_fn(dataset[0])
         indices = list(range(min(count, len(dataset))))
+        if everywhere:
+            indices = [len(dataset) - 1 - i * len(dataset) // len(indices) for i in indices]
         fetch: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
         return data_loader.collate_fn(fetch(indices) if fetch else [dataset[i] for i in indices])
 

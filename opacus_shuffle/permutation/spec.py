@@ -17,7 +17,7 @@ from opacus_shuffle.permutation.action import GroupAction
 from opacus_shuffle.permutation.moving.layout import Block, Factor, Term
 from opacus_shuffle.permutation.network import unwrap
 from opacus_shuffle.permutation.sample_input import call_of
-from opacus_shuffle.permutation.self_check import check_call
+from opacus_shuffle.permutation.self_check import check_calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +29,11 @@ class PermutationSpec(GroupAction):
             which applies permutations; :class:`~opacus_shuffle.permutation.group.PermutationGroup` draws and composes them.
         unmoved: Names of the parameters that stay, with their sizes.
         unknown: Operations without a rule that were met, with their numbers of calls: what they touched stays.
+        unreached: Parameters that the sample did not reach: nobody knows what they do, so they stay, with every axis whose size
+            they have.
+        causes: Why parameters stay that do, by name: per axis the operation that has fixed it, where it is in the network, and
+            the line of code.
+        decisions: Places where values decide what the network does next, with the number of ways that were followed.
         level: ``"paper"``, ``"heads"`` or ``"residual"``; or what its maker calls it.
 
     Formal Guarantees:
@@ -39,6 +44,9 @@ class PermutationSpec(GroupAction):
 
     unmoved: Mapping[str, int] = dataclasses.field(default_factory=dict)
     unknown: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    unreached: tuple[str, ...] = ()
+    causes: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
+    decisions: Mapping[str, int] = dataclasses.field(default_factory=dict, compare=False)
     level: str = "residual"
 
     def shuffle_ratio(self, module: nn.Module) -> float:
@@ -114,6 +122,8 @@ class PermutationSpec(GroupAction):
             "",
             *text_table(("tensor", "shape", "moved", "largest orbit"), tensors),
             "",
+            *(text_table(("what stays", "was fixed by"), list(self.causes.items())) if self.causes else ()),
+            *([""] if self.causes else ()),
             "The network's function stays as it is. This is no privacy guarantee: no epsilon becomes smaller for every data",
             "set, what does not move gains nothing, and whoever knows the weights before an update can match them with those",
             "after it.",
@@ -123,6 +133,14 @@ class PermutationSpec(GroupAction):
         if self.unknown:
             met = ", ".join(f"{name} ({count} calls)" for name, count in self.unknown.items())
             lines.append(f"Kept in place by operations without a rule (see register_permutation): {met}.")
+        if self.unreached:
+            lines.append(
+                f"Not reached by the sample: {', '.join(self.unreached)}. They stay, with every axis whose size they have, "
+                "since nobody knows what they do (pass more_samples that reach them)."
+            )
+        if self.decisions:
+            places = ", ".join(f"{place} ({count} ways followed)" for place, count in self.decisions.items())
+            lines.append(f"Values decide what the network does at {places}.")
         if self.buffers:
             names = ", ".join(self.buffers)
             lines.append(f"Buffers move too ({names}): where their values are known, they show the permutation.")
@@ -139,7 +157,7 @@ class PermutationSpec(GroupAction):
             ValueError: If they do not; it names the group and the parameters concerned.
         """
         network = unwrap(module)
-        check_call(self, network, *call_of(network, sample_input))
+        check_calls(self, network, [call_of(network, sample_input)])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, for JSON."""
@@ -164,6 +182,9 @@ class PermutationSpec(GroupAction):
                 aliases={name: tuple(names) for name, names in data["aliases"].items()},
                 unmoved={name: int(size) for name, size in data["unmoved"].items()},
                 unknown={name: int(count) for name, count in data["unknown"].items()},
+                unreached=tuple(data.get("unreached", ())),
+                causes={name: str(cause) for name, cause in data.get("causes", {}).items()},
+                decisions={place: int(count) for place, count in data.get("decisions", {}).items()},
                 level=instance_of("level", data["level"], (str,)),
             )
         except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:

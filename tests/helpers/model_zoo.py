@@ -252,7 +252,7 @@ def unused_parameter():
     def wiring(m, x):
         return m.out(torch.relu(m.into(x)))
 
-    return Wired(wiring, into=nn.Linear(7, 9), out=nn.Linear(9, 4), idle=nn.Linear(9, 9)), torch.randn(BATCH, 7)
+    return Wired(wiring, into=nn.Linear(7, 9), out=nn.Linear(9, 4), idle=nn.Linear(11, 5)), torch.randn(BATCH, 7)
 
 
 @network

@@ -40,7 +40,7 @@ def test_whatever_a_network_returns_stays_in_place(give):
     ids=["zero up to rounding", "always class 0", "other things"],
 )
 def test_harmless_results_are_no_reason_to_refuse(give):
-    assert round(2 ** find_permutations(Heads(give), X).log2_size()) == 720 * 120  # nobody returns the other head
+    assert round(2 ** find_permutations(Heads(give), X).log2_size()) == 720  # nobody reads the other head, which may stay
 
 
 def test_a_result_in_an_inherited_slot_stays_in_place():

@@ -225,3 +225,15 @@ def test_single_precision_complex_networks_are_checked_in_double():
             return torch.polar(x.abs() + 1, x).real
 
     assert round(2 ** find_permutations(mlp(Turning(), nn.ReLU()), X).log2_size()) == 720
+
+
+class FusedDropout(nn.Module):
+    """Dropout as it is dispatched on a GPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.native_dropout(x, 0.5, self.training)[0] if self.training else x
+
+
+def test_fused_dropout_is_noise_too():
+    network = nn.Sequential(nn.Linear(4, 6), FusedDropout(), nn.Linear(6, 3))
+    assert find_permutations(network, torch.randn(5, 4)).log2_size() == pytest.approx(9.49, abs=0.01)

@@ -20,12 +20,14 @@ from opacus_shuffle.core.validation import integer, noise_level, one_of, positiv
 from opacus_shuffle.engine.prepare_model import check_position_ids
 from opacus_shuffle.engine.weights.optimizers import innermost, refuse_optimizer
 from opacus_shuffle.engine.weights.shuffler import MODES
-from opacus_shuffle.permutation import PermutationSpec, find_permutations
+from opacus_shuffle.permutation import PermutationSpec
+from opacus_shuffle.permutation.discover import find_on_calls
 from opacus_shuffle.permutation.finding.nesting import LEVELS
 from opacus_shuffle.permutation.network import require_ready, unwrap
-from opacus_shuffle.permutation.sample_input import first_records, from_batch, run_quietly
-from opacus_shuffle.permutation.self_check import check_call
+from opacus_shuffle.permutation.sample_input import Call, first_records, from_batch, run_quietly
+from opacus_shuffle.permutation.self_check import check_calls
 
+OTHER_RECORDS = 8
 PARALLEL = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel, FSDPModule)
 
 
@@ -136,18 +138,30 @@ def find_spec(
         ) from error
     if batch_first:
         check_position_ids(network, args, kwargs)
+    others = _other_records(network, data_loader)
     if isinstance(shuffling.groups, PermutationSpec):
         spec = shuffling.groups
-        check_call(spec, network, args, kwargs)
+        check_calls(spec, network, [(args, kwargs), *others])
     else:
-        spec = find_permutations(network, args or kwargs, groups="residual" if shuffling.groups is True else shuffling.groups)
+        level = "residual" if shuffling.groups is True else shuffling.groups
+        spec = find_on_calls(network, [(args, kwargs), *others], level)
     if is_distributed(module):
         agreed = [spec]
         torch.distributed.broadcast_object_list(agreed, 0)  # rank 0's: another rank's first records may have another length
         spec = agreed[0]
-        check_call(spec, network, args, kwargs)
+        check_calls(spec, network, [(args, kwargs)])
     spec.followers(spec.tensors(network), innermost(optimizer))
     return spec
+
+
+def _other_records(network: nn.Module, data_loader: DataLoader) -> list[Call]:
+    """Returns a batch of records from all over the data set, if the network runs on it: others may take other ways."""
+    try:
+        call = from_batch(network, first_records(data_loader, OTHER_RECORDS, everywhere=True))
+        run_quietly(network, *call)
+    except Exception:  # some collate only records that belong together
+        return []
+    return [call]
 
 
 def is_distributed(module: nn.Module) -> bool:

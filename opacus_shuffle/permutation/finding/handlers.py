@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from opacus_shuffle.permutation.finding.labels import Axis, Dimensions, Factors, IncompatibleError, fixed_factors, unify_all
+from opacus_shuffle.permutation.finding.liveness import Event
 from opacus_shuffle.permutation.finding.trace import Tracer
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
 
@@ -123,10 +124,16 @@ def _labelled_forward(module: nn.Module, axes: ModuleAxes, tracer: Tracer, names
     def labelled(*args: Any, **kwargs: Any) -> Any:
         with tracer.paused():
             result = forward(*args, **kwargs)
-        try:
-            _declare_call(tracer.run, module, axes, names, (args, kwargs), result)
-        except (ValueError, IncompatibleError) as error:
-            raise HandlerError(f"the handler of {type(module).__name__} does not fit: {error}") from error
+
+        def label() -> None:
+            try:
+                _declare_call(tracer.run, module, axes, names, (args, kwargs), result)
+            except (ValueError, IncompatibleError) as error:
+                raise HandlerError(f"the handler of {type(module).__name__} does not fit: {error}") from error
+
+        tracer.note(
+            Event(_tensors((args, kwargs)), _tensors(result), label, f"the handler of {type(module).__name__}", matters=True)
+        )
         return result
 
     return labelled
@@ -142,6 +149,7 @@ def _declare_call(
         raise ValueError(f"it names {name!r}, which is none of {sorted(own)}")
     for name, tensor in own.items():
         if id(tensor) in names:
+            run.use([tensor])
             _declare(run, tensor, axes.parameters.get(name, _in_place(tensor)), axes, shared)
     leading: Dimensions = []
     for tensor, pattern in _patterns(axes.inputs, arguments):
@@ -164,8 +172,11 @@ def _in_place(tensor: torch.Tensor) -> str:
 def _patterns(declared: str | tuple[str, ...], values: Any) -> list[tuple[torch.Tensor, str]]:
     """Returns the tensors in a nest of values, each with its pattern; those without one stay in place."""
     patterns = (declared,) if isinstance(declared, str) else declared
-    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-    return [(each, patterns[i] if i < len(patterns) else _in_place(each)) for i, each in enumerate(tensors)]
+    return [(each, patterns[i] if i < len(patterns) else _in_place(each)) for i, each in enumerate(_tensors(values))]
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _declare(run: TracedRun, tensor: torch.Tensor, pattern: str, axes: ModuleAxes, shared: dict[str, Axis]) -> int:

@@ -13,11 +13,27 @@ may be permuted.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
+
+CAUSE: ContextVar[str] = ContextVar("CAUSE", default="")
+"""What is being labelled, in words: the cause of what is fixed meanwhile."""
+
+
+@contextlib.contextmanager
+def because(cause: str) -> Iterator[None]:
+    """Says what the cause of all that is fixed inside is."""
+    before = CAUSE.set(cause)
+    try:
+        yield
+    finally:
+        CAUSE.reset(before)
+
 
 Factors = list["Axis"]
 """One dimension of a tensor: its factors, major first; empty for size 1."""
@@ -34,6 +50,7 @@ class Axis:
     fixed: bool = False
     kind: str = "atom"
     parts: list[Axis] = dataclasses.field(default_factory=list)
+    cause: str = ""  # of its being fixed
     order: int = dataclasses.field(default_factory=itertools.count().__next__, init=False)
     _same_as: Axis | None = dataclasses.field(default=None, init=False)
 
@@ -67,11 +84,11 @@ def free_factors(size: int) -> Factors:
     return [Axis(size)] if size > 1 else []
 
 
-def fix_all(*dimensions: Iterable[Axis]) -> None:
-    """Lets nothing permute these dimensions, nor any part of them."""
+def fix_all(*dimensions: Iterable[Axis], cause: str = "") -> None:
+    """Lets nothing permute these dimensions, nor any part of them: for this cause, or for :data:`CAUSE`."""
     for axes in dimensions:
         for atom in atoms(axes):
-            atom.fixed = True
+            atom.fixed, atom.cause = True, atom.cause or cause or CAUSE.get()
 
 
 def atoms(axes: Iterable[Axis]) -> list[Axis]:
@@ -122,7 +139,7 @@ def split_sum(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
     if axis.kind != "sum" and len(sizes) == 1:
         return [axis]
     if axis.kind == "atom":
-        axis.kind, axis.parts = "sum", [Axis(size, fixed=axis.fixed) for size in sizes]
+        axis.kind, axis.parts = "sum", [Axis(size, fixed=axis.fixed, cause=axis.cause) for size in sizes]
         return axis.parts
     if axis.kind == "product":
         fix_all([axis])
@@ -183,7 +200,8 @@ def _regroup_block(inside: Factors, outside: Sequence[int]) -> list[Factors]:
                 taken.append(axis)
                 left //= axis.size
             elif axis.size % left == 0 and axis.kind == "atom":
-                axis.kind, axis.parts = "product", [Axis(left, fixed=axis.fixed), Axis(axis.size // left, fixed=axis.fixed)]
+                sizes = (left, axis.size // left)
+                axis.kind, axis.parts = "product", [Axis(size, fixed=axis.fixed, cause=axis.cause) for size in sizes]
                 taken.append(axis.parts[0])
                 waiting.appendleft(axis.parts[1])
                 left = 1
@@ -204,7 +222,9 @@ def unify(one: Axis, other: Axis) -> None:
         one, other = other, one
     if other.kind == "atom":
         if other.fixed:
-            fix_all([one])
+            fix_all([one], cause=other.cause)
+        elif one.fixed:
+            one.cause = one.cause or CAUSE.get()
         elif one.kind == "atom" and other.order < one.order and not one.fixed:
             one, other = other, one  # the older one stays: names and nesting follow it
         other._same_as = one

@@ -6,6 +6,7 @@ factor occurs: query dimensions inside a head, channels inside a normalisation g
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from opacus_shuffle.permutation.finding.labels import Axis, Dimensions, atoms, fix_all, grids, terms
+from opacus_shuffle.permutation.finding.labels import Axis, Dimensions, atoms, factors, fix_all, grids, terms
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
 from opacus_shuffle.permutation.moving.layout import Block, Factor, Term
 from opacus_shuffle.permutation.spec import PermutationSpec
@@ -56,31 +57,51 @@ def _alternate(term: tuple[Axis, ...], atom: Axis, other: Axis) -> bool:
     return len(row) % 2 == 0 and all(one is not two for one, two in itertools.pairwise(row))
 
 
-def build_spec(run: TracedRun, level: str) -> PermutationSpec:
+def build_spec(run: TracedRun, level: str, decisions: Mapping[str, int] | None = None) -> PermutationSpec:
     """Returns the specification that the labels allow at one of :data:`LEVELS`.
 
     What the run never reached, and what the level leaves out, is fixed.
     """
+    _keep_unreached(run)
     reached = {atom for dimensions in run.occurrences for each in dimensions for atom in atoms(each)}
     for dimensions in run.parameters.values():
         for each in dimensions:
-            fix_all(atom for atom in atoms(each) if atom not in reached)
+            fix_all((atom for atom in atoms(each) if atom not in reached), cause="never combined with anything")
     heads = set(atoms(run.heads))
     streams = set(atoms(run.streams)) - heads
     contracted = set(atoms(run.contracted))
     kinds = dict.fromkeys(contracted, "query and key dimensions")
     kinds |= dict.fromkeys(heads, "heads") | dict.fromkeys(streams, "residual stream")
     if level != "residual":
-        fix_all(streams)
+        fix_all(streams, cause=f"level {level!r}")
     if level == "paper":
-        fix_all(heads)
+        fix_all(heads, cause=f"level {level!r}")
     known = known_positions([*run.occurrences, *run.parameters.values()])
     labelled = {atom for dimensions in run.parameters.values() for each in dimensions for atom in atoms(each)}
     inside = {atom: _outer(atom, known) for atom in labelled if not atom.fixed and atom.size > 1}
     if level == "paper":  # one permutation of the values for all heads
         inside = {atom: outer if atom in contracted else outer - heads for atom, outer in inside.items()}
     _drop_wide_joints(run, inside)
-    return _assemble(run, inside, level, kinds)
+    return dataclasses.replace(_assemble(run, inside, level, kinds), decisions=dict(decisions or {}))
+
+
+def _keep_unreached(run: TracedRun) -> None:
+    """Fixes every axis that a parameter which was not reached may share with others: all of a size that it has.
+
+    Nobody knows what such a parameter does on inputs that reach it. A view may make an axis of factors side by side.
+    """
+    sizes = {size for name in run.unreached() for size in run.tensors[name].shape[:2] if size > 1}
+    rows = {tuple(axis for each in dimensions for axis in factors(each)) for dimensions in run.occurrences if sizes}
+    waiting = [*rows, *(tuple(axis for each in dims for axis in factors(each)) for dims in run.parameters.values() if sizes)]
+    while waiting:
+        row = waiting.pop()
+        for start in range(len(row)):
+            size = 1
+            for stop in range(start, len(row)):
+                size *= row[stop].size
+                if size in sizes:
+                    fix_all(row[start : stop + 1], cause="as long as an axis of a parameter that was not reached")
+        waiting += [tuple(factors([part])) for axis in row if axis.kind == "sum" for part in axis.parts]
 
 
 def _outer(atom: Axis, known: Mapping[Axis, set[Axis]]) -> set[Axis]:
@@ -182,8 +203,19 @@ def _assemble(run: TracedRun, inside: Mapping[Axis, set[Axis]], level: str, kind
         },
         aliases={name: tuple(run.aliases[name]) for name in blocks if name in run.aliases},
         unknown=dict(run.unknown),
+        unreached=tuple(run.unreached()),
+        causes={name: _causes(run.parameters[name]) for name in run.parameters if name in run.parameter_names - set(blocks)},
         level=level,
     )
+
+
+def _causes(dimensions: Dimensions) -> str:
+    """Says why the axes of a tensor stay, each cause once."""
+    given = {
+        axis: list(dict.fromkeys(atom.cause or "a constant or an input" for atom in atoms(each) if atom.size > 1))
+        for axis, each in enumerate(dimensions)
+    }
+    return "; ".join(f"axis {axis}: {', '.join(causes)}" for axis, causes in given.items() if causes)
 
 
 def _name(names: Sequence[str], tensors: Mapping[str, torch.Tensor], kind: str | None, has_inside: bool) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from opacus_shuffle.permutation.finding.labels import Dimensions, fix_all, fixed_dimensions, fixed_factors, unify_all
 from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun
 
@@ -34,13 +36,14 @@ def find_rule(call: Call) -> Rule | None:
     return elementwise if found is None and call.pointwise else found
 
 
-@rule("copy fill zero native_dropout bernoulli rand_like randn_like uniform normal rrelu_with_noise hardswish")
-@rule("log_sigmoid_forward _prelu_kernel prelu polar complex")
+@rule("copy fill zero native_dropout bernoulli rand_like randn_like uniform normal exponential cauchy geometric log_normal")
+@rule("rrelu_with_noise hardswish log_sigmoid_forward _prelu_kernel prelu polar complex")
 def elementwise(run: TracedRun, call: Call) -> None:
     """Works entry by entry, with broadcasting; random entries are independent and alike, so they may be permuted too."""
     operands = [tensor for tensor in call.inputs if tensor.dim()]
     for tensor in call.outputs:
-        if not tensor.numel():  # a buffer that this device has no use for
+        # An empty result that is not made of its operands is a buffer that this device has no use for.
+        if not tensor.numel() and tensor.shape != torch.broadcast_shapes(*(each.shape for each in operands)):  # type: ignore[no-untyped-call]
             run.set(tensor, fixed_dimensions(tensor.shape))
             continue
         if len(operands) == 1 and operands[0].shape == tensor.shape:

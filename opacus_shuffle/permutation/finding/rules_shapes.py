@@ -93,9 +93,11 @@ def squeezed(call: Call, dims: Dimensions) -> Dimensions:
 def view(run: TracedRun, call: Call) -> None:
     """Cuts the same factors into other sizes; equal parts laid end to end that become an axis of their own stay different."""
     labels = run.labels(call.inputs[0])
-    if call.inputs[0].dtype != call.out.dtype or not call.out.numel():
+    if call.inputs[0].dtype != call.out.dtype:
         raise IncompatibleError
-    shape = call.out.shape
+    shape = [max(size, 1) for size in call.out.shape]  # an empty dimension has no factors, as one of size 1
+    if not call.out.numel() and math.prod(max(size, 1) for size in call.inputs[0].shape) != math.prod(shape):
+        raise IncompatibleError
     if not isinstance(labels, list):
         rows = ([axis for each in dims for axis in each] for dims in labels.alternatives)
         run.set(call.out, Stacked(labels.marker, [regroup(row, shape) for row in rows]))
@@ -193,17 +195,18 @@ def _cut(run: TracedRun, source: torch.Tensor, dim: int, sizes: Sequence[int], p
 
 @rule("cat concat concatenate")
 def concatenated(run: TracedRun, call: Call) -> None:
-    """Joins axes to a sum along one dimension; the others agree."""
-    tensors = [tensor for tensor in call["tensors"] if tensor.numel()]
+    """Joins axes to a sum along one dimension; the others agree, of empty tensors too (but for those of shape (0,))."""
     dim = call["dim"] % call.out.dim()
+    tensors = [tensor for tensor in call["tensors"] if tensor.dim() == call.out.dim()]
     if len(tensors) > 1 and all(tensor.shape[dim] == 1 for tensor in tensors):
         _stack(run, call.out, dim, [_without(run.dimensions(tensor), dim) for tensor in tensors])
         return
     first, *others = (run.dimensions(tensor) for tensor in tensors)
     for other in others:
         unify_dimensions(_without(first, dim), _without(other, dim))
-    pieces = [run.dimensions(tensor)[dim] for tensor in tensors]
+    pieces = [run.dimensions(tensor)[dim] for tensor in tensors if tensor.shape[dim]]
     result = list(first)
+    result[dim] = pieces[0] if pieces else []
     if len(pieces) > 1:
         result[dim] = [concatenation([product(piece) if piece else Axis(1, fixed=True) for piece in pieces])]
     run.set(call.out, result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,36 +14,61 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opacus_shuffle.permutation.finding import rules_indexing, rules_layers, rules_shapes  # noqa: F401  (they register their rules)
+from opacus_shuffle.permutation.finding.draws import Draws
+from opacus_shuffle.permutation.finding.liveness import SHAPES_ONLY, Event, label_all, label_live
+from opacus_shuffle.permutation.finding.paths import Paths, frames, place_of
 from opacus_shuffle.permutation.finding.rules import find_rule
-from opacus_shuffle.permutation.finding.traced_run import TracedRun, bind
-from opacus_shuffle.permutation.network import plain_attention
+from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun, bind
+from opacus_shuffle.permutation.network import kept_activations, plain_attention, results
 
 RESTRIDE = (torch.ops.aten.as_strided, torch.ops.aten.as_strided_)
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells a traced run every operation of a network."""
+    """Tells a traced run every operation of a network.
 
-    def __init__(self, network: nn.Module, run: TracedRun) -> None:
+    Args:
+        network: The network.
+        run: What is told.
+        draws: Of a run before, from another random state: what is drawn again is a constant.
+    """
+
+    def __init__(self, network: nn.Module, run: TracedRun, draws: Draws | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.run = run
+        self._network = network
+        self._parts = {id(part): name for name, part in network.named_modules() if name}
+        self._draws = Draws() if draws is None else draws
         self._paused = False
+        self._events: list[Event] = []
         # Fused kernels would make of a recurrent layer one operation that nobody can look into.
         self._recurrent = any(isinstance(each, nn.RNNBase) for each in network.modules())
 
-    def trace(self, forward: Callable[[], Any]) -> Any:
-        """Runs the forward, traced and without gradients."""
+    def trace(self, forward: Callable[[], Any], paths: Paths | None = None) -> Any:
+        """Runs the forward without gradients, and then labels what its results depend on.
+
+        ``paths`` watches, or decides, which way it goes.
+        """
+        self._events = []
         with (
             warnings.catch_warnings(),
             torch.no_grad(),
             plain_attention(),
             torch.backends.mkldnn.flags(enabled=not self._recurrent),
             torch.backends.cudnn.flags(enabled=not self._recurrent),
-            _Leaving(self.run),
+            _Leaving(self, paths),
             self,
+            contextlib.nullcontext() if paths is None else paths,
         ):
             warnings.simplefilter("ignore")
-            return forward()
+            outputs = forward()
+        label_live(self._events, [*results(outputs), *kept_activations(self._network), *self._network.buffers()])
+        self._events = []
+        return outputs
+
+    def note(self, event: Event) -> None:
+        """Notes what is to be labelled in the end."""
+        self._events.append(event)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -56,14 +82,31 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         strides = args[0].stride() if func.overloadpacket in RESTRIDE else None
+        constant = self._draws.is_constant(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags:  # labels so far are of the shapes so far
+            label_all(self._events)
+            self._events = []
         result = func(*args, **kwargs)
         if strides is not None and _same_entries(args, strides):
             if result is not args[0]:
-                self.run.copy_labels(result, args[0])
+                self.note(Event(args[:1], [result], lambda: self.run.copy_labels(result, args[0])))
         elif not self._paused:
             call = bind(func, args, kwargs, result)
-            self.run.label(call, find_rule(call))
+            inputs = [] if call.name in SHAPES_ONLY else call.inputs
+            matters = bool(call.written) or not call.outputs
+            self.run.follow(call)
+            self.note(Event(inputs, call.outputs, lambda: self._label(call, constant), self._cause(func), matters))
         return result
+
+    def _cause(self, func: Any) -> str:
+        """Says which operation it is, of which part of the network and at which line of code."""
+        part = next((name for each in frames() if (name := self._parts.get(id(each.f_locals.get("self"))))), "")
+        return f"{place_of(func, outside=True)}" + (f" of {part}" if part else "")
+
+    def _label(self, call: Call, constant: bool) -> None:
+        self.run.label(call, find_rule(call))
+        if constant:
+            self.run.stay(call.outputs)
 
 
 class _Leaving(TorchFunctionMode):
@@ -71,13 +114,17 @@ class _Leaving(TorchFunctionMode):
 
     WAYS = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
 
-    def __init__(self, run: TracedRun) -> None:
+    def __init__(self, tracer: Tracer, paths: Paths | None) -> None:
         super().__init__()
-        self._run = run
+        self._tracer, self._paths = tracer, paths
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.WAYS and isinstance(args[0], torch.Tensor):
-            self._run.leaves(args[0], f"Tensor.{func.__name__}")
+            way = f"Tensor.{func.__name__}"
+            label = functools.partial(self._tracer.run.leaves, args[0], way)
+            self._tracer.note(Event(args[:1], [], label, str(place_of(way)), matters=True))
+            if self._paths is not None:
+                self._paths.leaves(args[0], way)
         return func(*args, **(kwargs or {}))
 
 

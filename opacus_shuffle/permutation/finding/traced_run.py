@@ -114,6 +114,7 @@ class TracedRun:
         self.new_packings: dict[tuple[str, int], set[Packing]] = {}  # axes met that are packed and were not known to be
         # Constants of equal entries that were written to and not known to be; the labels are worthless then.
         self.newly_written: set[int] = set()
+        self.used: set[str] = set()  # parameters and buffers that went, entire or a part of them, into something not empty
         self._packings = packings or {}
         self._written = None if written is None else frozenset(written)
         self._equal_entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -121,6 +122,7 @@ class TracedRun:
         self._labels: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._shown: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # which of them a tensor is a view or a copy of
         self._contractions = 0
         self._met: set[Axis] = set()
         for name, tensor in _movable_tensors(module):
@@ -131,6 +133,7 @@ class TracedRun:
             self.tensors[name] = tensor
             self.parameters[name] = [self._first_label(name, axis, size) for axis, size in enumerate(tensor.shape)]
             self._labels[tensor] = self.parameters[name]
+            self._shown[tensor] = frozenset([name])
 
     def label(self, call: Call, rule: Callable[[TracedRun, Call], None] | None) -> None:
         """Labels what an operation returned by its rule; without one, fixes all that it touches."""
@@ -225,6 +228,24 @@ class TracedRun:
     def copy_labels(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         """Labels a tensor as another one, whose entries it shows in the same order."""
         self._labels[tensor], self._origins[tensor] = self.labels(source), self.origins(source)
+        self.use([source])
+
+    def stay(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Labels draws that are the same in every run: constants, and no noise."""
+        for tensor in tensors:
+            if tensor in self._equal_entries:
+                del self._equal_entries[tensor]
+                self._labels[tensor] = fixed_dimensions(tensor.shape)
+            self.fix([tensor])
+            self.occurrences.append(self.dimensions(tensor))
+
+    def use(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notes that parameters or buffers, or views of them, were used."""
+        self.used |= frozenset[str]().union(*(self._shown[tensor] for tensor in tensors if tensor in self._shown))
+
+    def unreached(self) -> list[str]:
+        """Returns the parameters that the run has not reached: nobody knows what they do."""
+        return [name for name in self.parameters if name in self.parameter_names and name not in self.used]
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Forgets a tensor's labels: it is to be labelled anew."""
@@ -240,6 +261,7 @@ class TracedRun:
         """Lets nothing permute these tensors."""
         for tensor in tensors:
             fix_all(*self.dimensions(tensor))
+            self.use([tensor])
 
     def fix_everything(self, call: Call) -> None:
         """Lets nothing permute what an operation touches."""
@@ -281,6 +303,14 @@ class TracedRun:
                             self.new_packings.setdefault((name, number), set()).add((offset, major, axis.size, minor))
                     offset += piece.size
 
+    def follow(self, call: Call) -> None:
+        """Notes which parameters an operation uses, or shows."""
+        if call.name.removeprefix("aten.") in VIEWS:
+            for tensor in call.outputs if call.inputs[0] in self._shown else ():
+                self._shown[tensor] = self._shown[call.inputs[0]]
+        elif any(tensor.numel() for tensor in call.outputs):
+            self.use(call.inputs)
+
     def _first_label(self, name: str, axis: int, size: int) -> Factors:
         """Returns the label that an axis begins with: a free atom, or packed parts."""
         if size == 1:
@@ -303,6 +333,7 @@ class TracedRun:
         for known in list(self._labels.keys()) if pointer else ():  # type: ignore[no-untyped-call]
             if _storage(known) == pointer:  # as ``.data`` makes it
                 if (known.shape, known.stride(), known.storage_offset()) == shape:
+                    self.use([known])
                     return self.dimensions(known)
                 self.fix([known])
         return fixed_dimensions(tensor.shape)

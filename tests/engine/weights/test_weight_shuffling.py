@@ -25,7 +25,8 @@ from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngine
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_shuffle import PrivacyEngine, ShuffleMixin
+from opacus_shuffle import PrivacyEngine, ShuffleMixin, WeightShuffling
+from opacus_shuffle.engine.weights.weight_shuffling import find_spec
 from opacus_shuffle.permutation import PermutationSpec, find_permutations
 
 
@@ -262,3 +263,27 @@ def test_a_second_set_up_that_opacus_refuses_leaves_the_first_one_as_it_is():
     assert run.model.shuffler is run.engine.shuffler is shuffler
     run.train(1)
     assert shuffler.shuffles == RECORDS // BATCH
+
+
+class OrderedAt77(nn.Module):
+    """A network that tells its hidden units apart where a record says 77, which nobody would guess."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(8, 6), nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.one(x))
+        return self.three(torch.relu(self.two(h.cumsum(-1) if int(x.max()) == 77 else h)))
+
+
+def test_records_that_were_not_traced_at_first_have_their_say():
+    data = torch.rand(30, 8)
+    assert "one.weight" in find_permutations(OrderedAt77(), data[:2]).blocks
+    data[29] = 77
+    loader = DataLoader(TensorDataset(data, torch.zeros(30).long()), batch_size=5)
+    optimizer = torch.optim.SGD((network := OrderedAt77()).parameters(), lr=0.1)
+    spec = find_spec(WeightShuffling(), network, optimizer, loader)
+    assert list(spec.blocks) == ["two.weight", "two.bias", "three.weight"]
+    with pytest.raises(ValueError, match="changes what"):
+        find_spec(WeightShuffling(groups=find_permutations(network, data[:2])), network, optimizer, loader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from helpers.perceptron import X, mlp
 from torch import nn
@@ -17,3 +18,46 @@ def test_values_that_leave_pytorch_keep_their_axes_in_place_and_the_others_move(
     spec = find_permutations(nn.Sequential(*mlp(Leaving(), nn.ReLU())[:-1], nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), X)
     assert round(2 ** spec.log2_size()) == 120
     assert "Tensor.tolist" in spec.describe()
+
+
+def test_a_slice_that_is_only_asked_for_its_shape_keeps_nothing_in_place():
+    class Asking(nn.Module):
+        def forward(self, x):
+            h = torch.relu(self.one(x))
+            length = h[:, 0].shape[0]
+            return self.two(h + torch.zeros_like(h[:, :1]) + length)
+
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    assert round(2 ** find_permutations(Asking(), torch.randn(5, 4)).log2_size()) == 720
+
+
+def test_a_value_that_is_read_keeps_its_place():
+    class Reading(nn.Module):
+        def forward(self, x):
+            h = torch.relu(self.one(x))
+            return self.two(h) * float(h[0, 0])
+
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    with pytest.raises(ValueError, match="no axis"):
+        find_permutations(Reading(), torch.randn(5, 4))
+
+
+def test_what_is_written_to_a_tensor_that_is_returned_counts():
+    class Writing(nn.Module):
+        def forward(self, x):
+            h, out = torch.relu(self.one(x)), torch.zeros(len(x), 3)
+            out[:, 0] = h[:, 0]
+            return out + self.two(h)
+
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    with pytest.raises(ValueError, match="no axis"):
+        find_permutations(Writing(), torch.randn(5, 4))

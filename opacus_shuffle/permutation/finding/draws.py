@@ -1,0 +1,62 @@
+"""Telling noise from constants: a draw from a generator that a network seeds itself is the same in every run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Draws:
+    """The states of generators before each draw of a run, and of those that are not PyTorch's own, to be restored."""
+
+    def __init__(self) -> None:
+        self._before: set[bytes] = set()
+        self._own: dict[torch.Generator, torch.Tensor] = {}
+
+    def is_constant(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Returns whether an operation is about to draw what it drew in the run that was watched, from another random state."""
+        return torch.Tag.nondeterministic_seeded in func.tags and self._state(args, kwargs) in self._before
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Notes the draws of a run inside."""
+        with _Watch(self):
+            yield
+
+    def note(self, args: Any, kwargs: Any) -> None:
+        """Notes a draw that is about to be made."""
+        self._before.add(self._state(args, kwargs))
+
+    def restore(self) -> None:
+        """Puts the generators that are the network's own back to where they were before the first draw."""
+        for generator, state in self._own.items():
+            generator.set_state(state)
+
+    def _state(self, args: Any, kwargs: Any) -> bytes:
+        generator = kwargs.get("generator")
+        if generator is None:
+            devices = {leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+            device = torch.device(kwargs.get("device") or next(iter(devices), "cpu"))
+            state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        else:
+            state = generator.get_state()
+            self._own.setdefault(generator, state)
+        return hashlib.blake2b(state.numpy().tobytes()).digest()
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._draws.note(args, kwargs)
+        return func(*args, **kwargs)

@@ -1,0 +1,144 @@
+"""Tracing a network on every way that it can be seen to take: on other sizes, other values, and with other decisions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from opacus_shuffle.permutation.finding.draws import Draws
+from opacus_shuffle.permutation.finding.handlers import HandlerError, declared_axes
+from opacus_shuffle.permutation.finding.labels import atoms, because, fix_all
+from opacus_shuffle.permutation.finding.paths import Answer, Paths, Place, possible_answers, was_raised
+from opacus_shuffle.permutation.finding.trace import Tracer
+from opacus_shuffle.permutation.finding.traced_run import TracedRun
+from opacus_shuffle.permutation.network import kept_activations, plain_attention, results, state_kept
+from opacus_shuffle.permutation.other_inputs import other_sizes, other_values
+from opacus_shuffle.permutation.sample_input import Call
+
+MOST_WAYS = 200
+Answers = Mapping[Place, Answer]
+
+
+class Explorer:
+    """Traces a network, as often as it takes.
+
+    Args:
+        network: The network.
+        run: What is told every operation.
+        draws: Of a run that was watched from another random state.
+
+    Attributes:
+        met: Places at which values decide, with the answers that were followed.
+        lost: Decisions of which one way broke, and how.
+        shortest: The shortest input that was traced, for what can be found out on any.
+    """
+
+    def __init__(self, network: nn.Module, run: TracedRun, draws: Draws) -> None:
+        self.met: dict[Place, set[Answer]] = {}
+        self.lost: dict[Place, Exception] = {}
+        self._network, self._run, self._draws = network, run, draws
+        self._first: dict[Place, _Meeting] = {}
+        self.shortest: Call | None = None
+
+    def trace(self, call: Call, *, training: bool, answers: Answers | None = None) -> None:
+        """Traces one run of the network."""
+        answers = answers or {}
+        paths = self._paths(call, answers)
+        tracer = Tracer(self._network, self._run, self._draws)
+        args, kwargs = call
+        self._network.train(training)
+        with declared_axes(self._network, tracer):
+            try:
+                outputs = tracer.trace(lambda: self._network(*args, **kwargs), paths)
+            except HandlerError:
+                raise
+            except Exception as error:
+                mode = "training" if training else "evaluation"
+                raise ValueError(
+                    f"sample_input does not run through {type(self._network).__name__} in {mode} mode: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        with because("an output of the network"):
+            self._run.fix(results(outputs))
+        with because("an activation that a module keeps"):
+            self._run.fix(kept_activations(self._network))
+        for place, given in paths.met.items():
+            self.met.setdefault(place, set()).update(given)
+            first = self._first.setdefault(place, _Meeting(call, training, answers, next(iter(given), None)))
+            if call is self.shortest and not answers:  # the cheapest to go on from
+                self._first[place] = dataclasses.replace(first, call=call, training=training, answers=answers)
+
+    def explore(self, call: Call) -> None:
+        """Traces the runs that other inputs might have, after those on the sample."""
+        entire = [atom for dimensions in self._run.parameters.values() for each in dimensions for atom in atoms(each)]
+        other, *_ = [
+            next((each for each in alternatives if self._try(each, training=False) is None), call)
+            for alternatives in other_sizes(call)
+        ] or [call]
+        self.shortest = other if _entries(other) < _entries(call) and not self._fails(other, training=True) else call
+        # What is cut at these sizes and was not at the sample's is cut elsewhere at others.
+        fix_all((atom for atom in entire if atom.kind != "atom"), cause="cut at a place that depends on the input's size")
+        if not self.met:
+            return
+        for other in (self.shortest, *other_values(self.shortest)):
+            self._try(other, training=False)
+        tried: set[tuple[Place, Answer]] = set()
+        while waiting := [pair for pair in self._ways() if pair not in tried and pair[1] not in self.met[pair[0]]]:
+            for place, answer in waiting:
+                if len(tried) == MOST_WAYS:
+                    self.lost[place] = RuntimeError(f"it has more than {MOST_WAYS} ways")
+                    return
+                tried.add((place, answer))
+                first = self._first[place]
+                error = self._try(first.call, training=first.training, answers={**first.answers, place: answer})
+                if error is not None and isinstance(answer, bool) and not was_raised(error):
+                    self.lost[place] = error
+        if self._run.unreached():  # what is met often, as in a loop over experts, may have gone past some every time
+            for way in (0, -1):
+                at_once = {place: self._answers(place)[way] for place in self.met if self._answers(place)}
+                self._try(self.shortest, training=False, answers=at_once)
+
+    def _ways(self) -> Iterator[tuple[Place, Answer]]:
+        return ((place, answer) for place in list(self.met) for answer in self._answers(place))
+
+    def _answers(self, place: Place) -> list[Answer]:
+        return possible_answers(self._first[place].answer)
+
+    def _try(self, call: Call, *, training: bool, answers: Answers | None = None) -> Exception | None:
+        """Traces a run that may be impossible; returns why, and then has traced nothing."""
+        if (error := self._fails(call, training=training, answers=answers)) is None:
+            with state_kept(self._network):
+                self.trace(call, training=training, answers=answers)
+        return error
+
+    def _fails(self, call: Call, *, training: bool, answers: Answers | None = None) -> Exception | None:
+        """Runs the network untraced; returns what goes wrong."""
+        args, kwargs = call
+        try:
+            with state_kept(self._network), torch.no_grad(), plain_attention(), self._paths(call, answers or {}):  # type: ignore[no-untyped-call]
+                self._network.train(training)(*args, **kwargs)
+        except Exception as error:
+            return error
+        return None
+
+    def _paths(self, call: Call, answers: Answers) -> Paths:
+        given = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+        return Paths([*given, *self._network.parameters(), *self._network.buffers()], answers)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Meeting:
+    """Where a place was met first: on what, in which mode, after which answers elsewhere; and what it answered."""
+
+    call: Call
+    training: bool
+    answers: Answers
+    answer: Answer | None
+
+
+def _entries(call: Call) -> int:
+    return sum(leaf.numel() for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor))

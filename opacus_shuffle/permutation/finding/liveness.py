@@ -1,0 +1,51 @@
+"""Leaving out operations whose results nobody uses: a slice that is only asked for its shape must not fix an axis."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from opacus_shuffle.permutation.finding.labels import because
+
+SHAPES_ONLY = frozenset(f"aten.{name}_like" for name in ("zeros", "ones", "full", "empty")) | frozenset(
+    f"aten.new_{name}" for name in ("zeros", "ones", "full", "empty")
+)
+"""Operations that ask a tensor for its shape alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something that happened to tensors, to be labelled if it matters.
+
+    Attributes:
+        inputs, outputs: What it read, and what came out of it.
+        label: Labels it.
+        cause: What happened and where, in words.
+        matters: Whatever comes of its outputs: it wrote to a tensor, or values left PyTorch.
+    """
+
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    label: Callable[[], None]
+    cause: str = ""
+    matters: bool = False
+
+
+def label_live(events: Sequence[Event], results: Iterable[torch.Tensor]) -> None:
+    """Labels, in order, what the results depend on, and what matters anyway."""
+    used = {id(tensor) for tensor in results}
+    live = []
+    for event in reversed(events):
+        if event.matters or any(id(tensor) in used for tensor in event.outputs):
+            used.update(map(id, event.inputs))
+            live.append(event)
+    label_all(live[::-1])
+
+
+def label_all(events: Iterable[Event]) -> None:
+    """Labels what happened, in this order."""
+    for event in events:
+        with because(event.cause):
+            event.label()

@@ -1,0 +1,162 @@
+"""Noticing where values decide what a network does next, and having it go the other way, too.
+
+Permutations have to keep the function on every input, and a run of the network shows one way through it alone.
+:class:`Paths` notes each line of code that reads a value, or makes a tensor whose shape depends on values; and where it is told
+to, it answers in place of the data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+Answer = bool | int | float | str
+NONE, ALL = "none", "all"
+"""What a mask may choose."""
+
+MOST_ANSWERS = 256
+"""In one run at one place: a loop until something is small would never end otherwise."""
+
+PLUMBING = re.compile(r"(opacus_shuffle|torch(?!\.nn\.))\b")
+"""Modules whose lines say nothing about what a network does."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Place:
+    """A line of code at which values decide."""
+
+    file: str
+    line: int
+    operation: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line} ({self.operation})"
+
+
+class Paths(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes where values that vary from run to run decide what comes next.
+
+    Args:
+        varying: Tensors whose values vary: inputs, parameters, buffers. What is computed from them varies, and so does noise.
+        answers: What to answer at some places, whatever the values are.
+
+    Attributes:
+        met: Per place the answers that were given.
+    """
+
+    def __init__(self, varying: Iterable[torch.Tensor], answers: Mapping[Place, Answer] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.met: dict[Place, set[Answer]] = {}
+        self._answers = answers or {}
+        self._given: Counter[Place] = Counter()
+        self._varying: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._note(varying)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded not in func.tags and not any(
+            leaf in self._varying for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        ):
+            return result
+        if torch.Tag.data_dependent_output in func.tags:
+            result = self._answered(place_of(func), result)
+        elif torch.Tag.dynamic_output_shape in func.tags:
+            result = self._chosen(func, args, kwargs, result)
+        self._note(tree_leaves(result))
+        return result
+
+    def leaves(self, tensor: torch.Tensor, way: str) -> None:
+        """Notes that a tensor's values leave PyTorch, where nobody can answer in their place."""
+        if tensor in self._varying:
+            self.met.setdefault(place_of(way), set())
+
+    def _answered(self, place: Place, value: Any) -> Any:
+        """Returns what a read gives: its value, or the answer for its place."""
+        if place in self._answers and self._given[place] < MOST_ANSWERS:
+            value = type(value)(self._answers[place])
+            self._given[place] += 1
+        self.met.setdefault(place, set()).add(value)
+        return value
+
+    def _chosen(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """Returns what a mask chooses: what it says, or none or all where that is the answer for its place."""
+        if not (masks := [leaf for leaf in tree_leaves(args[1:] or args) if _chooses(func, leaf)]):
+            return result
+        place = place_of(func)
+        answer = self._answers.get(place)
+        if answer is not None:
+            filled = {id(mask): torch.full_like(mask, answer == ALL) for mask in masks}
+            args = torch.utils._pytree.tree_map(lambda leaf: filled.get(id(leaf), leaf), args)
+            result = func(*args, **kwargs)
+        some = any(leaf.numel() for leaf in tree_leaves(result))
+        self.met.setdefault(place, set()).add(ALL if some else NONE)
+        return result
+
+    def _note(self, values: Iterable[Any]) -> None:
+        for each in values:
+            if isinstance(each, torch.Tensor):
+                self._varying[each] = True
+                if each._base is not None:  # written to through a view
+                    self._varying[each._base] = True
+
+
+def possible_answers(met: Answer | None) -> list[Answer]:
+    """Returns what a place might have answered in place of what it did, or as well."""
+    if isinstance(met, str):
+        return [NONE, ALL]
+    if isinstance(met, bool):
+        return [False, True]
+    if isinstance(met, int):
+        return list(dict.fromkeys((0, 1, 2, 3, met + 1, 2 * met + 1, 64, -1)))
+    if isinstance(met, float):
+        return list(dict.fromkeys((0.0, 0.5, 1.0, -1.0, -met, 2 * met, 1e6, -1e6)))
+    return []
+
+
+def was_raised(error: BaseException) -> bool:
+    """Returns whether a network's own code refused, with ``raise`` or ``assert``, rather than something that broke in it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    code = trace.tb_frame.f_code
+    return any(each.offset == trace.tb_lasti and each.opname == "RAISE_VARARGS" for each in dis.get_instructions(code))
+
+
+def _chooses(func: Any, leaf: Any) -> bool:
+    """Returns whether an argument of an operation is a mask, which chooses, or is asked for the places that are not zero."""
+    if not isinstance(leaf, torch.Tensor):
+        return False
+    return func.overloadpacket is torch.ops.aten.nonzero or leaf.dtype in (torch.bool, torch.uint8)
+
+
+def frames() -> Iterator[FrameType]:
+    """Yields the frames of code that are not plumbing, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not PLUMBING.match(str(frame.f_globals.get("__name__"))):
+            yield frame
+        frame = frame.f_back
+
+
+def place_of(operation: Any, *, outside: bool = False) -> Place:
+    """Returns the innermost line of code that is not plumbing; or, if there is one, that is outside of PyTorch altogether."""
+    name = operation if isinstance(operation, str) else operation.overloadpacket.__name__
+    found = list(frames())
+    beyond = [each for each in found if not str(each.f_globals.get("__name__")).startswith("torch.")]
+    frame = next(iter(beyond if outside and beyond else found), None)
+    return Place("?", 0, name) if frame is None else Place(frame.f_code.co_filename, frame.f_lineno, name)

@@ -1,0 +1,62 @@
+"""Making other inputs of one: of other sizes and lengths, and with other values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from opacus_shuffle.permutation.sample_input import Call
+
+SHORT = 8
+
+
+def other_sizes(call: Call) -> list[list[Call]]:
+    """Returns inputs with one more record than there are, and shorter, and with one record, and longer.
+
+    Each is a list of alternatives, of which those come first that change most: texts change along their second dimension,
+    images along all from the third on. Shorter is at most :data:`SHORT`, or half as long.
+    """
+    first = next((leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
+    if first is None or not first.numel():
+        return []
+    rank, (records, *lengths) = first.dim(), first.shape
+    ways = [range(2, rank), range(1, 2)] if rank > 3 else [range(dim, dim + 1) for dim in range(1, rank)]
+    half = [max(min(size, 2), size // 2) for size in lengths]  # along a length of 1 nothing is carried on
+    found = []
+    for count, news in ((records + 1, ([min(size, SHORT) for size in half], half)), (1, ([2 * size for size in lengths],))):
+        batch = _resized(call, range(1), {records: count})
+        changes = [(way, {lengths[dim - 1]: new[dim - 1] for dim in way}) for new in news for way in ways]
+        everywhere = [_resized(batch, range(1, 9), change) for _, change in changes]  # a mask may have the length twice
+        found.append([*everywhere, *(_resized(batch, way, change) for way, change in changes), batch])
+    return found
+
+
+def other_values(call: Call) -> Iterator[Call]:
+    """Yields inputs of the same shapes: with other signs, at random, and of the same entries in other places."""
+    generator = torch.Generator().manual_seed(0)
+
+    def negated(leaf: torch.Tensor) -> torch.Tensor:
+        return -leaf if leaf.is_floating_point() else leaf.flip(-1) if leaf.dim() else leaf
+
+    def random(leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.is_floating_point():
+            return (3 * torch.randn(leaf.shape, generator=generator)).to(leaf)
+        order = torch.randperm(leaf.numel(), generator=generator).to(leaf.device)
+        return leaf.flatten()[order].view(leaf.shape)
+
+    for change in (negated, random):
+        yield tree_map_only(torch.Tensor, change, call)
+
+
+def _resized(call: Call, dims: Iterable[int], sizes: Mapping[int, int]) -> Call:
+    """Returns the call with all its tensors cut or repeated along those of these dimensions that have one of these sizes."""
+
+    def change(leaf: torch.Tensor) -> torch.Tensor:
+        for dim in dims:
+            if dim < leaf.dim() and (size := leaf.shape[dim]) in sizes:
+                leaf = leaf.index_select(dim, torch.arange(sizes[size], device=leaf.device) % size)
+        return leaf
+
+    return tree_map_only(torch.Tensor, change, call)

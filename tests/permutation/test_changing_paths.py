@@ -1,0 +1,153 @@
+"""What is found keeps the function on every input, also where the network goes another way than the sample did."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from helpers.changing_paths import CHANGING, Net, ends, negative, unit
+from helpers.model_zoo import build, run
+from helpers.zoo import DOUBLE, distance
+
+from opacus_shuffle.permutation import PermutationSpec, find_permutations
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_outputs_stay_on_inputs_that_go_another_way(name):
+    others = []
+
+    def builder():
+        module, sample, others[:] = CHANGING[name]()
+        return module, sample
+
+    module, sample = build(builder)
+    try:
+        spec = find_permutations(module, sample)
+    except ValueError as error:
+        if "no axis" not in str(error):
+            raise
+        return
+    for seed, x in enumerate([sample, *others]):
+        for training in (False, True):
+            shuffled = copy.deepcopy(module).train(training)
+            spec.apply_(shuffled, spec.sample(torch.Generator().manual_seed(seed)))
+            with torch.no_grad():
+                torch.manual_seed(0)
+                expected = run(copy.deepcopy(module).train(training), x)
+                torch.manual_seed(0)
+                assert distance(expected, run(shuffled, x)) <= DOUBLE
+
+
+def on_its_sample(name):
+    return build(lambda: CHANGING[name]()[:2])
+
+
+def test_what_is_never_reached_stays_with_every_axis_of_its_sizes_and_is_listed():
+    module, sample = on_its_sample("a_token_for_masked_places")
+    spec = find_permutations(module, sample)
+    assert spec.unreached == ("token",)
+    assert [factor.name for factor in spec.factors if factor.free] == ["units of unit.0"]
+    assert "Not reached by the sample: token" in spec.describe()
+    assert PermutationSpec.from_dict(spec.to_dict()) == spec
+
+
+def test_samples_that_reach_it_let_it_move():
+    module, sample = on_its_sample("a_token_for_masked_places")
+    reached = find_permutations(module, sample, more_samples=[{"x": sample, "mask": sample[:, 0] > 0}])
+    assert not reached.unreached
+    assert "token" in reached.blocks
+
+
+def test_decisions_by_values_are_listed_with_their_lines():
+    spec = find_permutations(*on_its_sample("an_order_behind_another_branch"))
+    assert list(spec.decisions.values()) == [2, 2]
+    assert all("changing_paths.py:" in place for place in spec.decisions)
+    assert "Values decide what the network does at changing_paths.py:" in spec.describe()
+
+
+def test_experts_that_nobody_chose_are_reached_all_the_same():
+    spec = find_permutations(*on_its_sample("eager_experts"))
+    assert not spec.unreached
+    assert sum(factor.size == 12 for factor in spec.factors) == 5
+
+
+def test_a_decision_that_cannot_be_taken_otherwise_is_refused_by_its_line_unless_samples_are_given():
+    def way(net, x):
+        h = torch.relu(net.enter(x))
+        return net.leave(h) if x.sum() < 0 else net.leave(h[:, :3])
+
+    module, x = build(lambda: (Net(way, **ends()), negative()))
+    with pytest.raises(ValueError, match=r"decides by values at test_changing_paths.py:\d+ .*more_samples"):
+        find_permutations(module, x)
+    assert find_permutations(module, x, more_samples=[2 * x]).blocks
+
+
+def test_a_way_that_the_network_itself_refuses_needs_no_sample():
+    def way(net, x):
+        if not torch.isfinite(x).all():
+            raise RuntimeError("x must be finite")
+        return net.leave(torch.relu(net.enter(x)))
+
+    module, x = build(lambda: (Net(way, **ends()), negative()))
+    assert find_permutations(module, x).log2_size() > 15
+
+
+@pytest.mark.parametrize("wrong", [None, 3, torch.zeros(2, 4), "x"])
+def test_more_samples_must_be_a_list(wrong):
+    with pytest.raises(ValueError, match="more_samples"):
+        find_permutations(*on_its_sample("one_of_two_layers"), more_samples=wrong)
+
+
+def test_noise_stays_noise_and_its_generator_stays_where_it_was():
+    generator = torch.Generator().manual_seed(3)
+
+    def way(net, x):
+        h = torch.relu(net.enter(x))
+        return net.leave(h + torch.randn(h.shape, generator=generator, dtype=h.dtype))
+
+    module, x = build(lambda: (Net(way, **ends()), negative()))
+    before = generator.get_state()
+    assert find_permutations(module, x).log2_size() > 15
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_a_loop_that_ends_by_values_ends_when_they_are_answered_otherwise():
+    def way(net, x):
+        h = net.enter(x)
+        while h.abs().max() > 1:
+            h = h / 2
+        return net.leave(torch.relu(h))
+
+    assert find_permutations(*build(lambda: (Net(way, **ends()), negative()))).log2_size() > 15
+
+
+def test_a_network_that_adapts_itself_to_sizes_is_left_as_it_was():
+    def way(net, x):
+        net.window = min(net.window, x.shape[1])
+        net.seen.append(x.shape)
+        return net.leave(torch.relu(net.enter(x))[:, : net.window].mean(1))
+
+    def builder():
+        network = Net(way, **ends())
+        network.window, network.seen = 9, []
+        return network, torch.randn(2, 6, 4)
+
+    module, x = build(builder)
+    find_permutations(module, x)
+    assert (module.window, module.seen) == (9, [])
+
+
+def test_what_stays_is_listed_with_what_has_fixed_it_and_where():
+    def way(net, x):
+        h = torch.relu(net.enter(x))
+        return net.leave(torch.tanh(net.unit(h.cumsum(-1))))
+
+    spec = find_permutations(*build(lambda: (Net(way, **ends(), unit=unit()), negative())))
+    assert re.fullmatch(
+        r"axis 0: test_changing_paths.py:\d+ \(cumsum\); axis 1: .*py:\d+ \(addmm\) of enter", spec.causes["enter.weight"]
+    )
+    assert spec.causes["leave.bias"] == "axis 0: an output of the network"
+    assert set(spec.causes) == set(spec.unmoved)
+    assert "(cumsum)" in spec.describe()
