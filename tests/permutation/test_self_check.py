@@ -23,6 +23,7 @@ def forget(*names: str) -> Callable[[dict], None]:
     def edit(data: dict) -> None:
         for name in names:
             del data["blocks"][name], data["shapes"][name]
+        data["buffers"] = [name for name in data["buffers"] if name not in names]
 
     return edit
 
