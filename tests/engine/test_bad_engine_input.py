@@ -72,12 +72,12 @@ def test_what_is_made_private(accountant, options):
     )
 
 
-@pytest.mark.parametrize("accountant", ["shuffled_checkin", "rdp"])
-def test_what_a_budget_is(accountant):
-    ours = {"bound": "certified", "adjacency": "zero_out", "local_noise": True} if accountant != "rdp" else {}
-    budget = {"target_epsilon": 1.0, "target_delta": 1e-5, "epochs": 1, "max_grad_norm": 1.0, **ours}
-    engine = PrivacyEngine(accountant=accountant)
-    require_named_refusals(lambda **asked: engine.make_private_with_epsilon(**{**make_toy(), **asked}) and None, budget)
+def test_what_a_budget_is():
+    def make(**asked):
+        PrivacyEngine(accountant="shuffled_checkin").make_private_with_epsilon(**{**make_toy(), **asked})
+
+    budget = {"target_epsilon": 1.0, "target_delta": 1e-5, "epochs": 1, "max_grad_norm": 1.0, "local_noise": True}
+    require_named_refusals(make, {**budget, "bound": "certified", "adjacency": "zero_out"})
 
 
 @pytest.mark.parametrize("accountant", ["shuffled_checkin", "rdp"])
