@@ -182,8 +182,8 @@ class PermutationSpec(GroupAction):
                 aliases={name: tuple(names) for name, names in data["aliases"].items()},
                 unmoved={name: int(size) for name, size in data["unmoved"].items()},
                 unknown={name: int(count) for name, count in data["unknown"].items()},
-                unreached=tuple(data.get("unreached", ())),
-                causes={name: str(cause) for name, cause in data.get("causes", {}).items()},
+                unreached=tuple(one_of("unreached", name, data["unmoved"]) for name in data.get("unreached", ())),
+                causes={name: instance_of("causes", cause, (str,)) for name, cause in data.get("causes", {}).items()},
                 decisions={place: int(count) for place, count in data.get("decisions", {}).items()},
                 level=instance_of("level", data["level"], (str,)),
             )

@@ -88,7 +88,19 @@ class ExactPoissonSampler(PoissonSampler):
 
 
 class DistributedPoissonSampler(TicketedSampler, DistributedUniformWithReplacementSampler):
-    """Opacus's Poisson sampler of one rank."""
+    """Opacus's Poisson sampler of one rank, but for its batches without a record, which Opacus leaves out.
+
+    Ranks would then add up sums of different batches, and the last ones would wait for ever.
+    """
+
+    def draw(self) -> Iterator[list[int]]:
+        """The batches of an epoch."""
+        order = torch.arange(self.total_size)
+        if self.shuffle:
+            order = torch.randperm(self.total_size, generator=torch.Generator().manual_seed(self.shuffle_seed + self.epoch))
+        here = order[self.rank :: self.num_replicas]
+        for _ in range(self.num_batches):
+            yield here[torch.rand(len(here), generator=self.generator) < self.sample_rate].tolist()
 
 
 class FixedSizeSampler(TicketedSampler, BatchSampler):

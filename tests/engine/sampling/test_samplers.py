@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.toy import ONE_NOISE, make_toy, run_epoch, way_of
-from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from opacus_shuffle import PrivacyEngine
-from opacus_shuffle.engine.sampling.samplers import FixedSizeSampler
+from opacus_shuffle.engine.sampling.samplers import DistributedPoissonSampler, FixedSizeSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
 NAMES = ONE_NOISE
@@ -111,3 +111,22 @@ def test_streams_and_empty_data_are_refused():
         toy["data_loader"] = DataLoader(data, batch_size=2)
         with pytest.raises(ValueError, match="data_loader"):
             PrivacyEngine(accountant="shuffle_gauss").make_private(**toy, noise_multiplier=1.0)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_ranks_draw_as_many_batches_whether_they_are_empty_or_not(monkeypatch, shuffle):
+    """Opacus leaves out empty ones, so that ranks add up sums of different batches, and one waits for ever."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    drawn = []
+    for rank in range(2):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        arguments = {"total_size": 41, "sample_rate": 1 / 40, "shuffle": shuffle, "shuffle_seed": 3}
+        ours, stock = (
+            list(kind(**arguments, generator=torch.Generator().manual_seed(rank)))
+            for kind in (DistributedPoissonSampler, DistributedUniformWithReplacementSampler)
+        )
+        assert len(ours) == 40
+        assert [batch for batch in ours if batch] == [batch.tolist() for batch in stock]
+        assert len(stock) < 40
+        drawn.append({record for batch in ours for record in batch})
+    assert not drawn[0] & drawn[1]
