@@ -28,6 +28,11 @@ from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan, plan_ba
 from opacus_shuffle.engine.weights.weight_shuffling import PARALLEL
 from opacus_shuffle.permutation import PermutationSpec
 
+LARGEST_TARGET = 1e6
+"""Opacus asks for ε within 0.01 of its target, and numbers far beyond this are not as close to each other."""
+LARGEST_TARGETS = {"prv": 400.0}
+"""Distributions of privacy losses are as long as they are large: this takes 10 seconds, and a thousand minutes."""
+
 
 class OpacusOwn(Scheme):
     """DP-SGD as Opacus trains it, for every accountant that knows no mechanism of this package."""
@@ -117,13 +122,24 @@ class OpacusOwn(Scheme):
             )
         self.refuse(request)
         sampling, rate = self.plan_sampling(request), 1 / len(request.data_loader)
-        found = get_noise_multiplier(
-            target_epsilon=budget.target_epsilon,
-            target_delta=budget.target_delta,
-            sample_rate=rate,
-            steps=max(int(budget.epochs / rate), budget.epochs * sampling.steps_per_epoch),
-            accountant=self.name,
-        )
+        if budget.target_epsilon > (largest := LARGEST_TARGETS.get(self.name, LARGEST_TARGET)):
+            raise ValueError(
+                f"target_epsilon must be at most {largest:g} with accountant {self.name!r}, whose search does not end "
+                f"above, got {budget.target_epsilon!r}: ask for less, or pass noise_multiplier to make_private"
+            )
+        try:
+            found = get_noise_multiplier(
+                target_epsilon=budget.target_epsilon,
+                target_delta=budget.target_delta,
+                sample_rate=rate,
+                steps=max(int(budget.epochs / rate), budget.epochs * sampling.steps_per_epoch),
+                accountant=self.name,
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"accountant {self.name!r} finds no noise for target_epsilon={budget.target_epsilon!r} at "
+                f"target_delta={budget.target_delta!r} ({error}): ask for other ones, or use another accountant"
+            ) from error
         return {"noise_multiplier": float(found)}
 
     def describe(self, run: Run) -> None:

@@ -178,3 +178,19 @@ def test_batches_that_opacus_s_accountants_do_not_assume_are_warned_of(name):
     engine = PrivacyEngine(accountant=name)
     with pytest.warns(PrivacyAssumptionWarning, match=f"{name} accounts for Poisson samples, .*no ε of it is a guarantee"):
         engine.make_private(**make_toy(), noise_multiplier=1.0, poisson_sampling=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "match"),
+    [
+        ("rdp", 1e308, "target_epsilon must be at most 1e.06 with accountant 'rdp'"),  # Opacus's search never ended
+        ("prv", 1e3, "target_epsilon must be at most 400 with accountant 'prv'"),
+        ("rdp", 1e-308, "finds no noise for target_epsilon=1e-308 .*budget is too low"),
+        ("gdp", 100.0, "finds no noise for target_epsilon=100.0 .*use another accountant"),
+    ],
+)
+def test_targets_for_which_opacus_finds_no_noise_are_named(name, target, match):
+    with pytest.raises(ValueError, match=match):
+        PrivacyEngine(accountant=name).make_private_with_epsilon(
+            **make_toy(), target_epsilon=target, target_delta=1e-5, epochs=1
+        )
