@@ -270,8 +270,10 @@ def forget_unfinished_passes(network: nn.Module) -> None:
 
 def is_copy(network: nn.Module) -> bool:
     """Whether a network has the hooks of a private one, and parameters that these do not know."""
-    first = next((each for each in network.parameters() if each.requires_grad), None)
-    return hasattr(network, "autograd_grad_sample_hooks") and first is not None and not hasattr(first, "_forward_counter")
+    if not hasattr(network, "autograd_grad_sample_hooks"):
+        return False
+    trained = [each for each in network.parameters() if each.requires_grad]
+    return bool(trained) and not any(hasattr(each, "_forward_counter") for each in trained)  # some may have been thawed
 
 
 def watches_gradients(module: Any) -> bool:

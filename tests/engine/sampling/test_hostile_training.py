@@ -275,7 +275,7 @@ def rotated():
         yield pytest.param(*way, *combination, id=name, marks=pytest.mark.slow if rest else ())
 
 
-@pytest.mark.parametrize(("way", "steps", "refusal", "name", "mode"), rotated())
+@pytest.mark.parametrize(("way", "steps", "refusal", "name", "mode"), list(rotated()))
 def test_every_change_of_the_weights_is_one_accounted_round_of_one_whole_batch(way, steps, refusal, name, mode):
     run = Watched(name, mode)
     if isinstance(steps, dict):
