@@ -276,6 +276,13 @@ def is_copy(network: nn.Module) -> bool:
     return bool(trained) and not any(hasattr(each, "_forward_counter") for each in trained)  # some may have been thawed
 
 
+def thawed_since(network: nn.Module) -> list[str]:
+    """The trainable parameters that were frozen when the hooks of a private network were made, which look at no others."""
+    named = [(name, each) for name, each in network.named_parameters() if each.requires_grad]
+    found = [name for name, each in named if not hasattr(each, "_forward_counter")]
+    return found if hasattr(network, "autograd_grad_sample_hooks") and len(found) < len(named) else []
+
+
 def watches_gradients(module: Any) -> bool:
     """Whether what wraps a network, or hooks it, still computes gradients per record of it."""
     return hasattr(module, "autograd_grad_sample_hooks") or isinstance(module, GradSampleModuleExpandedWeights)

@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 
 from opacus_shuffle.engine.mixed_records import has_records, seed_draws, untouched
+from opacus_shuffle.engine.optimizers.usable_records import HALF
 from opacus_shuffle.permutation.network import results
 from opacus_shuffle.permutation.sample_input import Call
 
@@ -34,6 +35,8 @@ REMEDY = (
     "so that what is clipped as one record is of several; sort and pick records in the loader's collate_fn, and let every "
     "layer see all of them, in their order"
 )
+
+_PIECE = 4096
 
 
 def refuse_misplaced_rows(
@@ -129,13 +132,25 @@ def _rows_of_layers(
                     total = total.to(each) + (weighted.movedim(axis, -1) * factors.to(each)).sum()
             torch.autograd.grad(total, parameters, allow_unused=True)
             samples = {name: vars(each).get("grad_sample") for name, each in network.named_parameters()}
-            return {
-                name: each.detach().reshape(records, -1).clone()
+            told = {
+                name: _few_numbers(each.detach().reshape(records, -1))
                 for name, each in samples.items()
-                if isinstance(each, torch.Tensor) and len(each) == records and bool(torch.isfinite(each).all())
+                if isinstance(each, torch.Tensor) and len(each) == records
             }
+            return {name: each for name, each in told.items() if bool(torch.isfinite(each).all())}
         finally:
             watched.cleanup()
+
+
+def _few_numbers(rows: torch.Tensor) -> torch.Tensor:
+    """What tells records' gradients of a parameter apart: a random sum of their pieces, lest each look keep all of them."""
+    weights = torch.randn(rows.shape[1] // _PIECE, generator=torch.Generator().manual_seed(0))
+    if len(weights) < 2:
+        return rows.clone()
+    rows = rows.float() if rows.dtype in HALF else rows
+    whole = len(weights) * _PIECE
+    pieces = weights.to(rows) @ rows[:, :whole].reshape(len(rows), -1, _PIECE)
+    return torch.cat([pieces, rows[:, whole:]], dim=1)
 
 
 def refuse_unsorted_packs(layer: nn.Module, inputs: tuple[Any, ...]) -> None:

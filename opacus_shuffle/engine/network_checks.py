@@ -25,6 +25,7 @@ from opacus_shuffle.core.opacus_compat import (
     refuse_broken_attention,
     refuse_tied_ghost,
     refuse_unclipped_engine,
+    thawed_since,
     wrapped_network,
 )
 from opacus_shuffle.engine.misplaced_rows import refuse_misplaced_rows
@@ -52,6 +53,7 @@ def check_network(request: Request, engine: Any) -> FirstBatch | None:
     """
     network = unwrap(request.module)
     refuse_unclipped_engine(engine)
+    refuse_second_hooks(request)
     refuse_renormalised(network)
     refuse_broken_attention(network)
     if request.grad_sample_mode != "ghost":  # which divides by no more than the number of records
@@ -73,6 +75,39 @@ def check_network(request: Request, engine: Any) -> FirstBatch | None:
     except UnprobedError:
         return None if isinstance(request.module, PARALLEL) else first
     return None
+
+
+def refuse_second_hooks(request: Request) -> None:
+    """Refuses a network of an earlier ``make_private`` that is passed without its wrapper, or with more to train than then.
+
+    Args:
+        request: What ``make_private`` got.
+
+    Raises:
+        ValueError: It is one; the earlier run goes on as it was.
+    """
+    module, network = request.module, unwrap(request.module)
+    if module is network and hasattr(network, "autograd_grad_sample_hooks"):
+        raise ValueError(
+            f"module is a {type(network).__name__} that an earlier make_private has made private: pass what that returned, "
+            "with which the earlier run ends, or call its to_standard_module() (cleanup() with wrap_model=False) first"
+        )
+    trained = set(map(id, request.trainable))
+    refuse_thawed([name for name in thawed_since(network) if id(network.get_parameter(name)) in trained])
+
+
+def refuse_thawed(names: list[str]) -> None:
+    """Refuses parameters of a private network that were frozen when it was made private.
+
+    Raises:
+        ValueError: There are some.
+    """
+    if names:
+        raise ValueError(
+            f"parameters {', '.join(names[:3])} were frozen when module was made private, so that nobody computes their "
+            "gradients per record: pass model.to_standard_module() to make_private, and a new optimizer of all that is to be "
+            "trained"
+        )
 
 
 def refuse_shared_denominators(network: nn.Module, criterion: Any) -> None:
@@ -157,9 +192,10 @@ def refuse_copies(network: nn.Module, *_: Any) -> None:
     """Refuses, as a hook before a forward pass, to train a copy of a private network.
 
     Raises:
-        ValueError: It is one.
+        ValueError: It is one, or has parameters that were frozen before.
     """
     if network.training and torch.is_grad_enabled() and is_copy(network):
+        refuse_thawed(thawed_since(network))
         raise ValueError(
             f"this {type(network).__name__} is a copy of a private network, whose hooks do not know its parameters: train the "
             "one that make_private returned, use copies under torch.no_grad() or in evaluation mode, and to train one load its "
@@ -172,11 +208,12 @@ def _rearranged(self: Any, *, module: nn.Module, backprops: torch.Tensor, batch_
     kind, calls = type(module).__name__, vars(module).get("activations")
     if not calls:
         raise ValueError(
-            f"no gradient per record can be had: {kind} ran in evaluation mode; call model.train() before the forward pass"
+            f"no gradient per record can be had: {kind} ran in evaluation mode; call model.train() before the forward pass, "
+            "or, for gradients that train nothing here, model.disable_hooks()"
             if not module.training
             else f"no gradient per record can be had: the backward pass comes to a {kind} more often than it ran on this batch "
-            "(a second backward pass through it, gradients of gradients, or a loss of an earlier batch); call loss.backward() "
-            "once for each forward pass"
+            "(a second backward pass, gradients of gradients, or a loss of an earlier batch), or was frozen meanwhile; "
+            "call loss.backward() once for each forward pass, and for gradients that train nothing here model.disable_hooks()"
         )
     axis = 0 if batch_first else 1
     rows = [each.shape[axis] for each in (calls[-1][0], backprops) if each.dim() > axis]

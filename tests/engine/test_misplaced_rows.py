@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle import PrivacyEngine
+from opacus_shuffle.engine import misplaced_rows
 
 
 class Between(nn.Module):
@@ -119,3 +120,22 @@ def test_sequences_that_are_sorted_within_the_network_are_refused_and_sorted_one
     engine, made = private(Sentences(kind, is_sorted=True), data_loader=data)
     run_epoch(*made)
     assert len(engine.accountant) == 3
+
+
+def test_wide_layers_are_told_apart_by_few_numbers_of_each_record():
+    """Six records' gradients of each look at once would be eighteen times the weights, where ghost clipping keeps none."""
+    kept = []
+
+    class Flipped(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x.flip(0)).flip(0)
+
+    def look(kind):
+        network = nn.Sequential(nn.Linear(5, 150), nn.Tanh(), kind(nn.Linear(150, 150)), nn.Tanh(), nn.Linear(150, 3))
+        kept.append(misplaced_rows._rows_of_layers(network, ((torch.randn(6, 5),), {}), torch.ones(6), 0, True))
+        misplaced_rows.refuse_misplaced_rows(network, lambda n: (n, ((torch.randn(n, 5),), {})))
+
+    look(nn.Sequential)
+    with pytest.raises(ValueError, match=r"to 2.0 \(Linear\)"):
+        look(Flipped)
+    assert all(each.shape[1] < 2 * 4096 for told in kept for each in told.values())

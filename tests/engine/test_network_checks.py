@@ -260,3 +260,47 @@ def test_losses_that_are_divided_by_other_records_labels_are_refused_where_they_
         {"criterion": loss("mean"), "grad_sample_mode": "ghost"},
     ):
         assert private(accountant, **changes)
+
+
+def test_a_network_that_is_private_already_is_refused_with_the_earlier_run_untouched():
+    toy = make_toy()
+    model, optimizer, loader = private("subsampled_shuffle", **toy)
+    with pytest.raises(ValueError, match=r"module is a Sequential that an earlier make_private has made private.*to_standard"):
+        private("subsampled_shuffle", **toy)
+    run_epoch(model, optimizer, loader)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_parameters_that_were_thawed_since_are_named_by_make_private_and_by_forward_passes(mode):
+    toy = make_toy()
+    network = toy["module"]
+    first, rest = network[0], [each for layer in network[1:] for each in layer.parameters()]
+    first.requires_grad_(False)
+    model = private(module=network, optimizer=torch.optim.SGD(rest, lr=0.1), grad_sample_mode=mode)[0]
+    first.requires_grad_(True)
+    thawed = r"parameters 0.weight, 0.bias were frozen when module was made private.*to_standard_module\(\)"
+    with pytest.raises(ValueError, match=thawed):
+        model(torch.randn(3, 5))
+    with pytest.raises(ValueError, match=thawed):
+        private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), grad_sample_mode=mode)
+    plain = model.to_standard_module()
+    again = private("subsampled_shuffle", module=plain, optimizer=torch.optim.SGD(plain.parameters(), lr=0.1))
+    run_epoch(*again)
+
+
+def test_a_critic_of_a_second_network_gives_gradients_without_its_hooks():
+    """So does a private one that teaches a generator, or one whose inputs' gradients are looked at."""
+    model, optimizer, loader = private("subsampled_shuffle")
+    generator = nn.Linear(2, 5)
+    second = torch.optim.SGD(generator.parameters(), lr=0.1)
+    run_epoch(model, optimizer, loader)
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"or was frozen meanwhile.*model.disable_hooks\(\)"):
+        model(generator(torch.randn(4, 2))).sum().backward()
+    model.requires_grad_(True)
+    model.disable_hooks()
+    model(generator(torch.randn(4, 2))).sum().backward()
+    second.step()
+    optimizer.zero_grad()
+    model.enable_hooks()
+    run_epoch(model, optimizer, loader)
