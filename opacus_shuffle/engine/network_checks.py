@@ -93,18 +93,10 @@ def refuse_second_hooks(request: Request) -> None:
             "with which the earlier run ends, or call its to_standard_module() (cleanup() with wrap_model=False) first"
         )
     trained = set(map(id, request.trainable))
-    refuse_thawed([name for name in thawed_since(network) if id(network.get_parameter(name)) in trained])
-
-
-def refuse_thawed(names: list[str]) -> None:
-    """Refuses parameters of a private network that were frozen when it was made private.
-
-    Raises:
-        ValueError: There are some.
-    """
-    if names:
+    thawed = [name for name in thawed_since(network) if id(network.get_parameter(name)) in trained]
+    if thawed:
         raise ValueError(
-            f"parameters {', '.join(names[:3])} were frozen when module was made private, so that nobody computes their "
+            f"parameters {', '.join(thawed[:3])} were frozen when module was made private, so that nobody computes their "
             "gradients per record: pass model.to_standard_module() to make_private, and a new optimizer of all that is to be "
             "trained"
         )
@@ -192,10 +184,9 @@ def refuse_copies(network: nn.Module, *_: Any) -> None:
     """Refuses, as a hook before a forward pass, to train a copy of a private network.
 
     Raises:
-        ValueError: It is one, or has parameters that were frozen before.
+        ValueError: It is one.
     """
     if network.training and torch.is_grad_enabled() and is_copy(network):
-        refuse_thawed(thawed_since(network))
         raise ValueError(
             f"this {type(network).__name__} is a copy of a private network, whose hooks do not know its parameters: train the "
             "one that make_private returned, use copies under torch.no_grad() or in evaluation mode, and to train one load its "

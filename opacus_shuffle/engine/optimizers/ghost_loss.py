@@ -58,7 +58,13 @@ class GhostPasses:
         self.half = False
 
     def first(self, layer: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...], **keywords: Any) -> None:
-        """Notes a layer's call, and lets Opacus compute the norms."""
+        """Notes a layer's call, and lets Opacus compute the norms.
+
+        Raises:
+            ValueError: If no call waits for this backward pass; Opacus says why where it looks for one.
+        """
+        if not vars(layer).get("activations"):
+            self.module.rearrange_grad_samples(module=layer, backprops=output[0], **keywords)
         if norms_of_no_records(self.module, layer):
             return
         self.calls.append((layer, layer.activations[-1], getattr(layer, "max_batch_len", None)))  # type: ignore[index, arg-type]
