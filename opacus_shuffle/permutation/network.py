@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -63,32 +63,40 @@ def random_states_kept(devices: Collection[int] = ()) -> Iterator[None]:
         np.random.set_state(numpy_state)  # noqa: NPY002
 
 
+def cuda_devices(network: nn.Module) -> set[int]:
+    """Returns the graphics processors that hold a network's parameters."""
+    devices = {parameter.device.index for parameter in network.parameters() if parameter.device.type == "cuda"}
+    return {index for index in devices if index is not None}
+
+
 @contextlib.contextmanager
 def state_kept(network: nn.Module) -> Iterator[None]:
     """Restores random states, buffers, the mode of every module and what else it keeps in attributes at the end."""
     modes = [(each, each.training) for each in network.modules()]
-    held = [(each, dict(each._buffers)) for each in network.modules() if isinstance(each._buffers, dict)]
+    tables: list[Any] = [own for each in network.modules() for own in (each._buffers, each._parameters, each._modules)]
+    held = [(own, own.copy()) for own in tables if isinstance(own, dict)]
     buffers = [
         (buffer, buffer.detach().clone())
         for buffer in network.buffers()
         if buffer.device.type != "meta" and buffer.layout == torch.strided
     ]
     attributes = [(vars(each), _plain_attributes(each)) for each in network.modules()]
-    devices = {parameter.device.index for parameter in network.parameters() if parameter.device.type == "cuda"}
     try:
-        with random_states_kept({index for index in devices if index is not None}):
+        with random_states_kept(cuda_devices(network)):
             yield
     finally:
         for own, earlier in attributes:
             for name in [name for name in own if name not in earlier and name not in ATTRIBUTES]:
                 del own[name]
             own.update({name: value for name, (value, _) in earlier.items()})
-            for value, content in earlier.values():
-                _refill(value, content)
+            for _, refill in earlier.values():
+                refill()
         for each, training in modes:
             each.training = training
-        for each, before in held:
-            each._buffers.update(before)
+        for own, before in held:
+            for name in own.keys() - before.keys():
+                del own[name]
+            own.update(before)
         with torch.no_grad():
             for buffer, value in buffers:
                 if not torch.equal(buffer, value):
@@ -98,18 +106,37 @@ def state_kept(network: nn.Module) -> Iterator[None]:
 ATTRIBUTES = frozenset(vars(nn.Module()))
 """What all modules have; hooks among them."""
 
-
-def _plain_attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Returns a module's own attributes, and copies of those that are containers."""
-    own = {name: value for name, value in vars(module).items() if name not in ATTRIBUTES}
-    return {name: (value, value.copy() if type(value) in (list, dict, set) else None) for name, value in own.items()}
+CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 
-def _refill(value: Any, content: Any) -> None:
-    """Puts into a list, a dictionary or a set what it contained."""
-    if content is not None:
+def _plain_attributes(module: nn.Module) -> dict[str, tuple[Any, Callable[[], None]]]:
+    """Returns a module's own attributes, and what puts back what those contained that are containers or tensors."""
+    return {name: (value, _kept(value, set())) for name, value in vars(module).items() if name not in ATTRIBUTES}
+
+
+def _kept(value: Any, seen: set[int]) -> Callable[[], None]:
+    """Returns what puts back into a container what it contains now, also inside of what it contains, and into a tensor."""
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type != "meta":
+        content = value.detach().clone()
+        return lambda: None if torch.equal(value, content) else _overwrite(value, content)
+    if type(value) not in CONTAINERS or id(value) in seen:
+        return lambda: None
+    seen.add(id(value))
+    held = value.copy()
+    inside = [_kept(each, seen) for each in (held.values() if isinstance(held, dict) else held)]
+
+    def refill() -> None:
         value.clear()
-        value.extend(content) if isinstance(value, list) else value.update(content)
+        value.extend(held) if isinstance(value, list | deque) else value.update(held)
+        for each in inside:
+            each()
+
+    return refill
+
+
+def _overwrite(tensor: torch.Tensor, content: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(content)
 
 
 CACHES = ("past_key_values", "cache_params")
