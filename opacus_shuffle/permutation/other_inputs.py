@@ -16,7 +16,8 @@ def other_sizes(call: Call) -> list[list[Call]]:
     """Returns inputs with one more record than there are, and shorter, and with one record, and longer.
 
     Each is a list of alternatives, of which those come first that change most: texts change along their second dimension,
-    images along all from the third on. Shorter is at most :data:`SHORT`, or half as long.
+    images along all from the third on, and further inputs along lengths of their own. Shorter is at most :data:`SHORT`, or half
+    as long.
     """
     first = next((leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
     if first is None or not first.numel():
@@ -30,6 +31,14 @@ def other_sizes(call: Call) -> list[list[Call]]:
         changes = [(way, {lengths[dim - 1]: new[dim - 1] for dim in way}) for new in news for way in ways]
         everywhere = [_resized(batch, range(1, 9), change) for _, change in changes]  # a mask may have the length twice
         found.append([*everywhere, *(_resized(batch, way, change) for way, change in changes), batch])
+    others = {size: None for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor) for size in leaf.shape[1:]}
+    for size in others:  # of further inputs, along which the first has nothing
+        if size and size not in first.shape:
+            found += [
+                [_resized(call, range(1, 9), {size: new})]
+                for new in dict.fromkeys((4 * size, max(1, size // 2)))
+                if new != size
+            ]
     return found
 
 

@@ -303,3 +303,85 @@ def a_loop_until_small() -> Case:
         return net.leave(h)
 
     return Net(way, **ends(), unit=unit()), negative(), signs()
+
+
+@case
+def an_order_for_two_signs_in_one_line() -> Case:
+    def way(net, x):
+        h = torch.relu(net.enter(x))
+        return net.leave(h.cumsum(-1) if (x[:, 0] > 0).all() and not (x[:, 1] > 0).all() else h)
+
+    return Net(way, **ends()), negative(), [*signs(), inputs((5, 4))[0].abs() * torch.tensor([1, -1, 1, 1])]
+
+
+@case
+def a_helper_that_decides_twice() -> Case:
+    def positive(column):
+        return bool(column.sum() > 0)
+
+    def way(net, x):
+        h = torch.relu(net.enter(x))
+        if positive(x[:, 0]):
+            return net.leave(net.unit(h))
+        return net.leave(h.flip(-1) if positive(x[:, 1]) else h)
+
+    other = inputs((5, 4))[0].abs() * torch.tensor([-1, 1, 1, 1])
+    return Net(way, **ends(), unit=unit()), negative(), [*signs(), other]
+
+
+@case
+def results_at_every_exit() -> Case:
+    def way(net, x):
+        h = net.enter(x)
+        for number, (layer, leave) in enumerate(zip(net.layers, net.exits, strict=True)):
+            h = h + layer(h)
+            if (x[:, number] > 50).all():
+                return leave(h)
+        return net.leave(h)
+
+    layers, exits = (nn.ModuleList(make() for _ in range(3)) for make in (unit, lambda: nn.Linear(D, 3)))
+    others = [inputs((5, 4), shift=99.0)[0] * torch.tensor(each) for each in ([-1, 1, 1, 1], [-1, -1, 1, 1], [-1, -1, -1, 1])]
+    return Net(way, **ends(), layers=layers, exits=exits), negative(), [*signs(), *others]
+
+
+@case
+def noise_from_a_seed_in_one_branch() -> Case:
+    def way(net, x):
+        h = torch.relu(net.enter(x))
+        if x.sum() > 0:
+            h = h * torch.rand(h.shape[-1], generator=torch.Generator().manual_seed(3), dtype=h.dtype)
+        return net.leave(h)
+
+    return Net(way, **ends()), negative(), signs()
+
+
+@case
+def noise_from_a_seed_for_long_inputs() -> Case:
+    def way(net, x):
+        h = torch.relu(net.enter(x))
+        if x.shape[1] > 6:
+            h = h * torch.rand(h.shape[-1], generator=torch.Generator().manual_seed(3), dtype=h.dtype)
+        return net.leave(h.mean(1))
+
+    return Net(way, **ends()), inputs((2, 5, 4))[0], inputs((2, 5, 4), (3, 9, 4))
+
+
+@case
+def an_order_for_long_second_inputs() -> Case:
+    def way(net, x, y):
+        h = torch.relu(net.enter(x))
+        return net.leave((h.cumsum(-1) if y.shape[1] > 6 else h) + net.second(y).mean(1))
+
+    network = Net(way, **ends(), second=nn.Linear(4, D))
+    return network, tuple(inputs((2, 4), (2, 3, 4))), [tuple(inputs((2, 4), (2, length, 4))) for length in (1, 3, 9)]
+
+
+@case
+def as_many_steps_as_a_number() -> Case:
+    def way(net, x):
+        h = net.enter(x)
+        for _ in range(int(x.abs().sum().clamp(max=30))):
+            h = torch.tanh(net.unit(h))
+        return net.leave(h)
+
+    return Net(way, **ends(), unit=unit()), negative(), signs()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter, deque
 
 import pytest
 import torch
 from helpers.changing_paths import CHANGING, Net, ends, negative, unit
 from helpers.model_zoo import build, run
 from helpers.zoo import DOUBLE, distance
+from torch import nn
 
 from opacus_shuffle.permutation import PermutationSpec, find_permutations
 
@@ -151,3 +153,50 @@ def test_what_stays_is_listed_with_what_has_fixed_it_and_where():
     assert spec.causes["leave.bias"] == "axis 0: an output of the network"
     assert set(spec.causes) == set(spec.unmoved)
     assert "(cumsum)" in spec.describe()
+
+
+def test_a_number_of_steps_is_not_tried_beyond_what_can_be_waited_for():
+    def way(net, x):
+        h = net.enter(x)
+        for _ in range(int(x.abs().sum())):
+            h = torch.tanh(h)
+        return net.leave(h)
+
+    assert find_permutations(*build(lambda: (Net(way, **ends()), negative()))).log2_size() > 15
+
+
+def test_what_a_network_writes_into_its_attributes_is_taken_back():
+    def way(net, x):
+        h = torch.relu(net.enter(x))
+        net.stats["seen"]["calls"] += 1
+        net.counts["calls"] += 1
+        net.last.append(1)
+        net.total += 1
+        net.register_buffer("made", torch.zeros(3))
+        net.part = nn.Identity()
+        return net.leave(h)
+
+    def builder():
+        network = Net(way, **ends())
+        network.stats, network.counts, network.last, network.total = {"seen": {"calls": 0}}, Counter(), deque(), torch.zeros(3)
+        return network, negative()
+
+    module, x = build(builder)
+    find_permutations(module, x)
+    assert (module.stats, module.counts, list(module.last)) == ({"seen": {"calls": 0}}, Counter(), [])
+    assert not module.total.any()
+    assert not hasattr(module, "made")
+    assert not hasattr(module, "part")
+
+
+def test_a_generator_that_only_one_branch_draws_from_stays_where_it_was():
+    generator = torch.Generator().manual_seed(3)
+
+    def way(net, x):
+        h = torch.relu(net.enter(x))
+        return net.leave(h + torch.randn(h.shape, generator=generator, dtype=h.dtype) if x.sum() > 0 else h)
+
+    module, x = build(lambda: (Net(way, **ends()), negative()))
+    before = generator.get_state()
+    assert find_permutations(module, x).log2_size() > 15
+    assert torch.equal(generator.get_state(), before)

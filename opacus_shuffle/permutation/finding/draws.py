@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+WATCHED_FROM = 723_480_237_123  # a random state that no network begins in
 
 
 class Draws:
@@ -25,9 +27,17 @@ class Draws:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Notes the draws of a run inside."""
-        with _Watch(self):
+        """Notes the draws of a run inside, from another random state than any that is traced."""
+        torch.manual_seed(WATCHED_FROM)
+        with _Watch(self.note):
             yield
+
+    @contextmanager
+    def noticed(self) -> Iterator[list[bool]]:
+        """Lists the draws of a run inside, which say nothing; the states of the network's own generators are kept."""
+        met: list[bool] = []
+        with _Watch(lambda args, kwargs: met.append(bool(self._state(args, kwargs)))):
+            yield met
 
     def note(self, args: Any, kwargs: Any) -> None:
         """Notes a draw that is about to be made."""
@@ -51,12 +61,12 @@ class Draws:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, draws: Draws) -> None:
+    def __init__(self, note: Callable[[Any, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._draws = draws
+        self._note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self._draws.note(args, kwargs)
+            self._note(args, kwargs)
         return func(*args, **kwargs)

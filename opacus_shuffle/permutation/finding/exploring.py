@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -12,10 +14,17 @@ from torch.utils._pytree import tree_leaves
 from opacus_shuffle.permutation.finding.draws import Draws
 from opacus_shuffle.permutation.finding.handlers import HandlerError, declared_axes
 from opacus_shuffle.permutation.finding.labels import atoms, because, fix_all
-from opacus_shuffle.permutation.finding.paths import Answer, Paths, Place, possible_answers, was_raised
+from opacus_shuffle.permutation.finding.paths import COINS, MOST_OPERATIONS, Answer, Paths, Place, possible_answers, was_raised
 from opacus_shuffle.permutation.finding.trace import Tracer
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
-from opacus_shuffle.permutation.network import kept_activations, plain_attention, results, state_kept
+from opacus_shuffle.permutation.network import (
+    cuda_devices,
+    kept_activations,
+    plain_attention,
+    random_states_kept,
+    results,
+    state_kept,
+)
 from opacus_shuffle.permutation.other_inputs import other_sizes, other_values
 from opacus_shuffle.permutation.sample_input import Call
 
@@ -42,12 +51,13 @@ class Explorer:
         self.lost: dict[Place, Exception] = {}
         self._network, self._run, self._draws = network, run, draws
         self._first: dict[Place, _Meeting] = {}
+        self._most_reads = self._operations = 0
         self.shortest: Call | None = None
 
-    def trace(self, call: Call, *, training: bool, answers: Answers | None = None) -> None:
+    def trace(self, call: Call, *, training: bool, answers: Answers | None = None, coins: int | None = None) -> None:
         """Traces one run of the network."""
         answers = answers or {}
-        paths = self._paths(call, answers)
+        paths = self._paths(call, answers, coins)
         tracer = Tracer(self._network, self._run, self._draws)
         args, kwargs = call
         self._network.train(training)
@@ -66,7 +76,9 @@ class Explorer:
             self._run.fix(results(outputs))
         with because("an activation that a module keeps"):
             self._run.fix(kept_activations(self._network))
-        for place, given in paths.met.items():
+        self._most_reads = max(self._most_reads, paths.reads)
+        self._operations = max(self._operations, 0 if answers else paths.operations)
+        for place, given in paths.met.items() if coins is None else ():
             self.met.setdefault(place, set()).update(given)
             first = self._first.setdefault(place, _Meeting(call, training, answers, next(iter(given), None)))
             if call is self.shortest and not answers:  # the cheapest to go on from
@@ -97,6 +109,8 @@ class Explorer:
                 error = self._try(first.call, training=first.training, answers={**first.answers, place: answer})
                 if error is not None and isinstance(answer, bool) and not was_raised(error):
                     self.lost[place] = error
+        for coins in range(2 ** min(self._most_reads, COINS) if self._most_reads > 1 else 0):
+            self._try(self.shortest, training=False, coins=coins)
         if self._run.unreached():  # what is met often, as in a loop over experts, may have gone past some every time
             for way in (0, -1):
                 at_once = {place: self._answers(place)[way] for place in self.met if self._answers(place)}
@@ -108,26 +122,37 @@ class Explorer:
     def _answers(self, place: Place) -> list[Answer]:
         return possible_answers(self._first[place].answer)
 
-    def _try(self, call: Call, *, training: bool, answers: Answers | None = None) -> Exception | None:
+    def _try(self, call: Call, *, training: bool, answers: Answers | None = None, coins: int | None = None) -> Exception | None:
         """Traces a run that may be impossible; returns why, and then has traced nothing."""
-        if (error := self._fails(call, training=training, answers=answers)) is None:
+        if (error := self._fails(call, training=training, answers=answers, coins=coins)) is None:
             with state_kept(self._network):
-                self.trace(call, training=training, answers=answers)
+                self.trace(call, training=training, answers=answers, coins=coins)
         return error
 
-    def _fails(self, call: Call, *, training: bool, answers: Answers | None = None) -> Exception | None:
-        """Runs the network untraced; returns what goes wrong."""
-        args, kwargs = call
+    def _fails(
+        self, call: Call, *, training: bool, answers: Answers | None = None, coins: int | None = None
+    ) -> Exception | None:
+        """Runs the network untraced; returns what goes wrong. If it draws, it runs again, for what it draws each time."""
         try:
-            with state_kept(self._network), torch.no_grad(), plain_attention(), self._paths(call, answers or {}):  # type: ignore[no-untyped-call]
-                self._network.train(training)(*args, **kwargs)
+            with self._draws.noticed() as drawn:
+                self._untraced(call, training, answers or {}, coins)
         except Exception as error:
             return error
+        if drawn:
+            with contextlib.suppress(Exception), random_states_kept(cuda_devices(self._network)), self._draws.watched():
+                self._untraced(call, training, answers or {}, coins)
         return None
 
-    def _paths(self, call: Call, answers: Answers) -> Paths:
+    def _untraced(self, call: Call, training: bool, answers: Answers, coins: int | None) -> None:
+        args, kwargs = call
+        with state_kept(self._network), torch.no_grad(), plain_attention(), self._paths(call, answers, coins):  # type: ignore[no-untyped-call]
+            self._network.train(training)(*args, **kwargs)
+
+    def _paths(self, call: Call, answers: Answers, coins: int | None = None) -> Paths:
         given = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
-        return Paths([*given, *self._network.parameters(), *self._network.buffers()], answers)
+        most = max(MOST_OPERATIONS, 20 * self._operations) if answers or coins is not None else math.inf
+        varying = [*given, *self._network.parameters(), *self._network.buffers()]
+        return Paths(varying, answers, coins=coins, most=most)
 
 
 @dataclasses.dataclass(frozen=True)

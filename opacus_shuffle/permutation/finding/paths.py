@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import math
 import os
+import random
 import re
 import sys
 from collections import Counter
@@ -28,6 +30,12 @@ NONE, ALL = "none", "all"
 
 MOST_ANSWERS = 256
 """In one run at one place: a loop until something is small would never end otherwise."""
+
+COINS = 3
+"""Reads of which every combination of answers is tried: one line may read twice."""
+
+MOST_OPERATIONS = 20_000
+"""In one run with answers, or 20 times as many as on the sample: a loop of a million steps would hardly end otherwise."""
 
 PLUMBING = re.compile(r"(opacus_shuffle|torch(?!\.nn\.))\b")
 """Modules whose lines say nothing about what a network does."""
@@ -51,14 +59,27 @@ class Paths(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         varying: Tensors whose values vary: inputs, parameters, buffers. What is computed from them varies, and so does noise.
         answers: What to answer at some places, whatever the values are.
+        coins: Answers everywhere yes or no by its bits, one per read, and at random after :data:`COINS`.
+        most: How many operations there may be.
 
     Attributes:
         met: Per place the answers that were given.
+        reads: How often one was given that may be yes or no.
+        operations: How many there were.
     """
 
-    def __init__(self, varying: Iterable[torch.Tensor], answers: Mapping[Place, Answer] | None = None) -> None:
+    def __init__(
+        self,
+        varying: Iterable[torch.Tensor],
+        answers: Mapping[Place, Answer] | None = None,
+        *,
+        coins: int | None = None,
+        most: float = math.inf,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.met: dict[Place, set[Answer]] = {}
+        self.reads = self.operations = 0
+        self._coins, self._random, self._most = coins, random.Random(coins), most
         self._answers = answers or {}
         self._given: Counter[Place] = Counter()
         self._varying: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -66,6 +87,9 @@ class Paths(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.operations += 1
+        if self.operations > self._most:
+            raise RuntimeError(f"it went on for more than {self._most} operations")
         result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags and not any(
             leaf in self._varying for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
@@ -85,7 +109,11 @@ class Paths(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _answered(self, place: Place, value: Any) -> Any:
         """Returns what a read gives: its value, or the answer for its place."""
-        if place in self._answers and self._given[place] < MOST_ANSWERS:
+        coin = self._coin() if isinstance(value, bool) and self._given[place] < MOST_ANSWERS else None
+        if coin is not None:
+            value = coin
+            self._given[place] += 1
+        elif place in self._answers and self._given[place] < MOST_ANSWERS:
             value = type(value)(self._answers[place])
             self._given[place] += 1
         self.met.setdefault(place, set()).add(value)
@@ -96,7 +124,8 @@ class Paths(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not (masks := [leaf for leaf in tree_leaves(args[1:] or args) if _chooses(func, leaf)]):
             return result
         place = place_of(func)
-        answer = self._answers.get(place)
+        coin = self._coin()
+        answer = self._answers.get(place) if coin is None else ALL if coin else NONE
         if answer is not None:
             filled = {id(mask): torch.full_like(mask, answer == ALL) for mask in masks}
             args = torch.utils._pytree.tree_map(lambda leaf: filled.get(id(leaf), leaf), args)
@@ -104,6 +133,13 @@ class Paths(TorchDispatchMode):  # type: ignore[no-untyped-call]
         some = any(leaf.numel() for leaf in tree_leaves(result))
         self.met.setdefault(place, set()).add(ALL if some else NONE)
         return result
+
+    def _coin(self) -> bool | None:
+        """Returns the next coin's side, if coins decide."""
+        self.reads += 1
+        if self._coins is None:
+            return None
+        return bool(self._coins >> self.reads - 1 & 1) if self.reads <= COINS else self._random.random() < 0.5
 
     def _note(self, values: Iterable[Any]) -> None:
         for each in values:
