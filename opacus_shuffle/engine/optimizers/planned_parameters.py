@@ -78,8 +78,9 @@ class PlannedParameters(OpenOptimizer):
         raise ValueError(
             f"optimizer.step() has no gradients of records for parameter {which}: "
             + (
-                "its layers ran forward more often than backward; call loss.backward() before the step, run what is not "
-                "trained on under torch.no_grad() or in evaluation mode, and nothing under torch.utils.checkpoint"
+                "its layers ran forward more often than backward; call loss.backward() before the step, let the loss use all "
+                "that the network computes (or freeze the rest before make_private), run what is not trained on under "
+                "torch.no_grad() or in evaluation mode, and nothing under torch.utils.checkpoint"
                 if unfinished
                 else "no backward pass came to it since zero_grad(); call loss.backward() of what the network of make_private "
                 "answered, no copy of it, nor under torch.utils.checkpoint; call layers, not their weights; or freeze it "

@@ -133,3 +133,28 @@ def test_a_backward_pass_that_failed_half_way_leaves_no_gradient_behind():
         run.backward(next(iter(run.loader)))
     handle.remove()
     assert all(each.grad is None for each in run.optimizer.params)
+
+
+@pytest.mark.parametrize("when", ["before the step", "after it", "in its hook"])
+def test_the_gradient_of_a_loss_that_is_no_criterion_s_is_not_stepped_by_with_ghost_clipping(when):
+    toy = make_toy()
+    engine = PrivacyEngine(accountant="subsampled_shuffle")
+    model, optimizer, criterion, loader = engine.make_private(**toy, noise_multiplier=2.0, grad_sample_mode="ghost")
+    x, y = next(iter(loader))
+
+    def unclipped(*_):
+        nn.functional.cross_entropy(model(x), y).backward()
+
+    if when == "in its hook":
+        optimizer.attach_step_hook(unclipped)
+    if when != "before the step":
+        criterion(model(x), y).backward()
+    if when == "after it":
+        optimizer.step()
+    before = [each.detach().clone() for each in model.parameters()]
+    if when != "in its hook":
+        unclipped()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"SGD.step\(\) would move parameters of a private run"):
+        optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
