@@ -50,18 +50,18 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ``paths`` watches, or decides, which way it goes.
         """
         self._events = []
-        with (
-            warnings.catch_warnings(),
-            torch.no_grad(),
-            plain_attention(),
-            torch.backends.mkldnn.flags(enabled=not self._recurrent),
-            torch.backends.cudnn.flags(enabled=not self._recurrent),
-            _Leaving(self, paths),
-            self,
-            contextlib.nullcontext() if paths is None else paths,
-        ):
-            warnings.simplefilter("ignore")
-            outputs = forward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # before the flags are set: PyTorch warns of Intel GPUs when they are
+            with (
+                torch.no_grad(),
+                plain_attention(),
+                torch.backends.mkldnn.flags(enabled=not self._recurrent),
+                torch.backends.cudnn.flags(enabled=not self._recurrent),
+                _Leaving(self, paths),
+                self,
+                contextlib.nullcontext() if paths is None else paths,
+            ):
+                outputs = forward()
         label_live(self._events, [*results(outputs), *kept_activations(self._network), *self._network.buffers()])
         self._events = []
         return outputs

@@ -1,6 +1,8 @@
-"""Values that leave PyTorch keep their axes in place, and say so."""
+"""Values that leave PyTorch keep their axes in place, and say so; how a run is traced shows no warning."""
 
 from __future__ import annotations
+
+import warnings
 
 import pytest
 import torch
@@ -61,3 +63,9 @@ def test_what_is_written_to_a_tensor_that_is_returned_counts():
 
     with pytest.raises(ValueError, match="no axis"):
         find_permutations(Writing(), torch.randn(5, 4))
+
+
+def test_no_warning_is_shown_of_how_the_network_is_run():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        find_permutations(nn.Sequential(*mlp(nn.ReLU())), X)
