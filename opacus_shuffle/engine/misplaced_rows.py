@@ -37,6 +37,7 @@ REMEDY = (
 )
 
 _PIECE = 4096
+"""How many numbers of each record's gradient are kept of a wide layer, or fewer than twice as many."""
 
 
 def refuse_misplaced_rows(

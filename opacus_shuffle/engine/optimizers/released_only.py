@@ -18,7 +18,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 GUARD = "private_guard"
 """The attribute of an optimizer inside of a private one that holds the leave to step."""
 OWNER = "private_optimizer"
-"""The attribute of a private network's parameters that holds the optimizer whose steps may move them, whoever forgets it."""
+"""The attribute of a private network's parameters that holds the optimizer whose steps may move them.
+
+It keeps that optimizer alive as long as the parameters: gradients that wait for its step do not become anybody's when a script
+forgets it.
+"""
 
 
 @dataclasses.dataclass
