@@ -200,3 +200,22 @@ def test_a_generator_that_only_one_branch_draws_from_stays_where_it_was():
     before = generator.get_state()
     assert find_permutations(module, x).log2_size() > 15
     assert torch.equal(generator.get_state(), before)
+
+
+def test_a_decision_that_some_are_chosen_has_some_chosen():
+    def way(net, x):
+        h = torch.relu(net.enter(x))
+        chosen = x[:, 0] > 50
+        return net.leave(h + h[chosen].max(0).values if chosen.any() else h)
+
+    assert find_permutations(*build(lambda: (Net(way, **ends()), negative()))).log2_size() > 15
+
+
+def test_an_order_among_those_that_are_chosen_is_met():
+    def way(net, x):
+        h = torch.relu(net.enter(x))
+        chosen = x[:, 0] > 50
+        return net.leave(h + h.cumsum(-1)[chosen].max(0).values if chosen.any() else h)
+
+    with pytest.raises(ValueError, match="no axis"):
+        find_permutations(*build(lambda: (Net(way, **ends()), negative())))

@@ -14,7 +14,17 @@ from torch.utils._pytree import tree_leaves
 from opacus_shuffle.permutation.finding.draws import Draws
 from opacus_shuffle.permutation.finding.handlers import HandlerError, declared_axes
 from opacus_shuffle.permutation.finding.labels import atoms, because, fix_all
-from opacus_shuffle.permutation.finding.paths import COINS, MOST_OPERATIONS, Answer, Paths, Place, possible_answers, was_raised
+from opacus_shuffle.permutation.finding.paths import (
+    ALL,
+    COINS,
+    MASKS,
+    MOST_OPERATIONS,
+    Answer,
+    Paths,
+    Place,
+    possible_answers,
+    was_raised,
+)
 from opacus_shuffle.permutation.finding.trace import Tracer
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
 from opacus_shuffle.permutation.network import (
@@ -106,8 +116,12 @@ class Explorer:
                     return
                 tried.add((place, answer))
                 first = self._first[place]
-                error = self._try(first.call, training=first.training, answers={**first.answers, place: answer})
-                if error is not None and isinstance(answer, bool) and not was_raised(error):
+                answers = {**first.answers, place: answer}
+                error = self._try(first.call, training=first.training, answers=answers)
+                if error is None or not isinstance(answer, bool) or was_raised(error):
+                    continue
+                # What a mask chose may be empty against the answer, as in ``if mask.any(): x[mask].max()``.
+                if self._try(first.call, training=first.training, answers={**answers, MASKS: ALL}) is not None:
                     self.lost[place] = error
         for coins in range(2 ** min(self._most_reads, COINS) if self._most_reads > 1 else 0):
             self._try(self.shortest, training=False, coins=coins)

@@ -53,6 +53,10 @@ class Place:
         return f"{os.path.basename(self.file)}:{self.line} ({self.operation})"
 
 
+MASKS = Place("", 0, "every mask")
+"""Stands for all masks that have no answer of their own."""
+
+
 class Paths(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes where values that vary from run to run decide what comes next.
 
@@ -125,7 +129,7 @@ class Paths(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         place = place_of(func)
         coin = self._coin()
-        answer = self._answers.get(place) if coin is None else ALL if coin else NONE
+        answer = self._answers.get(place, self._answers.get(MASKS)) if coin is None else ALL if coin else NONE
         if answer is not None:
             filled = {id(mask): torch.full_like(mask, answer == ALL) for mask in masks}
             args = torch.utils._pytree.tree_map(lambda leaf: filled.get(id(leaf), leaf), args)
