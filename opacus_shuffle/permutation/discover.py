@@ -100,8 +100,9 @@ def _traced(network: nn.Module, calls: list[Call], draws: Draws) -> tuple[Traced
             for call in calls:
                 for training in (True, False):
                     explorer.trace(call, training=training)
-            learnt = _learn(run, packings) or bool(run.newly_written)
-            if last or not learnt:
+        learnt = _learn(run, packings) or bool(run.newly_written)
+        if last or not learnt:
+            with state_kept(network):  # a short sample may have changed the network for good
                 explorer.explore(calls[0])
         written |= run.newly_written
         if not (learnt or run.newly_written or _learn(run, packings)):

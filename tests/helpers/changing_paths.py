@@ -385,3 +385,24 @@ def as_many_steps_as_a_number() -> Case:
         return net.leave(h)
 
     return Net(way, **ends(), unit=unit()), negative(), signs()
+
+
+@case
+def an_order_for_long_inputs_in_training() -> Case:
+    def way(net, x):
+        h = torch.relu(net.enter(x))
+        return net.leave((h.cumsum(-1) if net.training and x.shape[1] > 6 else h).mean(1))
+
+    return Net(way, **ends()), inputs((2, 5, 4))[0], inputs((2, 5, 4), (3, 7, 4), (1, 10, 4))
+
+
+@case
+def an_order_until_the_first_short_input() -> Case:
+    def way(net, x):
+        net.ordered = net.ordered and x.shape[1] > 6
+        h = torch.relu(net.enter(x))
+        return net.leave((h.cumsum(-1) if net.ordered else h).mean(1))
+
+    network = Net(way, **ends())
+    network.ordered = True
+    return network, inputs((2, 5, 4))[0], inputs((2, 5, 4), (3, 7, 4), (1, 10, 4))

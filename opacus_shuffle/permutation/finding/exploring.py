@@ -97,10 +97,14 @@ class Explorer:
     def explore(self, call: Call) -> None:
         """Traces the runs that other inputs might have, after those on the sample."""
         entire = [atom for dimensions in self._run.parameters.values() for each in dimensions for atom in atoms(each)]
-        other, *_ = [
+        sizes = [
             next((each for each in alternatives if self._try(each, training=False) is None), call)
             for alternatives in other_sizes(call)
-        ] or [call]
+        ]
+        for other in sizes:
+            if other is not call:
+                self._try(other, training=True)
+        other = next(iter(sizes), call)
         self.shortest = other if _entries(other) < _entries(call) and not self._fails(other, training=True) else call
         # What is cut at these sizes and was not at the sample's is cut elsewhere at others.
         fix_all((atom for atom in entire if atom.kind != "atom"), cause="cut at a place that depends on the input's size")
