@@ -29,7 +29,7 @@ def accountant():
     return one
 
 
-def test_sums_described_by_their_bits():
+def test_bad_arguments_of_sums_described_by_their_bits_are_named():
     protocol = ShuffleVectorSum(num_users=1000, dimension=4, max_norm=1.0, epsilon=2.0, delta=1e-5)
     require_named_refusals(ShuffledSums, fields_of(ShuffledSums.of_protocol(protocol)))
     run = {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.1, "dimension": 4}
@@ -37,7 +37,7 @@ def test_sums_described_by_their_bits():
     require_named_refusals(ShuffledSums.of_protocol, {"protocol": protocol, "num_users": 2000})
 
 
-def test_bounds():
+def test_bad_arguments_of_bounds_are_named():
     require_named_refusals(opacus_shuffle.privacy_bound, {"mechanism": ROUND, "steps": 2, **QUESTION})
     require_named_refusals(accountants.compute_bound, {"rounds": [(ROUND, 2)], **QUESTION})
     baseline = {"rounds": [(ROUND, 2)], **REPORT, "baseline": "local"}
@@ -48,12 +48,12 @@ def test_bounds():
     require_named_refusals(accountants.smallest_noise, noise)
 
 
-def test_reports():
+def test_bad_arguments_of_reports_are_named():
     options = {"simulated": False, "emulated": False, "rewound": 0}
     require_named_refusals(PrivacyReport, {"rounds": [(ROUND, 2)], **REPORT, **options})
 
 
-def test_accountants():
+def test_bad_arguments_of_accountants_are_named():
     require_named_refusals(lambda **given: accountant().get_epsilon(**given), {**QUESTION, "orders": None})
     require_named_refusals(lambda **given: accountant().bound(**given), QUESTION)
     require_named_refusals(lambda **given: accountant().report(**given), REPORT)
@@ -67,7 +67,7 @@ def test_accountants():
     require_named_refusals(load, {"state_dict": accountant().state_dict()})
 
 
-def test_answers_made_by_hand():
+def test_bad_arguments_of_answers_made_by_hand_are_named():
     answer = opacus_shuffle.privacy_bound(ROUND, steps=2, delta=1e-5)
     fields = {name: value for name, value in fields_of(answer).items() if not isinstance(value, str)}
     words = {name: value for name, value in fields_of(answer).items() if isinstance(value, str)}

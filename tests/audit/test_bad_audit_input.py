@@ -17,22 +17,22 @@ OURS = "the run's own"
 """Stands for a part of the run that the call makes."""
 
 
-def test_an_audit_of_the_gaussian_mechanism():
+def test_bad_arguments_of_an_audit_of_the_gaussian_mechanism_are_named():
     require_named_refusals(audit.audit_gaussian, COMMON)
 
 
-def test_an_audit_of_the_shuffle_gaussian():
+def test_bad_arguments_of_an_audit_of_the_shuffle_gaussian_are_named():
     pair = {"num_users": 10, "others": 0.0, "record": 1.0, "steps": 1, "adjacency": "zero_out"}
     require_named_refusals(audit.audit_shuffle_gauss, {**COMMON, **pair})
 
 
 @pytest.mark.parametrize("pair", ["one_coordinate", "oblique"])
-def test_an_audit_of_permuted_noise(pair):
+def test_bad_arguments_of_an_audit_of_permuted_noise_are_named(pair):
     step = {"dimension": 10, "steps": 2, "sample_rate": 0.5, "batch_clip": 1.0, "pair": pair}
     require_named_refusals(audit.audit_permuted_gaussian, {**COMMON, **step}, dimension=("pair",))
 
 
-def test_scores_and_counts():
+def test_bad_arguments_of_scores_and_counts_are_named():
     test = {"delta": 1e-5, "confidence": 0.95, "method": "gdp"}
     scores = {"null_scores": torch.linspace(0, 1, 20), "alternative_scores": torch.linspace(2, 3, 20)}
     require_named_refusals(audit.audit_scores, {**scores, **test})
@@ -40,7 +40,7 @@ def test_scores_and_counts():
     require_named_refusals(audit.epsilon_lower_bound, {**counts, **test})
 
 
-def test_alignments():
+def test_bad_arguments_of_alignments_are_named():
     network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
     spec, state = find_permutations(network, torch.zeros(2, 5)), dict(network.state_dict())
     limits = {"assignment_limit": 100, "sweeps": 2}
@@ -51,7 +51,7 @@ def test_alignments():
     require_named_refusals(found.undo, {"tensors": state})
 
 
-def test_canaries():
+def test_bad_arguments_of_canaries_are_named():
     def canary(**options):
         run = private()
         given = {name: value for name, value in options.items() if value is not OURS}
@@ -61,7 +61,7 @@ def test_canaries():
     require_named_refusals(canary, {"optimizer": OURS, "parameter": OURS, **options})
 
 
-def test_an_audit_of_training():
+def test_bad_arguments_of_an_audit_of_training_are_named():
     def training(**options):
         audit.audit_training(**{**private(), **{name: value for name, value in options.items() if value is not OURS}})
 

@@ -48,7 +48,7 @@ def trained(accountant="shuffled_checkin"):
     return engine, {"module": model, "optimizer": optimizer}
 
 
-def test_an_engine():
+def test_bad_arguments_of_an_engine_are_named():
     options = {"accountant": "shuffled_checkin", "secure_mode": False, "seed": 3}
     require_named_refusals(lambda **asked: PrivacyEngine(**asked) and None, options)
 
@@ -63,7 +63,7 @@ def test_an_engine():
         ("rdp", {**PARTS, "data_loader": OURS, "noise_multiplier": 2.0, "max_grad_norm": 1.0}),
     ],
 )
-def test_what_is_made_private(accountant, options):
+def test_bad_arguments_of_make_private_are_named(accountant, options):
     require_named_refusals(
         lambda **asked: make_private(accountant, **asked) and None,
         options,
@@ -72,7 +72,7 @@ def test_what_is_made_private(accountant, options):
     )
 
 
-def test_what_a_budget_is():
+def test_bad_arguments_of_budgets_are_named():
     def make(**asked):
         PrivacyEngine(accountant="shuffled_checkin").make_private_with_epsilon(**{**make_toy(), **asked})
 
@@ -81,7 +81,7 @@ def test_what_a_budget_is():
 
 
 @pytest.mark.parametrize("accountant", ["shuffled_checkin", "rdp"])
-def test_checkpoints(tmp_path, accountant):
+def test_bad_arguments_of_checkpoints_are_named(tmp_path, accountant):
     engine, parts = trained(accountant)
     path = tmp_path / "run.pt"
 
@@ -97,7 +97,7 @@ def test_checkpoints(tmp_path, accountant):
     require_named_refusals(load, {"path": str(path), **PARTS, "allow_rewind": False}, path=None)
 
 
-def test_what_was_spent():
+def test_bad_arguments_of_what_an_engine_answers_are_named():
     engine, _ = trained()
     require_named_refusals(engine.privacy_report, {"delta": 1e-5, "adjacency": "zero_out"})
     require_named_refusals(engine.get_epsilon, {"delta": 1e-5, "bound": "certified", "adjacency": "zero_out"})

@@ -68,6 +68,16 @@ def found(name: str, level: str = "residual") -> PermutationSpec:
     return find_permutations(module, sample, groups=level)
 
 
+def found_if_any(module: nn.Module, sample: object) -> PermutationSpec | None:
+    """What is found in a network, None where it has no axis to permute; any other refusal is raised."""
+    try:
+        return find_permutations(module, sample)
+    except ValueError as error:
+        if "no axis" not in str(error):
+            raise
+        return None
+
+
 def draw(spec: PermutationSpec, seed: int) -> PermutationPlan:
     """A permutation that is the same every time."""
     return spec.sample(torch.Generator().manual_seed(seed))

@@ -19,12 +19,12 @@ def network():
     return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def test_finding_and_preparing():
+def test_bad_arguments_of_finding_and_preparing_are_named():
     require_named_refusals(find_permutations, {"module": network(), "sample_input": SAMPLE, "groups": "residual"})
     require_named_refusals(prepare_model, {"model": network()})
 
 
-def test_what_was_found():
+def test_bad_arguments_of_specifications_are_named():
     module = network()
     spec = find_permutations(module, SAMPLE)
     double = ("does not run in double precision",)  # the sample's own fault
@@ -39,20 +39,20 @@ def test_what_was_found():
         require_named_refusals(lambda **given: PermutationSpec.from_dict({**data, **given}), {part: data[part]}, **said)
 
 
-def test_axes_declared_by_hand():
+def test_bad_arguments_of_axes_declared_by_hand_are_named():
     require_named_refusals(register_permutation, {"kind": nn.Bilinear})
     require_named_refusals(register_permutation(nn.Bilinear), {"handler": lambda module: None})
     axes = {"parameters": {"w": "a _"}, "inputs": "...", "outputs": "...", "sizes": {"a": 3}, "fixed": ("a",)}
     require_named_refusals(ModuleAxes, axes, inputs=None, outputs=None)
 
 
-def test_how_weights_are_shuffled():
+def test_bad_arguments_of_weight_shuffling_are_named():
     options = {"groups": "residual", "mode": "every_step", "generator": GENERATOR, "batch_clip": 1.0}
     numbers = {"dimension": 7, "unshuffled_noise_multiplier": 2.0}
     require_named_refusals(WeightShuffling, {**options, **numbers}, groups=None)
 
 
-def test_networks_that_shuffle_themselves():
+def test_bad_arguments_of_networks_that_shuffle_themselves_are_named():
     def wrap(**options):
         module = network()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

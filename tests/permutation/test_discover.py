@@ -22,6 +22,7 @@ from helpers.zoo import (
     entry,
     every_network_and_level,
     found,
+    found_if_any,
     some_networks,
     tiered,
 )
@@ -92,11 +93,7 @@ def test_random_networks_keep_their_outputs(examples):
     @example(seed=1458).via("products of pieces, seen otherwise")
     def keep_their_outputs(seed):
         module, sample = build(lambda: random_network(seed), seed=seed)
-        try:
-            spec = find_permutations(module, sample)
-        except ValueError as error:
-            if "no axis" not in str(error):
-                raise
+        if (spec := found_if_any(module, sample)) is None:
             return
         with torch.no_grad():
             expected = run(module, sample)

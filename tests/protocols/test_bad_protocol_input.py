@@ -14,7 +14,7 @@ GENERATOR = torch.Generator()
 PROMISE = {"epsilon": 1.0, "delta": 1e-5, "calibration": "tight"}
 
 
-def test_protocols():
+def test_bad_arguments_of_protocols_are_named():
     sizes = {"num_users": 100, "dimension": 3, "max_norm": 1.0}
     rounds = {"honest_fraction": 1.0, "rounds": 2, "sample_rate": 0.5}
     require_named_refusals(ShuffleVectorSum, {**sizes, **PROMISE, **rounds})
@@ -24,7 +24,7 @@ def test_protocols():
     require_named_refusals(noise_variance, {"dimension": 3, "max_norm": 1.0, **PROMISE})
 
 
-def test_sums_of_vectors():
+def test_bad_arguments_of_sums_of_vectors_are_named():
     protocol = ShuffleVectorSum(num_users=20, dimension=3, max_norm=1.0, epsilon=5.0, delta=1e-5)
     require_named_refusals(protocol.randomize, {"x": torch.zeros(3), "generator": GENERATOR})
     require_named_refusals(protocol.simulate, {"X": torch.zeros(20, 3), "generator": GENERATOR})
@@ -33,13 +33,13 @@ def test_sums_of_vectors():
     require_named_refusals(protocol.analyze, {"messages": protocol.shuffle(reports)})
 
 
-def test_sums_of_numbers():
+def test_bad_arguments_of_sums_of_numbers_are_named():
     protocol = ShuffleScalarSum(num_users=20, max_value=1.0, epsilon=5.0, delta=1e-5)
     require_named_refusals(protocol.randomize, {"x": 0.5, "generator": GENERATOR})
     users = ("X must hold", "num_users")
     require_named_refusals(protocol.simulate, {"x": torch.zeros(20), "generator": GENERATOR}, x=users)
 
 
-def test_messages():
+def test_bad_arguments_of_messages_are_named():
     sizes = {"bits_per_report": 5, "granularity": 2, "num_reports": 1}
     require_named_refusals(Messages, {"bits": np.zeros((3, 1), np.uint8), **sizes})

@@ -32,7 +32,7 @@ def made(function):
     return lambda **given: function(**given) and None
 
 
-def test_problems():
+def test_bad_arguments_of_problems_are_named():
     numbers = {"lipschitz": 1.0, "smoothness": 0.25, "dimension": 2, "diameter": 2.0, "clip": True}
     parts = {"loss": sco.logistic_loss, "data": DATA, "constraint": BALL, "envelope": None, "initial": THETA}
     shape = ("initial must have shape",)
@@ -41,7 +41,7 @@ def test_problems():
     require_named_refusals(sco.PrivacyBudget, budget)
 
 
-def test_sets():
+def test_bad_arguments_of_sets_are_named():
     require_named_refusals(sco.L2Ball, {"radius": 1.0, "center": THETA})
     require_named_refusals(sco.Box, {"low": THETA - 1, "high": THETA + 1}, low=None, high=None)
     require_named_refusals(sco.Box, {"low": 0.0, "high": 1.0, "dimension": 2})
@@ -51,13 +51,13 @@ def test_sets():
     require_named_refusals(BALL.project, {"theta": THETA})
 
 
-def test_losses():
+def test_bad_arguments_of_losses_are_named():
     known = {"lipschitz": 1.0, "smoothness": 1.0, "signed": False, "elementwise": True}
     functions = {"value": lambda scores, targets: scores, "derivative": lambda scores, targets: scores * 0 + 1}
     require_named_refusals(sco.Link, {"name": "linear", **functions, "coefficient": None, **known}, name=None)
 
 
-def test_objectives():
+def test_bad_arguments_of_objectives_are_named():
     sizes = {"dimension": 2, "chunk_size": 10}
     require_named_refusals(made(sco.LinearObjective), {"link": LINK, **sizes})
     require_named_refusals(made(sco.Objective.from_loss), {"loss": sco.logistic_loss, **sizes})
@@ -70,7 +70,7 @@ def test_objectives():
         require_named_refusals(method, {"theta": THETA, "batch": DATA}, batch=BATCH)
 
 
-def test_envelopes():
+def test_bad_arguments_of_envelopes_are_named():
     objective = sco.Objective.from_loss(sco.logistic_loss, dimension=2)
     numbers = {"smoothness": 4.0, "lipschitz": 1.0, "inner_smoothness": 1.0, "chunk_size": 10}
     for stop in ({"accuracy": 0.1}, {"iterations": 10}):
@@ -96,7 +96,7 @@ BOTH = {"problem": None, "budget": None}
         (sco.pan_private_accelerated_sgd, {"batch_size": 10, **STEPS}),
     ],
 )
-def test_optimisers(solver, options):
+def test_bad_arguments_of_optimisers_are_named(solver, options):
     def solve(**given):
         solver(**{"problem": problem(), "budget": BUDGET, **given})
 

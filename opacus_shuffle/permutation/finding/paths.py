@@ -40,6 +40,9 @@ MOST_OPERATIONS = 20_000
 PLUMBING = re.compile(r"(opacus_shuffle|torch(?!\.nn\.))\b")
 """Modules whose lines say nothing about what a network does."""
 
+DRIVER = "opacus_shuffle.permutation.finding.exploring"
+"""The module that runs networks: its callers are not the network."""
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Place:
@@ -185,10 +188,10 @@ def _chooses(func: Any, leaf: Any) -> bool:
 
 
 def frames() -> Iterator[FrameType]:
-    """Yields the frames of code that are not plumbing, the innermost first."""
+    """Yields the frames of the network's code that are not plumbing, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not PLUMBING.match(str(frame.f_globals.get("__name__"))):
+    while frame is not None and (name := str(frame.f_globals.get("__name__"))) != DRIVER:
+        if not PLUMBING.match(name):
             yield frame
         frame = frame.f_back
 

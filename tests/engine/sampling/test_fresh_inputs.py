@@ -133,6 +133,8 @@ def test_copies_and_released_networks_are_not_watched():
     run = Toy()
     batches = list(run.loader)
     hooks = run.toy["module"]._forward_pre_hooks
+    with pytest.raises(ValueError, match="drawn before the last one"):
+        run.model(batches[0][0])
     for copied in (copy.deepcopy(hooks), pickle.loads(pickle.dumps(hooks))):
         for hook in copied.values():
             hook(run.toy["module"], (batches[0][0],), {})

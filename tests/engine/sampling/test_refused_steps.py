@@ -179,6 +179,13 @@ def test_batches_out_of_order_are_refused():
         iter(run.loader)
 
 
+def batches_of(run, split):
+    """The run's batches, entire or in physical ones of four."""
+    if not split:
+        return run.loader
+    return BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer).__enter__()
+
+
 @pytest.mark.parametrize(
     ("name", "what", "value"),
     [("subsampled_shuffle", "batch_size", 24), ("shuffled_checkin", "sample_rate", 1.0), ("rdp", "sample_rate", 1.0)],
@@ -187,11 +194,8 @@ def test_batches_out_of_order_are_refused():
 def test_batches_are_drawn_as_they_are_accounted(name, what, value, split):
     run = Toy(name)
     setattr(run.loader.batch_sampler, what, value)
-    batches = run.loader
-    if split:
-        batches = BatchMemoryManager(data_loader=batches, max_physical_batch_size=4, optimizer=run.optimizer).__enter__()
     with pytest.raises(ValueError, match=rf"was changed \({what} from .* to {value}\)"):
-        run.train(batches)
+        run.train(batches_of(run, split))
     assert run.steps == run.accounted == 0
 
 
@@ -206,11 +210,8 @@ def test_a_loader_of_one_s_own_keeps_its_size(change, split):
             data.tensors = tuple(torch.cat([each] * 10)[:value] for each in data.tensors)
         else:
             setattr(own, name, value)
-    loader = run.loader
-    if split:
-        loader = BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=run.optimizer).__enter__()
     with pytest.raises(ValueError, match=r"was changed \(.* from .* to .*\), or its data"):
-        run.train(loader)
+        run.train(batches_of(run, split))
     assert run.steps == run.accounted == 0
 
 
