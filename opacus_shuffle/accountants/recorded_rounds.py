@@ -334,7 +334,7 @@ class RecordedRounds(IAccountant):
         return self.mechanism_class(**fields)
 
     def _known_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """The same, unless a name is no field that a step leaves open."""
+        """Refuses fields that no step leaves open; returns the others."""
         names = [name for name in self.mechanism_class.field_names() if name not in _TOLD_BY_OPACUS]
         unknown = {str(name): value for name, value in fields.items() if name not in names}
         known = ["bound", "adjacency", "orders", "num_users", "batch_size", *names]

@@ -30,7 +30,7 @@ def classes(kinds: Vector, counts: npt.NDArray[Any], size: Callable[[Vector], Ve
     left = np.ones(len(kinds), bool)
 
     def prices(index: int) -> Vector:
-        """What it costs to join a class to each other one."""
+        """Returns what joining a class to each of the others costs."""
         joined = size(np.maximum(worst, worst[index])) * (number + number[index])
         price = np.where(left, joined - own * number - own[index] * number[index], np.inf)
         price[index] = np.inf

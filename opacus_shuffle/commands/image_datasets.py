@@ -63,7 +63,7 @@ def load_image_dataset(name: str, root: str | Path | None = None) -> tuple[Tenso
 
 
 def _load(name: str, root: str | Path | None) -> tuple[TensorDataset, TensorDataset]:
-    """Reads and normalises."""
+    """Reads the training and test images of a data set, and normalises them."""
     mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in _MEAN_AND_STD[one_of("name", name, DATASETS)])
     tensors = []
     for images, labels in _mnist_5k(root) if name == "mnist-5k" else _splits(name, root):

@@ -37,7 +37,7 @@ class _Secret(Protocol):
     """What must not be the same in two processes."""
 
     def renew(self) -> None:
-        """Become another one, by fresh entropy from the operating system if it is random."""
+        """Draws a new secret from the operating system, so that a forked process has one of its own."""
 
 
 _LIVE: weakref.WeakSet[_Secret] = weakref.WeakSet()
@@ -59,7 +59,7 @@ def _renew_all() -> None:
 
 
 def renew_after_fork(secret: _Secret) -> None:
-    """Has its ``renew`` called in every process that is forked, as long as it lives."""
+    """Calls the secret's ``renew`` in every forked process, as long as the secret lives."""
     _LIVE.add(secret)
 
 

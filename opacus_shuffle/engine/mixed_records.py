@@ -108,7 +108,7 @@ def refuse_mixed_losses(criterion: Callable[..., Any], args: tuple[Any, ...], ke
 
 
 class _Losses(nn.Module):
-    """A criterion as a network."""
+    """Calls a criterion as if it were a network."""
 
     def __init__(self, criterion: Callable[..., Any]) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class _Losses(nn.Module):
 
 
 def first_rows(call: Call, records: int, whole: int, axis: int) -> Call:
-    """The arguments for the first records of so many, from the start again where there are too few."""
+    """Returns the arguments for so many records, beginning anew where there are too few."""
     rows = torch.arange(records) % whole
 
     def cut(leaf: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ def _changed(value: torch.Tensor, records: int, axis: int, kept: int, change: Ca
 
 
 def _rescaled(value: torch.Tensor, axis: int, kept: int) -> torch.Tensor:
-    """Other values, in the same order."""
+    """Changes all values, and leaves the order among them as it was."""
     if value.dtype == torch.bool:
         return ~value
     if value.is_floating_point() or value.is_complex():
@@ -177,7 +177,7 @@ def _rescaled(value: torch.Tensor, axis: int, kept: int) -> torch.Tensor:
 
 
 def _repeated(value: torch.Tensor, axis: int, kept: int) -> torch.Tensor:
-    """One of the other records in the place of all: values that the network has taken, in another order."""
+    """Puts one of the other records in the place of all of them, which changes the order among values."""
     return value.select(axis, 0 if kept else -1).unsqueeze(axis).expand_as(value)
 
 

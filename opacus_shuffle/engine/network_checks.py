@@ -168,7 +168,7 @@ def refuse_unsupported(engine: Any, module: nn.Module) -> None:
 
 
 def explain_missing_calls(module: Any) -> None:
-    """Has passes that do not go together say why, in place of the errors of shapes and lists that come of it.
+    """Explains passes that do not go together, in place of errors about shapes and lists.
 
     Args:
         module: Opacus's wrapper or hooks.

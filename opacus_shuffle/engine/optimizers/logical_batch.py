@@ -127,7 +127,7 @@ class GhostLogicalBatch(LogicalBatch, DPOptimizerFastGradientClipping):
         return set() if self._pending is None else {self._pending[0]}
 
     def awaits(self, parameter: Any) -> bool:
-        """As its parent's; what this does not train is never clipped, nor is the gradient of a loss that is no criterion's."""
+        """Whether a gradient waits that nobody has clipped: of untrained parameters and of losses beside the criterion, too."""
         left_alone = all(each is not parameter for each in self.planned)
         passes = getattr(self._watched, "ghost_passes", None)
         if passes is not None and passes.calls and self._watched.hooks_enabled:  # which the criterion's loss would have ended
@@ -135,7 +135,7 @@ class GhostLogicalBatch(LogicalBatch, DPOptimizerFastGradientClipping):
         return super().awaits(parameter) or (left_alone and watches_gradients(self._watched))
 
     def forget_clipped(self) -> None:
-        """As its parent's; a step is refused from now on."""
+        """Forgets clipped gradients, and refuses steps until there are new ones."""
         super().forget_clipped()
         self._pending = None
 

@@ -77,7 +77,7 @@ class TicketedSteps(OpenOptimizer):
             raise
 
     def _accounted(self, ended: bool | None) -> bool | None:
-        """The same, unless a class derived from this one has added noise that was never accounted."""
+        """Refuses noise that a derived class has added and nobody accounted; returns what the step before it has answered."""
         if ended and self._account is not None and not self._leave.released:
             raise ValueError(
                 f"{type(self).__name__}.add_noise has accounted for nothing: call super().add_noise() first in it, then put "
@@ -118,7 +118,7 @@ class TicketedSteps(OpenOptimizer):
         super().zero_grad(set_to_none)
 
     def forget_batch(self) -> None:
-        """Throw away what was summed, and what waits to be, because other weights have come in the place of its own."""
+        """Drops the gradients of a batch that is not finished, because they belong to weights that were replaced."""
         self._drop(drop_partial_batch)
         self.zero_grad()
         for each in self.params:

@@ -161,7 +161,7 @@ class VectorSumOptimizer(TicketedSteps, StepHooks, LogicalBatch, EncodedSum):
         self.check_sum()
 
     def awaits(self, parameter: Any) -> bool:
-        """As its parent's; counts wait, too."""
+        """Whether a gradient of the parameter, or the counts of a sum, wait for a step."""
         return super().awaits(parameter) or self._counts is not None
 
     def forget_sum(self) -> None:

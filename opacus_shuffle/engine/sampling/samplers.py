@@ -66,7 +66,7 @@ class TicketedSampler(Sampler[Any]):
             yield records
 
     def _law(self) -> tuple[Any, ...]:
-        """What says how batches are drawn."""
+        """The numbers by which batches are drawn."""
         return tuple(getattr(self, name, None) for name in _LAW)
 
     def draw(self) -> Iterable[Any]:

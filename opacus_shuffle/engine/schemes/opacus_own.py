@@ -143,7 +143,7 @@ class OpacusOwn(Scheme):
         return {"noise_multiplier": float(found)}
 
     def describe(self, run: Run) -> None:
-        """Nothing but what Opacus's accountants assume, where it is not so: they learn all else from the step hook."""
+        """Warns where batches are not what Opacus's accountants assume; all else they learn from the step hook."""
         if run.sampling.kind == "own":
             warnings.warn(
                 f"poisson_sampling=False: {self.name} accounts for Poisson samples, which the batches of this data loader are "
@@ -164,7 +164,7 @@ class OpacusOwn(Scheme):
         return account
 
     def attach(self, run: Run, made: tuple[Any, ...]) -> None:
-        """As all schemes; in a process that is forked noise and participation are secret, for there Opacus repeats them."""
+        """Starts the run as every scheme does, and lets forked processes draw by secrets of their own."""
         super().attach(run, made)
         secret_after_fork(made[1], self.noise_device(run.request))
         if isinstance(made[-1].batch_sampler, PoissonSampler):
