@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 
 CAUSE: ContextVar[str] = ContextVar("CAUSE", default="")
@@ -97,6 +97,19 @@ def atoms(axes: Iterable[Axis]) -> list[Axis]:
     for axis in axes:
         axis = axis.root
         found += [axis] if axis.kind == "atom" else atoms(axis.parts)
+    return found
+
+
+def only(axes: Iterable[Axis], kept: Collection[Axis]) -> Factors:
+    """Returns what is left of these axes if only some atoms are looked at."""
+    found: Factors = []
+    for axis in (each.root for each in axes):
+        if axis.kind == "sum":
+            found.append(concatenation([product(only([part], kept)) for part in axis.parts]))
+        elif axis.kind == "product":
+            found += only(axis.parts, kept)
+        elif axis in kept:
+            found.append(axis)
     return found
 
 

@@ -44,6 +44,7 @@ def index_put(run: TracedRun, call: Call) -> None:
             else:
                 unify_all(run.dimensions(values)[dim], meant)
     run.set(call.out, run.dimensions(call["self"]))
+    run.occurrences.append(left)
 
 
 MASKS = (torch.bool, torch.uint8)
@@ -76,6 +77,7 @@ def index_add(run: TracedRun, call: Call) -> None:
         fix_all(added[dim])
         unify_dimensions(added[:dim] + added[dim + 1 :], target[:dim] + target[dim + 1 :])
     run.set(call.out, target)
+    run.reduced(target, [dim])
 
 
 @rule("gather take_along_dim")
@@ -90,6 +92,7 @@ def gathered(run: TracedRun, call: Call) -> None:
         else:
             fix_all([*dims[dim], *chosen[dim]])
     run.set(call.out, chosen)
+    run.reduced(chosen, [along])
 
 
 @rule("embedding")

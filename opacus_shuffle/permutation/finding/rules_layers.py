@@ -158,6 +158,7 @@ def reduction(run: TracedRun, call: Call) -> None:
     winners = ("max", "min", "median", "mode", "kthvalue", "cummax", "cummin")
     if name in ("argmax", "argmin") or (name in winners and call.arguments.get("dim") is not None):
         fix_all(*(dims[dim] for dim in gone))
+        run.reduced(dims, list(gone))
     for tensor in call.outputs:
         keep, same = tensor.dim() == rank, tensor.shape == source.shape
         run.set(tensor, [each if same or dim not in gone else [] for dim, each in enumerate(dims) if keep or dim not in gone])

@@ -7,6 +7,7 @@ do to the labels. An operation without a rule *fixes* every axis that it touches
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from opacus_shuffle.permutation.finding.labels import (
     fix_all,
     fixed_dimensions,
     free_factors,
+    only,
     product,
     summands,
     unify_dimensions,
@@ -124,7 +126,6 @@ class TracedRun:
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._shown: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # which of them a tensor is a view or a copy of
         self._contractions = 0
-        self._met: set[Axis] = set()
         for name, tensor in _movable_tensors(module):
             if tensor in self._names:
                 self.aliases.setdefault(self._names[tensor], []).append(name)
@@ -168,6 +169,7 @@ class TracedRun:
             self.fix_everything(call)
         if any(tensor not in self._labels and tensor not in self._equal_entries for tensor in call.outputs):
             self.fix_everything(call)
+        self._note_what_is_carried(call)
         if self._contractions == contractions:
             origins = frozenset[int]().union(*[self.origins(tensor) for tensor in call.inputs])
             for tensor in call.outputs:
@@ -206,11 +208,6 @@ class TracedRun:
             ):
                 raise IncompatibleError
             self.occurrences.append(dimensions)
-            # An operation that mixes positions makes its axis anew: across it nothing may depend on the position.
-            new = {atom for each in dimensions for atom in atoms(each) if atom.fixed and atom not in self._met}
-            self._met |= new
-            if new:
-                self.occurrences.append([each for each in dimensions if not new & set(atoms(each))])
         if tensor in self._labels:
             for dimensions in labels.alternatives if isinstance(labels, Stacked) else [labels]:
                 unify_dimensions(self.dimensions(tensor), dimensions)
@@ -267,6 +264,25 @@ class TracedRun:
         """Lets nothing permute what an operation touches."""
         self.fix(touched := [*call.inputs, *call.outputs])
         self.occurrences += [self.dimensions(tensor) for tensor in touched]
+
+    def _note_what_is_carried(self, call: Call) -> None:
+        """Notes that no input knows the position along a fixed axis of the result that this input lacks.
+
+        An operation that mixes positions (a reversal, a choice by indices) makes its axis anew, whatever axis that may turn out
+        to be the same as later.
+        """
+        inputs = [set(atoms(axis for row in rows for each in row for axis in each)) for rows in map(self._rows, call.inputs)]
+        for dimensions in itertools.chain.from_iterable(map(self._rows, call.outputs)):
+            present = set(atoms(axis for each in dimensions for axis in each))
+            fixed = {atom for atom in present if atom.fixed}
+            for known in inputs if fixed and fixed != present else ():
+                if not fixed <= known and not known & present <= fixed:
+                    self.occurrences.append([only(each, known) for each in dimensions])
+
+    def _rows(self, tensor: torch.Tensor) -> list[Dimensions]:
+        """Returns the alternatives of a tensor's labels, none for a constant of equal entries."""
+        labels = self.labels(tensor) if tensor in self._labels else []
+        return labels.alternatives if isinstance(labels, Stacked) else [labels]
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
         """Returns whether no axis of the tensor is free."""

@@ -1,0 +1,193 @@
+"""Units have a permutation of their own for each class, place or channel that stays, wherever that is known and only there."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.changing_paths import Net, inputs
+from helpers.model_zoo import build, collect, run
+from helpers.zoo import DOUBLE, distance
+from torch import nn
+
+from opacus_shuffle.permutation import find_permutations
+
+OWN, SHARED = {}, {}
+own, shared = collect(OWN), collect(SHARED)
+
+
+def weight(*shape):
+    return nn.Parameter(torch.randn(shape))
+
+
+def entered(net, x):
+    """Of four inputs seven hidden units for each of three classes."""
+    return torch.einsum("bi,jdi->bjd", x, net.enter)
+
+
+def by_class(way):
+    """A network between these units and a sum of them per class, with the bits of its group."""
+
+    def forward(net, x):
+        return torch.einsum("bjd,jd->bj", way(entered(net, x)), net.leave)
+
+    return Net(forward, enter=weight(3, 7, 4), leave=weight(3, 7)), inputs((2, 4))[0]
+
+
+def factorials(*sizes):
+    return sum(math.lgamma(size + 1) for size in sizes) / math.log(2)
+
+
+def along_classes(h):
+    """Tells classes apart before anything else does."""
+    return h * torch.tensor([1.0, 2, 3], dtype=h.dtype)[:, None]
+
+
+@own
+def units_of_classes():
+    return *by_class(torch.relu), factorials(7, 7, 7)
+
+
+@own
+def units_of_classes_scaled_by_constants():
+    return *by_class(lambda h: along_classes(torch.relu(h))), factorials(7, 7, 7)
+
+
+@own
+def units_of_classes_scaled_by_constants_that_come_first():
+    scales = torch.tensor([1.0, 2, 3], dtype=torch.float64)[:, None]
+    return *by_class(lambda h: scales * torch.relu(h)), factorials(7, 7, 7)
+
+
+@own
+def two_layers_of_units_of_classes():
+    def way(net, x):
+        h = torch.relu(entered(net, x) + net.shift)
+        h = torch.einsum("bjd,jde->bje", h, net.between).tanh()
+        return torch.einsum("bje,je->bj", h, net.leave).log_softmax(-1)
+
+    network = Net(way, enter=weight(3, 7, 4), shift=weight(3, 7), between=weight(3, 7, 5), leave=weight(3, 5))
+    return network, inputs((2, 4))[0], factorials(7, 7, 7, 5, 5, 5)
+
+
+@own
+def matrices_of_fixed_things():
+    def way(net, x):
+        return torch.bmm(torch.relu(torch.bmm(x, net.enter)), net.leave)
+
+    return Net(way, enter=weight(3, 4, 7), leave=weight(3, 7, 2)), inputs((3, 2, 4))[0], factorials(7, 7, 7)
+
+
+@own
+def groups_of_channels_that_are_outputs():
+    network = nn.Sequential(nn.Conv1d(2, 18, 3), nn.GroupNorm(3, 18), nn.ReLU(), nn.Conv1d(18, 3, 3, groups=3))
+    return network, inputs((2, 2, 9))[0], factorials(6, 6, 6)
+
+
+@own
+def depthwise_convolutions_of_inputs():
+    network = nn.Sequential(nn.Conv1d(3, 15, 3, groups=3), nn.Tanh(), nn.Conv1d(15, 12, 1, groups=3), nn.ReLU())
+    return nn.Sequential(*network, nn.Conv1d(12, 6, 1, groups=3)), inputs((2, 3, 9))[0], factorials(5, 5, 5, 4, 4, 4)
+
+
+@own
+def capsules():
+    def way(net, x):
+        votes = torch.einsum("bic,ijcd->bijd", torch.tanh(x[..., None] * net.enter), net.votes)
+        agreement = torch.zeros(votes.shape[:3], dtype=votes.dtype)
+        for _ in range(3):
+            sums = (torch.softmax(agreement, 2)[..., None] * votes).sum(1)
+            sums = sums * sums.norm(dim=-1, keepdim=True) / (1 + (sums**2).sum(-1, keepdim=True))
+            agreement = agreement + (votes * sums[:, None]).sum(-1)
+        return sums.norm(dim=-1)
+
+    return Net(way, enter=weight(4, 6), votes=weight(4, 3, 6, 7)), inputs((2, 4))[0], factorials(6, 6, 6, 6, 7, 7, 7)
+
+
+@shared
+def classes_reversed():
+    return by_class(lambda h: torch.relu(h + h.flip(1)))
+
+
+@shared
+def classes_chosen():
+    return by_class(lambda h: torch.relu(h + h[:, [1, 2, 0]]))
+
+
+@shared
+def classes_gathered_by_constants():
+    return by_class(lambda h: h + h.gather(1, torch.tensor([1, 2, 0])[:, None].expand_as(h)).sin())
+
+
+@shared
+def classes_gathered_by_signs_of_their_own():
+    return by_class(lambda h: h + along_classes(h).gather(1, (along_classes(h).sum(-1) > 0).long()[..., None].expand_as(h)))
+
+
+@shared
+def classes_written_elsewhere():
+    def way(h):
+        h = along_classes(h)
+        copy = h.clone()
+        copy[:, [1, 2, 0]] = h
+        return copy
+
+    return by_class(way)
+
+
+@shared
+def classes_added_elsewhere():
+    return by_class(lambda h: along_classes(h).index_add(1, torch.tensor([1, 2, 0]), along_classes(h)))
+
+
+@shared
+def largest_of_the_classes_so_far():
+    return by_class(lambda h: along_classes(h).cummax(1).values)
+
+
+@shared
+def classes_mixed():
+    mix = torch.arange(9, dtype=torch.float64).view(3, 3).sin()
+    return by_class(lambda h: torch.einsum("bjd,jk->bkd", h, mix).relu())
+
+
+@shared
+def rows_chosen_by_indices_made_before():
+    def way(net, x):
+        table = torch.relu(net.table.weight + net.table(torch.tensor([2, 0, 1]) + 0))
+        return x.sum(1)[:, None] * (table * net.leave).sum(1)
+
+    return Net(way, table=nn.Embedding(3, 7), leave=weight(3, 7)), inputs((2, 4))[0]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_each_position_has_permutations_of_its_own_where_it_is_known(name):
+    module, sample = build(lambda: OWN[name]()[:2])
+    assert find_permutations(module, sample).log2_size() == pytest.approx(OWN[name]()[2], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_positions_share_a_permutation_where_an_operation_mixes_them(name):
+    module, sample = build(SHARED[name])
+    assert find_permutations(module, sample).log2_size() == pytest.approx(factorials(7), rel=1e-12)
+
+
+def test_patches_of_channels_do_not_keep_the_places_that_channels_are_inside_of():
+    def way(net, x):
+        h = torch.relu(x[:, None, :, None] * net.enter)
+        taps = F.unfold(h, (4, 1), padding=(2, 0))[..., :4].view(len(x), 5, 4, 4)
+        return torch.einsum("bcyl,cl->b", h + taps, net.leave)
+
+    module, sample = build(lambda: (Net(way, enter=weight(5, 4, 1), leave=weight(5, 4)), inputs((2, 4))[0]))
+    spec = find_permutations(module, sample)
+    assert spec.log2_size() == pytest.approx(factorials(5), rel=1e-12)
+
+
+def test_a_plan_for_each_class_keeps_the_outputs():
+    module, sample, _ = capsules()
+    module, _ = build(lambda: (module, sample))
+    spec, before = find_permutations(module, sample), run(module, 2 * sample)
+    spec.apply_(module, spec.sample(torch.Generator().manual_seed(1)))
+    assert distance(before, run(module, 2 * sample)) <= DOUBLE
