@@ -26,9 +26,9 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 
-from opacus_shuffle.engine.mixed_records import has_records, seed_draws, untouched
+from opacus_shuffle.engine.mixed_records import has_records, untouched
 from opacus_shuffle.engine.optimizers.usable_records import HALF
-from opacus_shuffle.permutation.network import results
+from opacus_shuffle.permutation.network import results, seed_draws
 from opacus_shuffle.permutation.sample_input import Call
 
 REMEDY = (
@@ -123,7 +123,7 @@ def _rows_of_layers(
         warnings.simplefilter("ignore")  # of hooks that fire for inputs without gradients, as they are to
         watched: Any = GradSampleModule(network, batch_first=batch_first, loss_reduction="sum", strict=False)
         try:
-            seed_draws(network, 0)
+            seed_draws(0)
             outputs = [each for each in results(network(*call[0], **call[1])) if each.requires_grad]
             weights = torch.Generator().manual_seed(0)
             total = torch.zeros(())

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from opacus_shuffle.permutation.network import results, state_kept
+from opacus_shuffle.permutation.network import results, seed_draws, state_kept
 from opacus_shuffle.permutation.sample_input import Call
 
 Gradients = list[torch.Tensor]
@@ -186,7 +186,7 @@ def _rows(network: nn.Module, call: Call, records: int, axis: int, kept: int) ->
     parameters = [each for each in network.parameters() if each.requires_grad]
     watched = hasattr(network, "autograd_grad_sample_hooks")  # Opacus's hooks look at passes with gradients alone
     with untouched(network), torch.set_grad_enabled(not watched):
-        seed_draws(network, kept)  # a mixture may be drawn at random, and leave some where they are
+        seed_draws(kept)  # a mixture may be drawn at random, and leave some where they are
         outputs = network(*call[0], **call[1])
         rows = [each.select(axis, kept) for each in results(outputs) if has_records(each, records, axis)]
         weights = torch.Generator().manual_seed(0)
@@ -239,7 +239,7 @@ def _first_difference(network: nn.Module, call: Call, changed: Call, records: in
         for each in (call, changed):
             seen.append([])
             with untouched(network), torch.no_grad():
-                seed_draws(network, kept)
+                seed_draws(kept)
                 network(*each[0], **each[1])
     finally:
         for handle in handles:
@@ -253,13 +253,6 @@ def _first_difference(network: nn.Module, call: Call, changed: Call, records: in
 
 def _called(network: nn.Module, name: str) -> str:
     return f"{name or 'the module itself'} ({type(network.get_submodule(name)).__name__})"
-
-
-def seed_draws(network: nn.Module, seed: int) -> None:
-    """Seeds where the network draws, and nowhere else: ``torch.manual_seed`` would reach devices that are yet to be used."""
-    torch.default_generator.manual_seed(seed)
-    for index in {each.device.index for each in network.parameters() if each.device.type == "cuda"}:
-        torch.cuda.default_generators[index].manual_seed(seed)
 
 
 @contextlib.contextmanager

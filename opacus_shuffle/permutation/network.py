@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from opacus_shuffle.core.opacus_compat import WRAPPER_NAMES, WRAPPING_PACKAGES
@@ -45,16 +46,26 @@ def plain_attention() -> Iterator[None]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        with _PlainAttention():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
+class _PlainAttention(TorchFunctionMode):
+    """Computes each attention plainly: around the network would not do, since some ask for fused kernels inside of it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        fused = func is torch.nn.functional.scaled_dot_product_attention
+        with sdpa_kernel(SDPBackend.MATH) if fused else contextlib.nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
-def random_states_kept(devices: Collection[int] = ()) -> Iterator[None]:
-    """Restores the global random states of Python, NumPy and PyTorch, on the CPU and on these GPUs, at the end."""
+def random_states_kept() -> Iterator[None]:
+    """Restores the global random states of Python, NumPy and PyTorch, on the CPU and on GPUs in use, at the end."""
     python, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002  (others use the global one)
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     try:
         with torch.random.fork_rng(devices=list(devices)):
             yield
@@ -63,10 +74,11 @@ def random_states_kept(devices: Collection[int] = ()) -> Iterator[None]:
         np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-def cuda_devices(network: nn.Module) -> set[int]:
-    """Returns the graphics processors that hold a network's parameters."""
-    devices = {parameter.device.index for parameter in network.parameters() if parameter.device.type == "cuda"}
-    return {index for index in devices if index is not None}
+def seed_draws(seed: int) -> None:
+    """Seeds PyTorch's draws where there are any: ``torch.manual_seed`` would also seed GPUs that are yet to be used."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
 
 
 @contextlib.contextmanager
@@ -82,7 +94,7 @@ def state_kept(network: nn.Module) -> Iterator[None]:
     ]
     attributes = [(vars(each), _plain_attributes(each)) for each in network.modules()]
     try:
-        with random_states_kept(cuda_devices(network)):
+        with random_states_kept():
             yield
     finally:
         for own, earlier in attributes:

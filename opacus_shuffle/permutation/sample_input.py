@@ -96,8 +96,7 @@ def first_records(data_loader: DataLoader, count: int = 2, *, everywhere: bool =
     if not len(dataset):
         raise ValueError(f"data_loader.dataset must not be empty, got a {type(dataset).__name__} of length 0")
     # Worker processes would have their own random states; here the transforms share ours.
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with random_states_kept(devices):
+    with random_states_kept():
         if data_loader.batch_sampler is None:  # no automatic batching: each entry of the data set is passed on alone
             return data_loader.collate_fn(dataset[0])
         indices = list(range(min(count, len(dataset))))

@@ -18,11 +18,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from opacus_shuffle.permutation.action import GroupAction
 from opacus_shuffle.permutation.group import PermutationPlan
-from opacus_shuffle.permutation.network import plain_attention, results, state_kept
+from opacus_shuffle.permutation.network import plain_attention, results, seed_draws, state_kept
 from opacus_shuffle.permutation.sample_input import Call
 
 NOISE = {"bernoulli": 1.0, "bernoulli_": 1.0} | dict.fromkeys(
-    ("rand", "randn", "rand_like", "randn_like", "normal_", "uniform_", "exponential_"), 0.5
+    (
+        *("rand", "randn", "rand_like", "randn_like", "normal", "normal_", "uniform_", "exponential_", "cauchy_", "geometric_"),
+        *("log_normal_", "poisson", "binomial", "_standard_gamma"),
+    ),
+    0.5,
 )
 """What draws of noise are replaced by: it treats entries alike, so what it does to the function is a matter of distribution."""
 
@@ -153,8 +157,10 @@ class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not func._schema.is_mutable:
             args, kwargs = tree_map(_widen, args), tree_map(_widen, kwargs)
         name = func.overloadpacket.__name__
-        if name == "native_dropout":
+        if name in ("native_dropout", "_fused_dropout"):
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if name.startswith("rrelu_with_noise"):
+            args = (*args[:4], False)
         if name == "_grouped_mm" and len(args) > 2 and args[0].dim() == 2 and args[1].dim() == 3:
             return _grouped_product(*args[:3])
         result = func(*args, **kwargs)
@@ -241,9 +247,18 @@ def _outputs(
 ) -> list[torch.Tensor]:
     """Runs the network on these tensors and returns its results; its own buffers are left as they are."""
     buffers = {name for name, _ in network.named_buffers(remove_duplicate=False)}
+    fused = not any(
+        isinstance(part, nn.RNNBase) for part in network.modules()
+    )  # cuDNN draws dropout inside of a recurrent layer
     own = {name: tensor.clone() if name in buffers else tensor for name, tensor in tensors.items()}
-    with state_kept(network), torch.no_grad(), plain_attention(), _InDouble():  # type: ignore[no-untyped-call]
-        torch.manual_seed(0)
+    with (
+        state_kept(network),
+        torch.no_grad(),
+        plain_attention(),
+        torch.backends.cudnn.flags(enabled=fused),
+        _InDouble(),  # type: ignore[no-untyped-call]
+    ):
+        seed_draws(0)
         network.train(training)
         outputs = torch.func.functional_call(network, own, tree_map(_widen, args), tree_map(_widen, dict(kwargs)))
     found = [leaf.double() if not leaf.is_complex() else torch.view_as_real(leaf).double() for leaf in results(outputs)]

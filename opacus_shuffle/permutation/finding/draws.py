@@ -11,6 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from opacus_shuffle.permutation.network import seed_draws
+
 WATCHED_FROM = 723_480_237_123  # a random state that no network begins in
 
 
@@ -28,7 +30,7 @@ class Draws:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Notes the draws of a run inside, from another random state than any that is traced."""
-        torch.manual_seed(WATCHED_FROM)
+        seed_draws(WATCHED_FROM)
         with _Watch(self.note):
             yield
 

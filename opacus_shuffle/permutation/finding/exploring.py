@@ -28,7 +28,6 @@ from opacus_shuffle.permutation.finding.paths import (
 from opacus_shuffle.permutation.finding.trace import Tracer
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
 from opacus_shuffle.permutation.network import (
-    cuda_devices,
     kept_activations,
     plain_attention,
     random_states_kept,
@@ -157,7 +156,7 @@ class Explorer:
         except Exception as error:
             return error
         if drawn:
-            with contextlib.suppress(Exception), random_states_kept(cuda_devices(self._network)), self._draws.watched():
+            with contextlib.suppress(Exception), random_states_kept(), self._draws.watched():
                 self._untraced(call, training, answers or {}, coins)
         return None
 

@@ -36,7 +36,8 @@ def find_rule(call: Call) -> Rule | None:
     return elementwise if found is None and call.pointwise else found
 
 
-@rule("copy fill zero native_dropout bernoulli rand_like randn_like uniform normal exponential cauchy geometric log_normal")
+@rule("copy fill zero native_dropout _fused_dropout bernoulli rand_like randn_like uniform exponential cauchy geometric")
+@rule("log_normal poisson binomial _standard_gamma")
 @rule("rrelu_with_noise hardswish log_sigmoid_forward _prelu_kernel prelu polar complex")
 def elementwise(run: TracedRun, call: Call) -> None:
     """Works entry by entry, with broadcasting; random entries are independent and alike, so they may be permuted too."""
@@ -61,6 +62,12 @@ def elementwise(run: TracedRun, call: Call) -> None:
         origins = {run.origins(tensor) for tensor in operands} - {frozenset()}
         if len(origins) > 1:  # results of different layers: a skip connection
             run.streams += [axis for each in run.dimensions(call.out) for axis in each]
+
+
+@rule("normal")
+def normal(run: TracedRun, call: Call) -> None:
+    """Draws entry by entry with the means and spreads that are tensors; with numbers alone, entries that are all alike."""
+    elementwise(run, call) if call.inputs else run.equal_entries(call.out)
 
 
 @rule("zeros ones full empty rand randn new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like")

@@ -143,7 +143,7 @@ def softmax(run: TracedRun, call: Call) -> None:
     _symmetric(run, call, run.dimensions(call["self"]), [call["dim"]])
 
 
-@rule("linalg_vector_norm norm mean sum nansum prod amax amin any all logsumexp aminmax")
+@rule("linalg_vector_norm norm mean sum nansum prod amax amin any all _is_all_true _is_any_true logsumexp aminmax")
 @rule("var std var_mean std_mean count_nonzero max min median argmax argmin mode kthvalue cummax cummin")
 def reduction(run: TracedRun, call: Call) -> None:
     """Treats all that is reduced alike; where a result says which entry has won, what is reduced is fixed."""
@@ -180,7 +180,7 @@ def glu(run: TracedRun, call: Call) -> None:
 @rule("_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d")
 @rule("upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d")
 @rule("upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact2d _upsample_bilinear2d_aa")
-@rule("_upsample_bicubic2d_aa replication_pad1d replication_pad2d grid_sampler_2d mkldnn_max_pool2d")
+@rule("_upsample_bicubic2d_aa replication_pad1d replication_pad2d grid_sampler_2d cudnn_grid_sampler mkldnn_max_pool2d")
 def pooling(run: TracedRun, call: Call) -> None:
     """Works channel by channel; places are fixed."""
     source = call.inputs[0]
@@ -228,6 +228,27 @@ def trilinear(run: TracedRun, call: Call) -> None:
     run.occurrences.append(result)
     run.set(call.out, [each for dim, each in enumerate(result) if dim not in call["sumdim"]])
     run.contraction(call.out)
+
+
+@rule("_thnn_fused_lstm_cell _thnn_fused_gru_cell")
+def recurrent_cell(run: TracedRun, call: Call) -> None:
+    """Adds gates that lie end to end, each of as many entries as there are units, and mixes them with the state unit by unit.
+
+    An LSTM's cell and a GRU's are this one kernel on GPUs, and a dozen plain operations on the CPU.
+    """
+    state = call.arguments["cx" if "lstm" in call.name else "hx"]
+    records, units = run.dimensions(state)
+    for tensor in call.inputs:
+        if tensor is not state:
+            *rows, gates = run.dimensions(tensor)
+            count = tensor.shape[-1] // state.shape[-1]
+            for gate in split_sum(product(factors(gates)), [state.shape[-1]] * count):
+                unify_all([gate], units)
+            for each in rows:
+                unify_all(each, records)
+    for tensor in call.outputs:
+        is_state = tensor.shape == state.shape
+        run.set(tensor, [records, units if is_state else fixed_factors(tensor.shape[-1])])
 
 
 def _symmetric(run: TracedRun, call: Call, dims: Dimensions, over: Sequence[int]) -> None:

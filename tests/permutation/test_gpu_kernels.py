@@ -1,0 +1,217 @@
+"""A GPU has kernels of its own for dropout, attention and recurrent cells: the same permutations are found through them.
+
+No GPU is needed: tensors that only say that they lie on one choose its kernels, and where these have to compute, stand-ins do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.changing_paths import Net
+from helpers.model_zoo import build
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map_only
+
+from opacus_shuffle.permutation import find_permutations
+from opacus_shuffle.permutation.finding.draws import Draws
+from opacus_shuffle.permutation.finding.nesting import build_spec
+from opacus_shuffle.permutation.finding.trace import Tracer
+from opacus_shuffle.permutation.finding.traced_run import TracedRun
+from opacus_shuffle.permutation.sample_input import normalise
+
+
+def between(middle):
+    """A layer of eight units, what is to be looked at, and an output layer; with an input of five records."""
+
+    def way(net, x):
+        return net.leave(middle(net, net.enter(x)))
+
+    return lambda **parts: (Net(way, enter=nn.Linear(4, 8), leave=nn.Linear(8, 3), **parts), torch.randn(5, 4))
+
+
+def recurrent(kind, **options):
+    def way(net, x):
+        return net.leave(net.layer(net.enter(x))[0])
+
+    width = options.get("proj_size", 6) * (2 if options.get("bidirectional") else 1)
+    parts = {"enter": nn.Linear(4, 8), "layer": kind(8, 6, **options), "leave": nn.Linear(width, 3)}
+    return Net(way, **parts), torch.randn(5, 2, 4)
+
+
+def attention(_, h):
+    query = h.unsqueeze(1).expand(5, 3, 8).reshape(5, 3, 2, 4).transpose(1, 2)
+    return F.scaled_dot_product_attention(query, query, query, dropout_p=0.2).transpose(1, 2).reshape(5, 3, 8).sum(1)
+
+
+ON_A_GPU = {
+    "dropout": lambda: between(lambda _, h: F.dropout(h, 0.1, training=True))(),
+    "lstm": lambda: recurrent(nn.LSTM, num_layers=2, dropout=0.1, bidirectional=True),
+    "projected_lstm": lambda: recurrent(nn.LSTM, proj_size=5),
+    "elman": lambda: recurrent(nn.RNN, num_layers=2, dropout=0.1),
+    "layer_norm": lambda: between(lambda net, h: net.norm(h))(norm=nn.LayerNorm(8)),
+    "rms_norm": lambda: between(lambda net, h: net.norm(h))(norm=nn.RMSNorm(8)),
+    "group_norm": lambda: between(lambda net, h: net.norm(h))(norm=nn.GroupNorm(2, 8)),
+    "batch_norm": lambda: between(lambda net, h: net.norm(h))(norm=nn.BatchNorm1d(8, track_running_stats=False)),
+    "convolution": lambda: (nn.Sequential(nn.Conv1d(3, 6, 2, bias=False), nn.ReLU(), nn.Conv1d(6, 2, 1)), torch.randn(2, 3, 5)),
+    "bag": lambda: (nn.Sequential(nn.EmbeddingBag(9, 6), nn.Linear(6, 2)), torch.randint(9, (2, 4))),
+    "rrelu": lambda: between(lambda _, h: F.rrelu(h, training=True))(),
+    "attention": lambda: between(attention)(),
+}
+
+
+def labelled(network, sample):
+    """The group that tracing alone finds, without other inputs and without a check."""
+    packings = {}
+    args, _ = normalise(sample)
+    for _ in range(3):
+        run = TracedRun(network, packings)
+        for training in (True, False):
+            run.fix([Tracer(network.train(training), run).trace(lambda: network(*args))])
+        for place, found in run.new_packings.items():
+            packings.setdefault(place, set()).update(found)
+    assert not run.unknown
+    return build_spec(run, "residual")
+
+
+def as_on_a_gpu(tensor):
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_kernels_that_a_gpu_chooses_leave_the_same_permutations(name, monkeypatch):
+    network, sample = build(ON_A_GPU[name])
+    here = labelled(network, sample)
+    monkeypatch.setattr(Draws, "is_constant", lambda *_: False)  # there is no generator on no GPU
+    with FakeTensorMode(), torch.no_grad():
+        for part in network.modules():
+            for key, tensor in part._parameters.items():
+                part._parameters[key] = None if tensor is None else nn.Parameter(as_on_a_gpu(tensor))
+        there = labelled(network, tree_map_only(torch.Tensor, as_on_a_gpu, sample))
+    assert there.log2_size() == pytest.approx(here.log2_size())
+    assert there.shapes == here.shapes
+    assert [there.largest_orbit(each) for each in there.shapes] == [here.largest_orbit(each) for each in here.shapes]
+
+
+@contextlib.contextmanager
+def fused_cells():
+    """Stand-ins for the kernels that only GPUs have, which compute."""
+
+    def lstm(entering, hidden, cell, bias=None, other=None):
+        i, f, g, o = (entering + hidden + (0 if bias is None else bias + other)).chunk(4, 1)
+        now = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+        return o.sigmoid() * now.tanh(), now, torch.cat([i, f, g, o], 1)
+
+    def gru(entering, hidden, state, bias=None, other=None):
+        ones = (entering if bias is None else entering + bias).chunk(3, 1)
+        others = (hidden if other is None else hidden + other).chunk(3, 1)
+        reset, update = (ones[0] + others[0]).sigmoid(), (ones[1] + others[1]).sigmoid()
+        new = (ones[2] + reset * others[2]).tanh()
+        return (state - new) * update + new, torch.cat([reset, update, new, state, state], 1)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_thnn_fused_lstm_cell", lstm, "CPU")
+        library.impl("_thnn_fused_gru_cell", gru, "CPU")
+        yield
+
+
+def fused_lstm(net, h):
+    state = [h.new_zeros(len(h), 6)] * 2
+    for _ in range(2):
+        gates = F.linear(h, net.cell.weight_ih), F.linear(state[0], net.cell.weight_hh)
+        state = torch.ops.aten._thnn_fused_lstm_cell(*gates, state[1], net.cell.bias_ih, net.cell.bias_hh)[:2]
+    return state[0]
+
+
+def plain_lstm(net, h):
+    state = None
+    for _ in range(2):
+        state = net.cell(h, state)
+    return state[0]
+
+
+def fused_gru(net, h):
+    state = h.new_zeros(len(h), 6)
+    for _ in range(2):
+        gates = F.linear(h, net.cell.weight_ih), F.linear(state, net.cell.weight_hh)
+        state = torch.ops.aten._thnn_fused_gru_cell(*gates, state, net.cell.bias_ih, net.cell.bias_hh)[0]
+    return state
+
+
+def plain_gru(net, h):
+    state = None
+    for _ in range(2):
+        state = net.cell(h, state)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("fused", "plain", "cell"), [(fused_lstm, plain_lstm, nn.LSTMCell), (fused_gru, plain_gru, nn.GRUCell)], ids=["lstm", "gru"]
+)
+def test_fused_recurrent_cells_move_as_plain_ones_do(fused, plain, cell):
+    def around(middle):
+        def way(net, x):
+            return net.leave(middle(net, net.enter(x)))
+
+        parts = {"enter": nn.Linear(4, 8), "cell": cell(8, 6), "leave": nn.Linear(6, 3)}
+        return build(lambda: (Net(way, **parts), torch.randn(5, 4)))
+
+    with fused_cells():
+        found = find_permutations(*around(fused))
+    assert not found.unknown
+    assert found.log2_size() == pytest.approx(find_permutations(*around(plain)).log2_size())
+    assert sorted(factor.size for factor in found.factors if factor.free) == [6, 8]
+
+
+def test_dropout_by_the_kernel_of_gpus_leaves_attention_its_permutations(monkeypatch):
+    def encoder(dropout):
+        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=dropout, batch_first=True)
+        return lambda: (nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 3)), torch.randn(2, 5, 4))
+
+    plain = find_permutations(*build(encoder(0.0)))
+    functions = vars(F)["_VF"]
+    monkeypatch.setattr(functions, "dropout", lambda x, p, training: torch.native_dropout(x, p, training)[0], raising=False)
+    assert find_permutations(*build(encoder(0.1))).log2_size() == pytest.approx(plain.log2_size())
+
+
+def test_attention_that_asks_for_a_fused_kernel_is_looked_into_all_the_same():
+    def fused(_, h):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return attention(_, h) if _.training else F.scaled_dot_product_attention(*[h[:, None, None]] * 3)[:, 0, 0]
+
+    found = find_permutations(*build(lambda: between(fused)()))
+    assert not found.unknown
+    assert found.log2_size() > 8
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda h: F.rrelu(h, training=True),
+        lambda h: torch.normal(h, h.exp()),
+        lambda h: h + torch.normal(0.0, 1.0, h.shape),
+        lambda h: torch.poisson(h.exp()),
+        lambda h: h + torch.empty_like(h).log_normal_(),
+        lambda h: torch.distributions.Normal(h, 1.0).rsample(),
+    ],
+    ids=["rrelu", "normal", "plain_normal", "poisson", "log_normal", "distribution"],
+)
+def test_noise_of_every_kind_that_treats_entries_alike_moves_nothing(draw):
+    found = find_permutations(*build(lambda: between(lambda _, h: draw(h))()))
+    assert 2 ** found.log2_size() == pytest.approx(40320)  # 8!
+
+
+def test_gpus_that_are_not_in_use_are_not_seeded(monkeypatch):
+    if torch.cuda.is_initialized():
+        pytest.skip("a GPU is in use")
+
+    def seeded(_):
+        raise AssertionError("its seed is the user's")
+
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded)
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeded)
+    assert find_permutations(nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 2))).blocks
