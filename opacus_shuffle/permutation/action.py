@@ -13,7 +13,7 @@ from torch import nn
 from opacus_shuffle.core.validation import instance_of
 from opacus_shuffle.permutation.group import PermutationGroup, PermutationPlan
 from opacus_shuffle.permutation.moving.gather import gather_
-from opacus_shuffle.permutation.moving.layout import Block, IndexVectors, plan_movement
+from opacus_shuffle.permutation.moving.layout import Block, Blocks, IndexVectors, plan_movement
 from opacus_shuffle.permutation.moving.moves import Move
 from opacus_shuffle.permutation.network import plain_name
 
@@ -104,13 +104,31 @@ class GroupAction(PermutationGroup):
     def move(self, tensors: Mapping[str, Iterable[torch.Tensor]], plan: PermutationPlan) -> None:
         """Moves tensors of the shapes of the named ones, all in as few launches as possible."""
         self.check_plan(plan)
-        indices = IndexVectors(self.factors, plan.tables)
+        movements, layouts = self._movements
+        wanted = {number: layouts[number] for name in tensors for number in movements[name][1:] if number is not None}
+        indices = IndexVectors(wanted, self.factors, plan.tables)
         moves = []
         for name, group in tensors.items():
-            sizes, *moving = plan_movement(self.shapes[name], self.blocks[name])
+            sizes, rows, columns = movements[name]
             for tensor in group:
-                moves.append(Move(tensor, *sizes, *(indices.of(blocks, tensor.device) for blocks in moving)))
+                here = indices.on(tensor.device)
+                moves.append(Move(tensor, *sizes, here[rows], here[columns]))
         gather_(moves)
+
+    @cached_property
+    def _movements(self) -> tuple[dict[str, tuple[tuple[int, int, int], int | None, int | None]], list[Blocks]]:
+        """Per tensor its sizes for one pass and the numbers of its rows' and columns' layouts; and these layouts, each once."""
+        movements = {}
+        layouts: dict[Blocks, int] = {}
+
+        def number(blocks: Blocks) -> int | None:
+            anywhere = tuple(each if isinstance(each, int) else dataclasses.replace(each, start=0, stop=1) for each in blocks)
+            return layouts.setdefault(anywhere, len(layouts)) if anywhere else None
+
+        for name, blocks in self.blocks.items():
+            sizes, rows, columns = plan_movement(self.shapes[name], blocks)
+            movements[name] = (sizes, number(rows), number(columns))
+        return movements, list(layouts)
 
     @cached_property
     def perm_to_axes(self) -> dict[str, tuple[tuple[str, int], ...]]:

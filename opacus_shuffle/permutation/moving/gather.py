@@ -13,15 +13,17 @@ words of 1, 2, 4 or 8 bytes (16 = two of 8), so any dtype moves bit for bit.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
 
 from opacus_shuffle.core.validation import one_of
 from opacus_shuffle.permutation.moving import torch_moves
-from opacus_shuffle.permutation.moving.moves import Move, as_words, check_moves, indices_of, waves
+from opacus_shuffle.permutation.moving.moves import Move, check_moves, indices_of, waves
 
 EXECUTORS = ("auto", "reference", "torch", "triton")
 
@@ -46,25 +48,24 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto") -> None:
     """
     one_of("executor", executor, EXECUTORS)
     check_moves(moves)
-    moves = [move for move in moves if move.tensor.numel() and any(index is not None for index in indices_of(move))]
-    for device in dict.fromkeys(move.tensor.device for move in moves):
+    by_device: defaultdict[torch.device, tuple[list[Move], list[Move]]] = defaultdict(lambda: ([], []))
+    for move in moves:
+        tensor = move.tensor
+        if tensor.numel() and any(index is not None for index in indices_of(move)):
+            as_it_is = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+            by_device[tensor.device][0 if as_it_is else 1].append(move)
+    for device, (plain, copied) in by_device.items():
         execute = _executor(executor, device)
-        here = [move for move in moves if move.tensor.device == device]
-        plain: list[Move] = []
-        copied: list[Move] = []
-        for move in here:
-            as_it_is = move.tensor.is_contiguous() and not move.tensor.is_conj() and not move.tensor.is_neg()
-            (plain if as_it_is else copied).append(move)
-        execute([as_words(move, move.tensor) for move in plain])
+        execute(plain)
         for wave in waves(copied, lambda move: move.tensor.nbytes):
             copies = [move.tensor.clone(memory_format=torch.contiguous_format) for move in wave]
-            execute([as_words(move, copy) for move, copy in zip(wave, copies, strict=True)])
+            execute([dataclasses.replace(move, tensor=copy) for move, copy in zip(wave, copies, strict=True)])
             for move, copy in zip(wave, copies, strict=True):
                 move.tensor.copy_(copy)
 
 
 def _executor(name: str, device: torch.device) -> Callable[[Sequence[Move]], None]:
-    """Returns the function that moves words on a device."""
+    """Returns the function that moves contiguous tensors on a device."""
     if name == "auto":
         name = "triton" if device.type == "cuda" and _spec_of("triton") is not None else "torch"
     if name == "triton":

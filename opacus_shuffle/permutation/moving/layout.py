@@ -16,10 +16,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+
+from opacus_shuffle.permutation.moving.moves import send
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +64,6 @@ Blocks = tuple[Block | int, ...]
 """Neighbouring axes seen as one: blocks, and the plain sizes of axes that stay, in order."""
 
 
-@functools.cache
 def plan_movement(shape: tuple[int, ...], blocks: tuple[Block, ...]) -> tuple[tuple[int, int, int], Blocks, Blocks]:
     """Returns how to see a tensor so that moving it takes one pass: the last block gives its columns, all before its rows.
 
@@ -90,22 +92,23 @@ def index_vector(block: Block, factors: Sequence[Factor], tables: Sequence[torch
         factors: All factors of the specification.
         tables: Per factor its permutation, ``(*sizes of inside, size)``: new coordinate to old; None for fixed ones.
     """
-    index = torch.arange(block.size)
+    index = np.arange(block.size, dtype=np.int64)
     for term in block.terms:
         if not any(factors[number].free for number, _ in term.grid):
             continue
         numbers = [number for number, _ in term.grid]
         sizes = [factors[number].size for number in numbers]
-        old = torch.full([1] * len(sizes), term.offset)
+        old: Any = term.offset
         for axis, (number, stride) in enumerate(term.grid):
             table = tables[number]
             if table is None:
                 table, carried = torch.arange(sizes[axis]), [axis]
             else:
                 carried = [nearest(numbers, outer, axis) for outer in factors[number].inside] + [axis]
-            old = old + stride * on_grid(table, carried, sizes)
-        index.as_strided(sizes, [stride for _, stride in term.grid], term.offset).copy_(old)
-    return index
+            old = old + stride * on_grid(table, carried, sizes).numpy()
+        strides = [stride * index.itemsize for _, stride in term.grid]
+        np.ndarray(sizes, index.dtype, index, term.offset * index.itemsize, strides)[...] = old
+    return torch.from_numpy(index)
 
 
 def on_grid(table: torch.Tensor, places: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -114,25 +117,32 @@ def on_grid(table: torch.Tensor, places: Sequence[int], sizes: Sequence[int]) ->
     return table.permute(order).reshape([size if place in places else 1 for place, size in enumerate(sizes)])
 
 
+def joint_index(blocks: Blocks, factors: Sequence[Factor], tables: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Returns the :func:`index_vector` of neighbouring axes seen as one."""
+    parts = [torch.arange(each) if isinstance(each, int) else index_vector(each, factors, tables) for each in blocks]
+    return functools.reduce(lambda index, part: (index[:, None] * len(part) + part).reshape(-1), parts)
+
+
 class IndexVectors:
-    """Index vectors of one permutation, each made once and sent to each device once."""
+    """Index vectors of one permutation, each made once, and all of them sent to a device in one copy.
 
-    def __init__(self, factors: Sequence[Factor], tables: Sequence[torch.Tensor | None]) -> None:
-        self._factors, self._tables = factors, tables
-        self._made: dict[Any, torch.Tensor] = {}
+    Args:
+        layouts: Neighbouring axes seen as one, by a number of the caller's.
+        factors, tables: As of :func:`index_vector`.
+    """
 
-    def of(self, blocks: Blocks, device: torch.device) -> torch.Tensor | None:
-        """Returns the index of neighbouring axes seen as one, None for none; equal blocks share it, wherever they lie."""
-        if not blocks:
-            return None
-        key = (device, tuple(each if isinstance(each, int) else (each.size, each.terms) for each in blocks))
-        if key not in self._made:
-            index = torch.zeros(1, dtype=torch.int64)
-            for each in blocks:
-                part = torch.arange(each) if isinstance(each, int) else index_vector(each, self._factors, self._tables)
-                index = (index[:, None] * len(part) + part).reshape(-1)
-            self._made[key] = index if device.type == "cpu" else index.to(device, torch.int32, non_blocking=True)
-        return self._made[key]
+    def __init__(self, layouts: Mapping[int, Blocks], factors: Sequence[Factor], tables: Sequence[torch.Tensor | None]) -> None:
+        self._made = {number: joint_index(blocks, factors, tables) for number, blocks in layouts.items()}
+        self._sent: dict[torch.device, dict[int | None, torch.Tensor | None]] = {}
+
+    def on(self, device: torch.device) -> Mapping[int | None, torch.Tensor | None]:
+        """Returns the vectors on a device by their numbers, int32 on a GPU; and None for None."""
+        if device not in self._sent:
+            made = list(self._made.values())
+            if device.type != "cpu" and made:
+                made = list(torch.split(send(torch.cat(made).to(torch.int32), device), [len(each) for each in made]))
+            self._sent[device] = {None: None, **dict(zip(self._made, made, strict=True))}
+        return self._sent[device]
 
 
 def nearest(numbers: Sequence[int], outer: int, axis: int) -> int:

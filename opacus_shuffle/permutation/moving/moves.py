@@ -39,7 +39,8 @@ class Move:
 
 def check_moves(moves: Sequence[Move]) -> None:
     """Refuses moves that do not fit their tensors, by their numbers."""
-    seen: set[tuple[str, int]] = set()
+    seen: set[tuple[torch.device | None, int]] = set()
+    fit: set[tuple[int, int, torch.device]] = set()  # many tensors share an index
     for number, move in enumerate(moves):
         tensor = move.tensor
         sizes = (move.rows, move.columns, move.inner)
@@ -48,14 +49,15 @@ def check_moves(moves: Sequence[Move]) -> None:
                 f"moves[{number}]: rows · columns · inner = {sizes} does not fit a tensor of {tuple(tensor.shape)}"
             )
         for name, index, size in (("row_index", move.row_index, move.rows), ("column_index", move.column_index, move.columns)):
-            if index is None:
+            if index is None or (id(index), size, tensor.device) in fit:
                 continue
             if index.dtype not in (torch.int64, torch.int32) or index.shape != (size,) or index.device != tensor.device:
                 raise ValueError(
                     f"moves[{number}]: {name} must be int64 or int32 of shape ({size},) on {tensor.device}, "
                     f"got {index.dtype} of shape {tuple(index.shape)} on {index.device}"
                 )
-        key = ("id", id(tensor)) if tensor.numel() == 0 else (str(tensor.device), tensor.data_ptr())
+            fit.add((id(index), size, tensor.device))
+        key = (None, id(tensor)) if tensor.numel() == 0 else (tensor.device, tensor.data_ptr())
         if key in seen:
             raise ValueError(
                 f"moves[{number}]: this tensor (or its memory) comes twice; a second move of it would undo the first"
@@ -68,10 +70,15 @@ def indices_of(move: Move) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return (move.row_index if move.rows > 1 else None, move.column_index if move.columns > 1 else None)
 
 
-def as_words(move: Move, tensor: torch.Tensor) -> Move:
+def as_words(move: Move) -> Move:
     """Returns the move of a contiguous tensor seen as a flat vector of words, integers of its entries' size."""
-    words = tensor.detach().view(-1).view(WORDS[tensor.element_size()])
-    return Move(words, move.rows, move.columns, move.inner * (words.numel() // tensor.numel()), *indices_of(move))
+    words = move.tensor.detach().view(-1).view(WORDS[move.tensor.element_size()])
+    return Move(words, move.rows, move.columns, move.inner * (words.numel() // move.tensor.numel()), *indices_of(move))
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies from the host to a device, to a GPU of NVIDIA's out of pinned memory, so that the host does not wait."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def waves(items: Sequence, nbytes: Callable, limit: int = WAVE_BYTES) -> Iterator[list]:

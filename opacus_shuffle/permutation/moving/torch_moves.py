@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from opacus_shuffle.permutation.moving.moves import WAVE_BYTES, Move
+from opacus_shuffle.permutation.moving.moves import WAVE_BYTES, Move, as_words
 
 SCRATCH_BYTES = 16 * 2**20
 """Tensors up to this size may use a scratch of their own size on a CPU (per thread, kept); larger ones follow cycles."""
@@ -32,17 +32,19 @@ _thread = threading.local()
 
 
 def execute_reference(moves: Sequence[Move]) -> None:
-    """Moves words by advanced indexing: slow, and the truth that the others are tested against."""
-    for move in moves:
+    """Moves contiguous tensors by advanced indexing: slow, and the truth that the others are tested against."""
+    for move in map(as_words, moves):
         cube = move.tensor.view(move.rows, move.columns, move.inner)
         moved = cube if move.row_index is None else cube[move.row_index.long()]
         cube.copy_(moved if move.column_index is None else moved[:, move.column_index.long()])
 
 
 def execute(moves: Sequence[Move]) -> None:
-    """Moves words by ``index_select`` and ``gather`` on blocks that fit the cache."""
+    """Moves contiguous tensors by ``index_select`` and ``gather`` on blocks that fit the cache."""
     word_index, chunks = functools.cache(_word_index), functools.cache(_cycle_chunks)  # many tensors share an index
-    for move in sorted(moves, key=lambda move: move.tensor.nbytes):  # some 5% faster: the next one's indices are in the cache
+    for move in sorted(
+        map(as_words, moves), key=lambda move: move.tensor.nbytes
+    ):  # some 5% faster: the next one's indices are in the cache
         rows, width, row_index, column_index = move.rows, move.columns * move.inner, move.row_index, move.column_index
         if rows == 1:  # a vector, or one row of blocks: its columns are rows
             rows, width, row_index, column_index = move.columns, move.inner, column_index, None

@@ -28,7 +28,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from opacus_shuffle.permutation.moving import torch_moves
-from opacus_shuffle.permutation.moving.moves import Move, waves
+from opacus_shuffle.permutation.moving.moves import Move, as_words, waves
 
 STAGED_BYTES = 2**16
 """Rows up to this size, and up to ``STAGED_WORDS`` words, are permuted on chip."""
@@ -115,9 +115,9 @@ def require(device: torch.device) -> None:
 
 
 def execute(moves: Sequence[Move]) -> None:
-    """Moves words that lie on one device."""
+    """Moves contiguous tensors that lie on one device."""
     by_size: defaultdict[int, list[Move]] = defaultdict(list)
-    for move in moves:
+    for move in map(as_words, moves):
         if max(move.rows, move.columns * move.inner) < 2**30:
             by_size[move.tensor.dtype.itemsize].append(move)
         else:  # the kernel counts within a row in 32 bits

@@ -5,11 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opacus_shuffle.permutation.moving.layout import Block, Factor, IndexVectors, Term, index_vector, plan_movement
+from opacus_shuffle.permutation.action import GroupAction
+from opacus_shuffle.permutation.moving.layout import (
+    Block,
+    Factor,
+    IndexVectors,
+    Term,
+    index_vector,
+    joint_index,
+    plan_movement,
+)
 
 FACTORS = (Factor("heads", 2), Factor("width", 3, inside=(0,)), Factor("units", 4), Factor("fixed", 2, free=False))
 TABLES = (torch.tensor([1, 0]), torch.tensor([[2, 0, 1], [0, 2, 1]]), torch.tensor([3, 1, 0, 2]), None)
-CPU = torch.device("cpu")
 
 
 def test_each_head_moves_its_own_dimensions_and_the_heads_move_with_them():
@@ -47,14 +55,35 @@ def test_rows_and_columns_together_do_what_each_block_does(shape, blocks):
         expected = flat.index_select(block.start, index_vector(block, FACTORS, TABLES)).view(shape)
     sizes, *moving = plan_movement(shape, tuple(blocks))
     moved = tensor.view(sizes)
-    indices = IndexVectors(FACTORS, TABLES)
     for axis, each in enumerate(moving):
-        if (index := indices.of(each, CPU)) is not None:
-            moved = moved.index_select(axis, index)
+        if each:
+            moved = moved.index_select(axis, joint_index(each, FACTORS, TABLES))
     assert torch.equal(moved.reshape(shape), expected)
 
 
 def test_equal_blocks_share_one_index_wherever_they_lie():
-    indices = IndexVectors(FACTORS, TABLES)
-    assert indices.of((Block(0, 1, 4, UNITS),), CPU) is indices.of((Block(2, 3, 4, UNITS),), CPU)
-    assert indices.of((), CPU) is None
+    blocks = {
+        "first": (Block(0, 1, 4, UNITS),),
+        "last": (Block(1, 2, 4, UNITS),),
+        "both": (Block(0, 1, 4, UNITS), Block(1, 2, 6, HEADS)),
+    }
+    action = GroupAction(FACTORS, blocks, {"first": (4,), "last": (5, 4), "both": (4, 6)})
+    movements, layouts = action._movements
+    sizes, rows, columns = zip(*movements.values(), strict=True)
+    assert sizes == ((1, 4, 1), (5, 4, 1), (4, 6, 1))
+    assert (rows, columns) == ((None, None, 0), (0, 0, 1))
+    assert len(layouts) == 2
+
+
+def test_all_index_vectors_go_to_a_device_in_one_copy():
+    indices = IndexVectors({3: (2, Block(0, 1, 4, UNITS)), 5: (Block(0, 1, 6, HEADS),)}, FACTORS, TABLES)
+    here = indices.on(torch.device("cpu"))
+    assert here[None] is None
+    assert here[3].tolist() == [3, 1, 0, 2, 7, 5, 4, 6]
+    there = indices.on(torch.device("meta"))
+    assert [(there[number].dtype, len(there[number]), there[number].storage_offset()) for number in (3, 5)] == [
+        (torch.int32, 8, 0),
+        (torch.int32, 6, 8),
+    ]
+    assert there[3].untyped_storage()._cdata == there[5].untyped_storage()._cdata
+    assert indices.on(torch.device("meta")) is there
