@@ -6,29 +6,17 @@ forgotten.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from opacus_shuffle.permutation.action import GroupAction
 from opacus_shuffle.permutation.group import PermutationPlan
-from opacus_shuffle.permutation.network import plain_attention, results, seed_draws, state_kept
+from opacus_shuffle.permutation.in_double import PerturbedWeights
 from opacus_shuffle.permutation.sample_input import Call
-
-NOISE = {"bernoulli": 1.0, "bernoulli_": 1.0} | dict.fromkeys(
-    (
-        *("rand", "randn", "rand_like", "randn_like", "normal", "normal_", "uniform_", "exponential_", "cauchy_", "geometric_"),
-        *("log_normal_", "poisson", "binomial", "_standard_gamma"),
-    ),
-    0.5,
-)
-"""What draws of noise are replaced by: it treats entries alike, so what it does to the function is a matter of distribution."""
 
 MASK = 1e8
 """Entries beyond this are masks (-1e9, the lowest number of a type) and say nothing about the usual size of outputs."""
@@ -38,42 +26,40 @@ TOLERANCE = 1e-9
 times below in the deepest networks met, and the smallest breakage met (a forgotten bias of the queries) was 1e6 times above."""
 
 MISSED = 1 / 8
-"""Of two copies of a permutation of n things a draw takes both alike once in n! times: how often that may go unnoticed."""
-
-NARROW = (torch.float32, torch.float16, torch.bfloat16)
+"""How often two copies of a permutation of n things may go unnoticed: a draw takes both alike once in n! times, and a draw of
+one cycle over all once in (n-1)! times."""
 
 
 def check_calls(action: GroupAction, network: nn.Module, calls: Sequence[Call]) -> None:
     """Refuses a group with a permutation that changes what the network computes on these arguments, by name.
 
-    The first is tried in both modes, the others in evaluation mode.
+    The first is tried in both modes and with one permutation more, the others in evaluation mode.
     """
     action.tensors(network)
     generator = torch.Generator().manual_seed(20_230_101)
-    tensors: dict[str, torch.Tensor] = dict(network.named_parameters(remove_duplicate=False))
-    tensors |= dict(network.named_buffers(remove_duplicate=False))
-    double = _each_once(tensors, lambda tensor: _perturbed(tensor, generator, buffers=True))
+    weights = PerturbedWeights(network, generator, buffers=True)
+    known = []
     try:
-        _outputs(network, double, *calls[0], False)
+        known = [weights.run(calls[0], training=False)]
     except Exception:  # some buffers are masks, indices or probabilities, and mean nothing perturbed
-        double = _each_once(tensors, lambda tensor: _perturbed(tensor, generator, buffers=False))
-    informative, before = False, None
-    for (args, kwargs), training in [(calls[0], False), (calls[0], True), *((call, False) for call in calls[1:])]:
-        run = functools.partial(_outputs, network, args=args, kwargs=kwargs, training=training)
-        reference = _reference(network, run, double)
-        if before is None or not _same(before, reference):  # or this mode computes what the other did
-            informative |= _check_run(action, network, double, run, reference, generator)
-        before = reference
+        weights = PerturbedWeights(network, generator, buffers=False)
+    informative = False
+    for number, call in enumerate(calls):
+        references = {False: known.pop() if known else _reference(network, weights, call, training=False)}
+        if number == 0:
+            trained = _reference(network, weights, call, training=True)
+            if not _same(references[False], trained):  # or this mode computes what the other did
+                references[True] = trained
+        _Check(action, network, weights, call, references, generator).run(more=1 if number == 0 else 0)
+        informative |= any(bool(each.any()) for reference in references.values() for each in reference)
     if not informative:
         raise ValueError(f"{type(network).__name__} gives only zeros on the sample input: give another, so it can be checked")
 
 
-def _reference(
-    network: nn.Module, run: Callable[[Mapping[str, torch.Tensor]], list[torch.Tensor]], double: Mapping[str, torch.Tensor]
-) -> list[torch.Tensor]:
+def _reference(network: nn.Module, weights: PerturbedWeights, call: Call, *, training: bool) -> list[torch.Tensor]:
     """Returns what the network computes before anything is permuted."""
     try:
-        return run(double)
+        return weights.run(call, training=training)
     except ValueError:
         raise
     except Exception as error:
@@ -88,54 +74,94 @@ def _same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return len(ones) == len(others) and all(map(torch.equal, ones, others))
 
 
-def _check_run(
-    action: GroupAction,
-    network: nn.Module,
-    double: Mapping[str, torch.Tensor],
-    run: Callable[[Mapping[str, torch.Tensor]], list[torch.Tensor]],
-    reference: list[torch.Tensor],
-    generator: torch.Generator,
-) -> bool:
-    """Checks one run of the network; returns whether its outputs are anything but zeros."""
-    nearly = run(_each_once(double, lambda tensor: _rounded_otherwise(tensor, generator)))
-    rounding = [_rounding(*pair) for pair in zip(reference, nearly, strict=True)]
-    moving = {name: [double[name]] for name in action.blocks}
+class _Check:
+    """Permutes weights and compares what the network computes on one input with what it did, by mode of the network."""
 
-    def change(plan: PermutationPlan) -> float:
-        action.move(moving, plan)
-        now = run(double)
-        action.move(moving, action.invert(plan))
-        return max(_difference(*each) for each in zip(reference, now, rounding, strict=True))
+    def __init__(
+        self,
+        action: GroupAction,
+        network: nn.Module,
+        weights: PerturbedWeights,
+        call: Call,
+        references: Mapping[bool, list[torch.Tensor]],
+        generator: torch.Generator,
+    ) -> None:
+        self._action, self._network, self._weights = action, network, weights
+        self._call, self._references, self._generator = call, references, generator
+        self._rounding = {training: [0.0] * len(reference) for training, reference in references.items()}
+        self._rounding_known = False
+        self._moved: list[PermutationPlan] = []
 
-    # The first leaves nothing in place, the others tell copies of one permutation apart.
-    smallest = min((factor.size for factor in action.factors if factor.free), default=2)
-    draws = math.ceil(-math.log(MISSED) / math.lgamma(smallest + 1))
-    for plan in (_without_fixed_points(action.sample(generator)), *(action.sample(generator) for _ in range(draws))):
-        if (worst := change(plan)) > TOLERANCE:
-            _blame(action, network, plan, worst, change)
-    return any(bool(each.any()) for each in reference)
+    def run(self, *, more: int) -> None:
+        """Tries as many permutations as tell copies of one apart, and this many more at least, if any is needed."""
+        for plan in self._plans(more):
+            if (worst := self._change(plan)) > TOLERANCE:
+                self._blame(plan, worst)
+        self._back()
 
+    def _plans(self, more: int) -> Iterator[PermutationPlan]:
+        """Yields a permutation that leaves nothing in place, and then others."""
+        yield _without_fixed_points(self._action.sample(self._generator))
+        smallest = min((factor.size for factor in self._action.factors if factor.free), default=2)
+        left = -math.log(MISSED) - math.lgamma(smallest)
+        for _ in range(max(more, math.ceil(left / math.lgamma(smallest + 1)))):
+            yield self._action.sample(self._generator)
 
-def _blame(
-    action: GroupAction, network: nn.Module, plan: PermutationPlan, worst: float, change: Callable[[PermutationPlan], float]
-) -> NoReturn:
-    still = action.identity()
-    for number, factor in enumerate(action.factors):
-        if factor.free:
-            tables = list(still.tables)
-            tables[number] = plan.tables[number]
-            if (alone := change(PermutationPlan(tuple(tables)))) > TOLERANCE:
-                members = ", ".join(dict.fromkeys(name for name, _ in action.perm_to_axes[factor.name]))
-                raise ValueError(
-                    f"this PermutationSpec changes what {type(network).__name__} computes: permuting {factor.name!r} moves "
-                    f"{members} and the outputs by {alone:.1e} of their size. Something that belongs to it is missing or must "
-                    "stay in place. If it was found and not made by hand, tracing has lost these where their values leave "
-                    "PyTorch: declare that module's axes (see register_permutation)"
-                )
-    raise ValueError(
-        f"this PermutationSpec changes what {type(network).__name__} computes by {worst:.1e} of the outputs' size, though none "
-        "of its permutations does alone: use find_permutations"
-    )
+    def _change(self, plan: PermutationPlan) -> float:
+        """Returns how far the outputs get, beyond what rounding explains; what is within it needs no look at rounding."""
+        self._move(plan)
+        worst = self._distance()
+        if worst > TOLERANCE:
+            self._back()
+            self._learn_rounding()
+            self._move(plan)
+            worst = self._distance()
+            self._back()
+        return worst
+
+    def _distance(self) -> float:
+        return max(
+            _difference(*each)
+            for training, reference in self._references.items()
+            for each in zip(reference, self._weights.run(self._call, training=training), self._rounding[training], strict=True)
+        )
+
+    def _learn_rounding(self) -> None:
+        if not self._rounding_known:
+            for training, reference in self._references.items():
+                nearly = self._weights.run_rounded_otherwise(self._call, self._generator, training=training)
+                self._rounding[training] = [_rounding(*pair) for pair in zip(reference, nearly, strict=True)]
+        self._rounding_known = True
+
+    def _move(self, plan: PermutationPlan) -> None:
+        self._action.move({name: [self._weights.stored[name]] for name in self._action.blocks}, plan)
+        self._moved.append(plan)
+
+    def _back(self) -> None:
+        """Undoes all that was moved."""
+        while self._moved:
+            self._move(self._action.invert(self._moved.pop()))
+            self._moved.pop()
+
+    def _blame(self, plan: PermutationPlan, worst: float) -> NoReturn:
+        name = type(self._network).__name__
+        still = self._action.identity()
+        for number, factor in enumerate(self._action.factors):
+            if factor.free:
+                tables = list(still.tables)
+                tables[number] = plan.tables[number]
+                if (alone := self._change(PermutationPlan(tuple(tables)))) > TOLERANCE:
+                    members = ", ".join(dict.fromkeys(name for name, _ in self._action.perm_to_axes[factor.name]))
+                    raise ValueError(
+                        f"this PermutationSpec changes what {name} computes: permuting {factor.name!r} moves "
+                        f"{members} and the outputs by {alone:.1e} of their size. Something that belongs to it is missing or "
+                        "must stay in place. If it was found and not made by hand, tracing has lost these where their values "
+                        "leave PyTorch: declare that module's axes (see register_permutation)"
+                    )
+        raise ValueError(
+            f"this PermutationSpec changes what {name} computes by {worst:.1e} of the outputs' size, though none of its "
+            "permutations does alone: use find_permutations"
+        )
 
 
 def _without_fixed_points(plan: PermutationPlan) -> PermutationPlan:
@@ -145,39 +171,6 @@ def _without_fixed_points(plan: PermutationPlan) -> PermutationPlan:
             table if table is None else torch.empty_like(table).scatter_(-1, table, table.roll(1, -1)) for table in plan.tables
         )
     )
-
-
-class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps a network that rounds inside (norms, rotary embeddings) in double precision, and its draws of noise constant."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func.overloadpacket is torch.ops.aten._to_copy and kwargs.get("dtype") in NARROW:
-            kwargs["dtype"] = torch.float64
-        if not func._schema.is_mutable:
-            args, kwargs = tree_map(_widen, args), tree_map(_widen, kwargs)
-        name = func.overloadpacket.__name__
-        if name in ("native_dropout", "_fused_dropout"):
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        if name.startswith("rrelu_with_noise"):
-            args = (*args[:4], False)
-        if name == "_grouped_mm" and len(args) > 2 and args[0].dim() == 2 and args[1].dim() == 3:
-            return _grouped_product(*args[:3])
-        result = func(*args, **kwargs)
-        if name in NOISE:
-            for tensor in tree_leaves(result):
-                tensor.fill_(NOISE[name])
-        return result
-
-
-def _grouped_product(rows: torch.Tensor, matrices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Multiplies the rows up to each offset by a matrix of their own, which PyTorch does in low precision only."""
-    result = rows.new_zeros(len(rows), matrices.shape[-1])
-    start = 0
-    for stop, matrix in zip(offsets.tolist(), matrices, strict=True):
-        result[start:stop] = rows[start:stop] @ matrix
-        start = stop
-    return result
 
 
 def _difference(one: torch.Tensor, two: torch.Tensor, rounding: float) -> float:
@@ -195,75 +188,9 @@ def _difference(one: torch.Tensor, two: torch.Tensor, rounding: float) -> float:
     return float(((after - rounding).clamp(min=0) / before.clamp(min=scale)).max())
 
 
-def _each_once(tensors: Mapping[str, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors changed, tied ones still tied."""
-    changed: dict[int, torch.Tensor] = {}
-    for tensor in tensors.values():
-        if id(tensor) not in changed:
-            changed[id(tensor)] = change(tensor)
-    return {name: changed[id(tensor)] for name, tensor in tensors.items()}
-
-
-def _rounded_otherwise(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Returns the tensor with other last digits."""
-    if tensor.layout != torch.strided or tensor.dtype != torch.float64:
-        return tensor
-    return tensor * (1 + 1e-14 * torch.randn(tensor.shape, generator=generator).to(tensor))
-
-
 def _rounding(one: torch.Tensor, two: torch.Tensor) -> float:
     """Returns how far results are apart whose weights differ in what rounding may change, with a margin of 1000."""
     if one.shape != two.shape:
         return 0.0
     both = torch.isfinite(one) & torch.isfinite(two) & (one.abs() < MASK)
     return 1e3 * float((one - two)[both].abs().max()) if bool(both.any()) else 0.0
-
-
-def _widen(value: Any) -> Any:
-    """Returns a floating-point tensor in double precision, and anything else as it is."""
-    if isinstance(value, torch.Tensor) and value.dtype in NARROW:
-        return value.double()
-    return value.to(torch.complex128) if isinstance(value, torch.Tensor) and value.dtype == torch.complex64 else value
-
-
-def _perturbed(tensor: torch.Tensor, generator: torch.Generator, *, buffers: bool) -> torch.Tensor:
-    """Copies a parameter or a buffer in double precision, moved away from values that hide mistakes."""
-    if tensor.layout != torch.strided:
-        return tensor
-    copy = _widen(tensor.detach()).clone(memory_format=torch.contiguous_format)
-    if not copy.is_floating_point():
-        return copy
-    noise = torch.randn(copy.shape, generator=generator).to(copy)
-    if isinstance(tensor, nn.Parameter):
-        spread = 0.2 if copy.dim() < 2 else 0.5 * max(float(copy.std()) if copy.numel() > 1 else 0.0, 1e-2)
-        return copy + spread * noise
-    if buffers and bool(torch.isfinite(copy).all()):  # a variance stays positive
-        return torch.where(copy == 0, 0.1 * noise, copy * torch.exp(0.2 * noise))
-    return copy
-
-
-def _outputs(
-    network: nn.Module, tensors: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool
-) -> list[torch.Tensor]:
-    """Runs the network on these tensors and returns its results; its own buffers are left as they are."""
-    buffers = {name for name, _ in network.named_buffers(remove_duplicate=False)}
-    fused = not any(
-        isinstance(part, nn.RNNBase) for part in network.modules()
-    )  # cuDNN draws dropout inside of a recurrent layer
-    own = {name: tensor.clone() if name in buffers else tensor for name, tensor in tensors.items()}
-    with (
-        state_kept(network),
-        torch.no_grad(),
-        plain_attention(),
-        torch.backends.cudnn.flags(enabled=fused),
-        _InDouble(),  # type: ignore[no-untyped-call]
-    ):
-        seed_draws(0)
-        network.train(training)
-        outputs = torch.func.functional_call(network, own, tree_map(_widen, args), tree_map(_widen, dict(kwargs)))
-    found = [leaf.double() if not leaf.is_complex() else torch.view_as_real(leaf).double() for leaf in results(outputs)]
-    if not any(leaf.numel() for leaf in found):
-        raise ValueError(f"{type(network).__name__} returns no tensor on the sample input, so nothing can be checked")
-    if any(bool(torch.isnan(leaf).any()) for leaf in found):
-        raise ValueError(f"{type(network).__name__} gives undefined outputs on the sample input: give another")
-    return found
