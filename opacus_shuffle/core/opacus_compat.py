@@ -39,7 +39,7 @@ from opacus_shuffle.core.system_randomness import SystemGenerator, system_noise
 POISSON_SAMPLERS = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 """Opacus's batch samplers in which every record flips a coin of its own."""
 
-WRAPPING_PACKAGES = ("opacus.grad_sample", "opacus.distributed", "torch.nn.parallel", "torch._dynamo")
+WRAPPING_PACKAGES = ("opacus.grad_sample", "opacus.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim.swa_utils")
 WRAPPER_NAMES = ("_module", "module", "_orig_mod")
 """Where Opacus, distributed training and ``torch.compile`` define their wrappers, and under which names these keep the
 network."""

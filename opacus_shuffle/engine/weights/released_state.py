@@ -3,42 +3,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
-
-
-@dataclasses.dataclass(eq=False)
-class PartHook:
-    """A hook of one module of the network; copies of it do nothing, since our optimizer does not train them.
-
-    Attributes:
-        act: Called with the module and what its hook gets.
-        part: The module.
-        before_pickling: Called when the whole module is pickled, which no hook of a state dict sees in time.
-    """
-
-    act: Callable[..., None] | None = None
-    part: nn.Module | None = None
-    before_pickling: Callable[[], None] | None = None
-
-    def __call__(self, module: nn.Module, *arguments: Any) -> None:
-        """Acts where it is called for the module itself."""
-        if self.act is not None and module is self.part:
-            self.act(module, *arguments)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PartHook:
-        return PartHook()
-
-    def __reduce__(self) -> Any:
-        if self.before_pickling is not None:
-            self.before_pickling()
-        return PartHook, ()
 
 
 def permute_state(

@@ -15,7 +15,8 @@ from opacus_shuffle.core.opacus_compat import waits_for_step
 from opacus_shuffle.core.randomness import KeyChain, check_generator
 from opacus_shuffle.core.validation import instance_of, integer, one_of
 from opacus_shuffle.engine.weights.optimizers import after_each_update, innermost, refuse_optimizer
-from opacus_shuffle.engine.weights.released_state import PartHook, permute_state, permuted_optimizer_state
+from opacus_shuffle.engine.weights.copies import PartHook, TensorHook
+from opacus_shuffle.engine.weights.released_state import permute_state, permuted_optimizer_state
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 from opacus_shuffle.permutation.network import unwrap
 
@@ -32,10 +33,10 @@ class WeightShuffler:
         optimizer: Trains all of it that is trained (the state of a second optimizer would not follow); Opacus's optimizers are
             followed to the one inside. A shuffler that was there before is replaced.
         mode: ``"every_step"``: after every update, as in Yang, Ji and Xiang's weight shuffling (Algorithm 1).
-            ``"on_release"``: what ``state_dict`` of the network and of the optimizer return is permuted, by one permutation
-            until the next update, and the run itself goes on where it is. Other ways out, such as ``parameters()``, a copy of
-            the network or a pickled optimizer, need a call of :meth:`release` before (docs/weight_shuffling.rst). What was
-            shown is to be loaded again as a whole: weights and optimizer state.
+            ``"on_release"``: what ``state_dict`` of the network and of the optimizer return, copies and pickles are permuted,
+            by one permutation until the next update, and the run itself goes on where it is. Other ways out, such as
+            ``parameters()``, need a call of :meth:`release` before (docs/weight_shuffling.rst). What was shown is to be loaded
+            again as a whole: weights and optimizer state.
         generator: On the CPU; by default a chain of keys from the operating system, which cannot be run backwards. Pass your
             own to repeat a run, and never on real data.
         synchronise: All ranks of the default process group draw the same permutations, by rank 0's secret.
@@ -83,6 +84,9 @@ class WeightShuffler:
         self._keys = KeyChain()
         self._changed = False  # since the last release
         self._plan: PermutationPlan | None = None  # from the run itself to what was released last
+        self._averages: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # their parts, with places
+        self._hooks: weakref.WeakSet[PartHook] = weakref.WeakSet()
+        self._handles: list[Any] = []
         self._synchronised = synchronise
         self._versions: list[int] = []  # of the parameters when the plan was drawn
         if synchronise:
@@ -92,10 +96,12 @@ class WeightShuffler:
                 self._changed |= previous._private
                 previous.end()
                 previous._changed, previous._plan = False, None  # it is ours now
+                if previous._network is self._network:
+                    self._averages.update(previous._averages)
             _ATTACHED[each] = weakref.ref(self)
-        self._handles = after_each_update(self._optimizer, self._after_update)
-        if mode == "on_release":
-            self._handles += self._state_hooks()
+        self._watch_optimizer()
+        for part, place in [*_parts(self._network), *self._averages.items()]:
+            self._watch(part, place)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuses to be copied or pickled.
@@ -140,6 +146,32 @@ class WeightShuffler:
         self.release()
         self.end()
 
+    def follow(self, average: nn.Module) -> None:
+        """Has an average of the network's weights follow their permutations, beginning with the weights of now.
+
+        ``torch.optim.swa_utils.AveragedModel`` follows by itself if it is made while the shuffler is attached. The averages of
+        other libraries do so from this call on, as does any copy that is updated from the network's ``parameters()``.
+
+        Args:
+            average: A copy of the network, or a wrapper of one; its weights are overwritten.
+
+        Raises:
+            ValueError: If it is no copy.
+        """
+        instance_of("average", average, (nn.Module,))
+        copied = unwrap(average)
+        own, others = ({**dict(each.named_parameters()), **dict(each.named_buffers())} for each in (self._network, copied))
+        shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (own, others)]
+        if copied is self._network or shapes[0] != shapes[1]:
+            raise ValueError(f"average must be a copy of the network, got {type(average).__name__}: pass copy.deepcopy(model)")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                others[name].copy_(tensor)
+        for part, place in _parts(copied):
+            if part not in self._averages:
+                self._averages[part] = place
+                self._watch(part, place)
+
     @property
     def _private(self) -> bool:
         """Whether the weights in memory are other than those that were shown or permuted last."""
@@ -150,6 +182,12 @@ class WeightShuffler:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for hook in self._hooks:
+            hook.forget()
+        for part, place in [*_parts(self._network), *self._averages.items()]:
+            for _, tensor in self._moving(part, place):
+                TensorHook.forget(tensor)
+        vars(self._optimizer).pop("__reduce_ex__", None)
         for each in (self._network, self._optimizer):
             if _attached(each) is self:
                 del _ATTACHED[each]
@@ -217,21 +255,52 @@ class WeightShuffler:
 
     def _followers(self) -> dict[str, list[torch.Tensor]]:
         """Returns all that moves; buffers may be other tensors than at the start."""
-        return self.spec.followers(self.spec.tensors(self._network), self._optimizer)
+        found = self.spec.followers(self.spec.tensors(self._network), self._optimizer)
+        for part, place in [*self._averages.items()]:
+            for name, tensor in self._moving(part, place):
+                if not any(tensor is each for each in found[name]):
+                    found[name].append(tensor)
+        return found
 
-    def _state_hooks(self) -> list[Any]:
-        """Hooks the state dicts of the network, its parts and the optimizer; returns the handles."""
-        handles: list[Any] = []
-        for name, part in self._network.named_modules():
-            release = PartHook(functools.partial(self._release_part, name), part, self._refuse_pickling)
-            handles.append(part.register_state_dict_post_hook(release))  # type: ignore[no-untyped-call]
-            # What is loaded may be what was shown, of one part alone: let the run be what was shown, too.
-            handles.append(part.register_load_state_dict_pre_hook(PartHook(self._before_load, part)))  # type: ignore[no-untyped-call]
-        return [
-            *handles,
-            self._optimizer.register_state_dict_post_hook(self._release_optimizer),
-            self._optimizer.register_load_state_dict_pre_hook(self._before_load),
-        ]
+    def _moving(self, part: nn.Module, place: str) -> list[tuple[str, torch.Tensor]]:
+        """Returns the tensors that a part of the network, or of a copy, has itself, and that move, with their names."""
+        canonical = {alias: name for name, aliases in self.spec.aliases.items() for alias in aliases}
+        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        named = [(f"{place}.{key}" if place else key, tensor) for key, tensor in own]
+        found = [(canonical.get(name, name), tensor) for name, tensor in named]
+        return [(name, tensor) for name, tensor in found if self.spec.shapes.get(name) == tuple(tensor.shape)]
+
+    def _watch_optimizer(self) -> None:
+        """Hooks the updates of the optimizer, and what leaves of it."""
+        self._handles += after_each_update(self._optimizer, self._after_update)
+        if self.mode == "on_release":
+            self._handles += [
+                self._optimizer.register_state_dict_post_hook(self._release_optimizer),
+                self._optimizer.register_load_state_dict_pre_hook(self._before_load),
+            ]
+            vars(self._optimizer)["__reduce_ex__"] = self._reduce_optimizer
+
+    def _watch(self, part: nn.Module, place: str) -> None:
+        """Hooks what leaves of a part of the network, or of an average of it, that stands at this place."""
+        # What is loaded may be what was shown, of one part alone: let the run be what was shown, too.
+        load = self._hook(self._before_load, part, place)
+        self._handles.append(part.register_load_state_dict_pre_hook(load))  # type: ignore[no-untyped-call]
+        if self.mode == "on_release":
+            release = self._hook(functools.partial(self._release_part, place), part, place)
+            self._handles.append(part.register_state_dict_post_hook(release))  # type: ignore[no-untyped-call]
+            self._handles.append(part.register_forward_pre_hook(self._hook(self._refuse_tracing, part, place)))
+            for name, tensor in self._moving(part, place):
+                TensorHook.watch(tensor, functools.partial(self._release_copy, name))
+
+    def _hook(self, act: Callable[..., None], part: nn.Module, place: str) -> PartHook:
+        hook = PartHook(act, weakref.ref(part), functools.partial(self._averaged, act, place), self._refuse_sharing)
+        self._hooks.add(hook)
+        return hook
+
+    def _averaged(self, act: Callable[..., None], place: str, part: nn.Module) -> PartHook:
+        """Has a part of an average follow; returns a hook of it."""
+        self._averages[part] = place
+        return self._hook(act, part, place)
 
     def _after_update(self) -> None:
         """Shuffles after an update, or notes that the weights have changed."""
@@ -265,11 +334,26 @@ class WeightShuffler:
         plan = self._released()
         return permuted_optimizer_state(self.spec, plan, self._network, self._optimizer, state)
 
-    def _refuse_pickling(self) -> None:
+    def _release_copy(self, name: str, copied: torch.Tensor) -> None:
+        """Permutes the copy of one tensor."""
+        if (plan := self._released()) is not None:
+            self.spec.move({name: [copied]}, plan)
+
+    def _reduce_optimizer(self, protocol: Any) -> Any:
+        self._refuse(f"copying or pickling {type(self._optimizer).__name__}", "keep its state_dict()")
+        return type(self._optimizer).__reduce_ex__(self._optimizer, protocol)
+
+    def _refuse_sharing(self) -> None:
+        self._refuse("handing the network's memory to another process", "pass copy.deepcopy(model)")
+
+    def _refuse_tracing(self, *_: Any) -> None:
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            self._refuse("exporting or tracing the network itself", "export copy.deepcopy(model)")
+
+    def _refuse(self, what: str, remedy: str) -> None:
         if self._private:
             raise ValueError(
-                "saving the whole module would show weights that were not permuted since their last update: save state_dict(), "
-                "or call release() first"
+                f"{what} would show weights that were not permuted since their last update: {remedy}, or call release() first"
             )
 
     def _synchronise(self) -> None:
@@ -279,6 +363,11 @@ class WeightShuffler:
         self._keys = KeyChain(secret[0])
         if self._generator is not None:
             self._generator.set_state(secret[1])
+
+
+def _parts(network: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Returns all modules of a network, with their places in it."""
+    return [(part, place) for place, part in network.named_modules()]
 
 
 def detach_shuffler(owner: nn.Module | torch.optim.Optimizer) -> None:

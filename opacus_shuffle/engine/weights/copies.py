@@ -1,0 +1,130 @@
+"""What leaves by ``copy`` and ``pickle``: permuted copies of the run's tensors, with hooks of the network that do nothing.
+
+Averages of weights are the exception. ``torch.optim.swa_utils.AveragedModel`` copies the network and goes on reading its
+parameters, so its copy stays as the run is, and follows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import traceback
+import weakref
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+
+@dataclasses.dataclass(eq=False)
+class PartHook:
+    """A hook of one module of the network; copies of it do nothing, unless they are of an average.
+
+    Attributes:
+        act: Called with the module, or a shallow copy of it, and what its hook gets; None for nothing.
+        part: The module.
+        when_averaged: Called with the module's copy in an average; returns the hook of that one.
+        before_sharing: Called when another process is about to get the module's memory.
+    """
+
+    act: Callable[..., None] | None = None
+    part: weakref.ref[nn.Module] | None = None
+    when_averaged: Callable[[nn.Module], PartHook] | None = None
+    before_sharing: Callable[[], None] | None = None
+
+    def __call__(self, *arguments: Any) -> None:
+        """Acts, if there is anything to do."""
+        if self.act is not None:
+            self.act(*arguments)
+
+    def forget(self) -> None:
+        """From now on does nothing."""
+        self.act = self.when_averaged = self.before_sharing = None
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> PartHook:
+        copied = None if self.part is None else memo.get(id(self.part()))
+        if self.when_averaged is None or copied is None or not becomes_average(memo):
+            return PartHook()
+        return self.when_averaged(copied)
+
+    def __reduce__(self) -> Any:
+        return PartHook, ()
+
+
+def _share(hook: PartHook) -> Any:
+    """Reduces a hook for another process, which gets the memory of tensors, not copies."""
+    if hook.before_sharing is not None:
+        hook.before_sharing()
+    return PartHook, ()
+
+
+ForkingPickler.register(PartHook, _share)
+
+
+@dataclasses.dataclass(eq=False)
+class TensorHook:
+    """What ``copy`` and ``pickle`` call for a tensor of the run, as attributes of that tensor.
+
+    Attributes:
+        tensor: The tensor.
+        permute: Moves a copy as what leaves now.
+    """
+
+    tensor: weakref.ref[torch.Tensor]
+    permute: Callable[[torch.Tensor], None]
+
+    @classmethod
+    def watch(cls, tensor: torch.Tensor, permute: Callable[[torch.Tensor], None]) -> None:
+        """From now on has copies and pickles of a tensor permuted."""
+        hook = cls(weakref.ref(tensor), permute)
+        vars(tensor).update(__deepcopy__=hook.deep_copy, __reduce_ex__=hook.reduce)
+
+    @staticmethod
+    def forget(tensor: torch.Tensor) -> None:
+        """Undoes :meth:`watch`."""
+        for name in ("__deepcopy__", "__reduce_ex__"):
+            vars(tensor).pop(name, None)
+
+    def deep_copy(self, memo: dict[Any, Any]) -> torch.Tensor:
+        """Returns the copy, which knows nothing of the run, or that of an average."""
+        tensor = self._found()
+        if id(tensor) not in memo:
+            copied = self._copy(memo)
+            if becomes_average(memo):
+                TensorHook.watch(copied, self.permute)
+            else:
+                self.permute(copied)
+        return memo[id(tensor)]  # type: ignore[no-any-return]
+
+    def reduce(self, protocol: Any) -> Any:
+        """Returns how a permuted copy is pickled."""
+        tensor, copied = self._found(), self._copy({})
+        self.permute(copied)
+        vars(copied).update(vars(tensor))
+        TensorHook.forget(copied)
+        return type(copied).__reduce_ex__(copied, protocol)
+
+    def _found(self) -> torch.Tensor:
+        tensor = self.tensor()
+        assert tensor is not None  # whose attribute this is
+        return tensor
+
+    def _copy(self, memo: dict[Any, Any]) -> torch.Tensor:
+        tensor = self._found()
+        copied: torch.Tensor = type(tensor).__deepcopy__(tensor, memo)  # type: ignore[attr-defined]
+        TensorHook.forget(copied)  # attributes of a buffer are copied with it
+        return copied
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> TensorHook:
+        return self
+
+
+def becomes_average(memo: dict[Any, Any]) -> bool:
+    """Returns whether a deep copy, whose memo this is, is being made by ``AveragedModel``."""
+    if PartHook not in memo:
+        making: Any = AveragedModel.__init__
+        memo[PartHook] = any(frame.f_code is making.__code__ for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return bool(memo[PartHook])
