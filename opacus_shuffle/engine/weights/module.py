@@ -92,6 +92,15 @@ class ShuffleGradSampleModule:
         """Permutes the weights in memory if they were not since their last update, for ways out other than ``state_dict``."""
         self.shuffler.release()
 
+    def __getattr__(self, name: str) -> Any:
+        """Returns what Opacus's wrapper has, or else what the network offers, such as ``generate`` and ``save_pretrained``."""
+        try:
+            return _plain_class(type(self)).__getattr__(self, name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+        return getattr(unwrap(self), name)  # type: ignore[arg-type]
+
     def to_standard_module(self) -> nn.Module:
         """Returns the network itself, its weights permuted."""
         self.release()
@@ -115,7 +124,7 @@ def shuffled_class(base: Any) -> Any:
     # Opacus's class comes first, or an instance of it could not become one of ours; so our methods are put before it by hand.
     own: dict[str, Any] = {
         name: ShuffleGradSampleModule.__dict__[name]
-        for name in ("__new__", "to_standard_module", "__deepcopy__", "__reduce_ex__")
+        for name in ("__new__", "__getattr__", "to_standard_module", "__deepcopy__", "__reduce_ex__")
     }
     own["__init__"] = lambda self, *args, **keywords: None  # __new__ has done it all
     return type(f"Shuffle{base.__name__}", (base, ShuffleGradSampleModule), {"__module__": __name__, **own})

@@ -14,8 +14,8 @@ from torch import nn
 from opacus_shuffle.core.opacus_compat import waits_for_step
 from opacus_shuffle.core.randomness import KeyChain, check_generator
 from opacus_shuffle.core.validation import instance_of, integer, one_of
-from opacus_shuffle.engine.weights.optimizers import after_each_update, innermost, refuse_optimizer
 from opacus_shuffle.engine.weights.copies import PartHook, TensorHook
+from opacus_shuffle.engine.weights.optimizers import after_each_update, innermost, refuse_optimizer
 from opacus_shuffle.engine.weights.released_state import permute_state, permuted_optimizer_state
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 from opacus_shuffle.permutation.network import unwrap
