@@ -89,7 +89,7 @@ class ShuffleGradSampleModule:
         return self.shuffler.spec
 
     def release(self) -> None:
-        """Permutes the weights in memory if they were not since their last update, for ways out other than ``state_dict``."""
+        """Permutes the weights in memory if they were not since their last update, for ways out that nobody sees."""
         self.shuffler.release()
 
     def __getattr__(self, name: str) -> Any:

@@ -121,7 +121,7 @@ class WeightShuffler:
         self._changed, self._plan = False, None
 
     def release(self) -> None:
-        """Permutes the weights in memory if they were not since their last update, for ways out other than ``state_dict``.
+        """Permutes the weights in memory if they were not since their last update, for ways out that nobody sees.
 
         They become what ``state_dict`` has shown since that update. In mode ``"every_step"`` there is nothing to do.
 
