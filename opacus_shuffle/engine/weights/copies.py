@@ -105,7 +105,7 @@ class TensorHook:
         self.permute(copied)
         vars(copied).update(vars(tensor))
         TensorHook.forget(copied)
-        return type(copied).__reduce_ex__(copied, protocol)
+        return type(copied).__reduce_ex__(copied, protocol)  # type: ignore[no-untyped-call]
 
     def _found(self) -> torch.Tensor:
         tensor = self.tensor()
@@ -114,7 +114,7 @@ class TensorHook:
 
     def _copy(self, memo: dict[Any, Any]) -> torch.Tensor:
         tensor = self._found()
-        copied: torch.Tensor = type(tensor).__deepcopy__(tensor, memo)  # type: ignore[attr-defined]
+        copied: torch.Tensor = type(tensor).__deepcopy__(tensor, memo)  # type: ignore[attr-defined, no-untyped-call]
         TensorHook.forget(copied)  # attributes of a buffer are copied with it
         return copied
 

@@ -347,7 +347,7 @@ class WeightShuffler:
         self._refuse("handing the network's memory to another process", "pass copy.deepcopy(model)")
 
     def _refuse_tracing(self, *_: Any) -> None:
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             self._refuse("exporting or tracing the network itself", "export copy.deepcopy(model)")
 
     def _refuse(self, what: str, remedy: str) -> None:

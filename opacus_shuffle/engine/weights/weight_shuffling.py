@@ -41,8 +41,8 @@ class WeightShuffling:
         groups: What moves. True, the same as ``"residual"``, for every permutation that :func:`find_permutations` finds on the
             first records; ``"heads"`` or ``"paper"`` for fewer; a ``PermutationSpec``, such as that of your own sample. False
             for nothing at all, which tells ``shuffled_fw`` that plain DP-SGD is meant.
-        mode: ``"every_step"``, or ``"on_release"``: only what leaves, such as state dicts, copies and checkpoints, which releases
-            the same joint distribution at no cost per step.
+        mode: ``"every_step"``, or ``"on_release"``: only what leaves, such as state dicts and copies, which releases the
+            same joint distribution at no cost per step.
         generator: On the CPU; by default secret, from the operating system.
         batch_clip: c′, the norm that the **sum** of the shuffled parameters' gradients is clipped to before the noise (line
             12), in the units of ``max_grad_norm``. With ``shuffled_fw`` it is ``max_grad_norm`` itself by default, which takes
