@@ -29,8 +29,8 @@ class PermutationSpec(GroupAction):
             which applies permutations; :class:`~opacus_shuffle.permutation.group.PermutationGroup` draws and composes them.
         unmoved: Names of the parameters that stay, with their sizes.
         unknown: Operations without a rule that were met, with their numbers of calls: what they touched stays.
-        unreached: Parameters that the sample did not reach: nobody knows what they do, so they stay, with every axis whose size
-            they have.
+        unreached: Parameters and buffers that the sample did not reach, or of which it made nothing that was used: nobody knows
+            what they do, so they stay, with every axis whose size they have.
         causes: Why parameters stay that do, by name: per axis the operation that has fixed it, where it is in the network, and
             the line of code.
         decisions: Places where values decide what the network does next, with the number of ways that were followed.
@@ -182,7 +182,7 @@ class PermutationSpec(GroupAction):
                 aliases={name: tuple(names) for name, names in data["aliases"].items()},
                 unmoved={name: int(size) for name, size in data["unmoved"].items()},
                 unknown={name: int(count) for name, count in data["unknown"].items()},
-                unreached=tuple(one_of("unreached", name, data["unmoved"]) for name in data.get("unreached", ())),
+                unreached=tuple(instance_of("unreached", name, (str,)) for name in data.get("unreached", ())),
                 causes={name: instance_of("causes", cause, (str,)) for name, cause in data.get("causes", {}).items()},
                 decisions={place: int(count) for place, count in data.get("decisions", {}).items()},
                 level=instance_of("level", data["level"], (str,)),

@@ -270,17 +270,45 @@ def a_layer_only_in_training() -> Case:
     return Net(way, **ends(), unit=unit()), negative(), signs()
 
 
-@case
-def a_token_for_masked_places() -> Case:
+def masked_places(token: Callable[[nn.Module], torch.Tensor]) -> Case:
+    """A network that puts a token of its own where a mask says so, if one is given; the sample has none."""
+
     def way(net, x, mask=None):
-        h = net.enter(x)
+        h, put = net.enter(x), token(net)
         if mask is not None:
-            h = torch.where(mask[..., None], net.token, h)
+            h = torch.where(mask[..., None], put, h)
         return net.leave(net.unit(h))
 
-    network = Net(way, **ends(), unit=unit(), token=nn.Parameter(torch.randn(D)))
-    x = negative()
-    return network, x, [x, {"x": x, "mask": x[:, 0] > x[:, 1]}]
+    x = negative()[None]
+    return Net(way, **ends(), unit=unit()), x, [x, {"x": x, "mask": x[..., 0] > x[..., 1]}]
+
+
+@case
+def a_token_for_masked_places() -> Case:
+    network, *samples = masked_places(lambda net: net.token)
+    network.token = nn.Parameter(torch.randn(D))
+    return network, *samples
+
+
+@case
+def a_token_with_axes_of_one_entry() -> Case:
+    network, *samples = masked_places(lambda net: net.token)
+    network.token = nn.Parameter(torch.randn(1, 1, D))
+    return network, *samples
+
+
+@case
+def a_token_that_is_a_buffer() -> Case:
+    network, *samples = masked_places(lambda net: net.token)
+    network.register_buffer("token", torch.randn(D))
+    return network, *samples
+
+
+@case
+def a_token_of_which_something_is_made_that_nobody_uses() -> Case:
+    network, *samples = masked_places(lambda net: net.token.tanh())
+    network.token = nn.Parameter(torch.randn(D))
+    return network, *samples
 
 
 @case

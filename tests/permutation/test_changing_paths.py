@@ -42,8 +42,12 @@ def on_its_sample(name):
     return build(lambda: CHANGING[name]()[:2])
 
 
-def test_what_is_never_reached_stays_with_every_axis_of_its_sizes_and_is_listed():
-    module, sample = on_its_sample("a_token_for_masked_places")
+TOKENS = ["for_masked_places", "with_axes_of_one_entry", "that_is_a_buffer", "of_which_something_is_made_that_nobody_uses"]
+
+
+@pytest.mark.parametrize("token", TOKENS)
+def test_what_is_never_reached_stays_with_every_axis_of_its_sizes_and_is_listed(token):
+    module, sample = on_its_sample(f"a_token_{token}")
     spec = find_permutations(module, sample)
     assert spec.unreached == ("token",)
     assert [factor.name for factor in spec.factors if factor.free] == ["units of unit.0"]
@@ -53,7 +57,7 @@ def test_what_is_never_reached_stays_with_every_axis_of_its_sizes_and_is_listed(
 
 def test_samples_that_reach_it_let_it_move():
     module, sample = on_its_sample("a_token_for_masked_places")
-    reached = find_permutations(module, sample, more_samples=[{"x": sample, "mask": sample[:, 0] > 0}])
+    reached = find_permutations(module, sample, more_samples=[{"x": sample, "mask": sample[..., 0] > 0}])
     assert not reached.unreached
     assert "token" in reached.blocks
 

@@ -86,11 +86,11 @@ def build_spec(run: TracedRun, level: str, decisions: Mapping[str, int] | None =
 
 
 def _keep_unreached(run: TracedRun) -> None:
-    """Fixes every axis that a parameter which was not reached may share with others: all of a size that it has.
+    """Fixes every axis that a tensor which was not reached may share with others: all of a size that it has.
 
     Nobody knows what such a parameter does on inputs that reach it. A view may make an axis of factors side by side.
     """
-    sizes = {size for name in run.unreached() for size in run.tensors[name].shape[:2] if size > 1}
+    sizes = {size: name for name in reversed(run.unreached()) for size in run.tensors[name].shape if size > 1}
     rows = {tuple(axis for each in dimensions for axis in factors(each)) for dimensions in run.occurrences if sizes}
     waiting = [*rows, *(tuple(axis for each in dims for axis in factors(each)) for dims in run.parameters.values() if sizes)]
     while waiting:
@@ -100,7 +100,7 @@ def _keep_unreached(run: TracedRun) -> None:
             for stop in range(start, len(row)):
                 size *= row[stop].size
                 if size in sizes:
-                    fix_all(row[start : stop + 1], cause="as long as an axis of a parameter that was not reached")
+                    fix_all(row[start : stop + 1], cause=f"as long as an axis of {sizes[size]}, which was not reached")
         waiting += [tuple(factors([part])) for axis in row if axis.kind == "sum" for part in axis.parts]
 
 

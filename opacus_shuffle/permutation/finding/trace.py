@@ -94,7 +94,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call = bind(func, args, kwargs, result)
             inputs = [] if call.name in SHAPES_ONLY else call.inputs
             matters = bool(call.written) or not call.outputs
-            self.run.follow(call)
             self.note(Event(inputs, call.outputs, lambda: self._label(call, constant), self._cause(func), matters))
         return result
 
@@ -104,6 +103,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return f"{place_of(func, outside=True)}" + (f" of {part}" if part else "")
 
     def _label(self, call: Call, constant: bool) -> None:
+        self.run.follow(call)
         self.run.label(call, find_rule(call))
         if constant:
             self.run.stay(call.outputs)

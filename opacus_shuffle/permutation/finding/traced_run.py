@@ -241,8 +241,8 @@ class TracedRun:
         self.used |= frozenset[str]().union(*(self._shown[tensor] for tensor in tensors if tensor in self._shown))
 
     def unreached(self) -> list[str]:
-        """Returns the parameters that the run has not reached: nobody knows what they do."""
-        return [name for name in self.parameters if name in self.parameter_names and name not in self.used]
+        """Returns the parameters, and buffers of numbers, that the run has not reached: nobody knows what they do."""
+        return [name for name, tensor in self.tensors.items() if name not in self.used and tensor.dtype != torch.bool]
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Forgets a tensor's labels: it is to be labelled anew."""
