@@ -46,14 +46,14 @@ def plain_attention() -> Iterator[None]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with _PlainAttention():
+        with sdpa_kernel(SDPBackend.MATH), _PlainAttention():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
 class _PlainAttention(TorchFunctionMode):
-    """Computes each attention plainly: around the network would not do, since some ask for fused kernels inside of it."""
+    """Computes each attention plainly, also where a network asks for fused kernels inside (but for PyTorch's own layers)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         fused = func is torch.nn.functional.scaled_dot_product_attention
