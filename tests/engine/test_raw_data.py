@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -176,3 +178,28 @@ def test_what_shuffles_weights_refuses_to_be_copied_by_name(refused):
     with pytest.raises(ValueError, match="WeightShuffler cannot be copied or pickled"):
         refused(model.shuffler)
     run_epoch(copy.deepcopy(model) and model, *run[:2])
+
+
+@pytest.mark.parametrize("name", ["rdp", "prv", "shuffled_checkin", "shuffle_gauss", "shuffled_fw"])
+def test_a_network_that_is_kept_keeps_neither_the_data_nor_the_engine(name):
+    engine, toy = PrivacyEngine(accountant=name), make_toy()
+    ways = {} if name in ("rdp", "prv") else way_of(name)
+    made = engine.make_private(**toy, noise_multiplier=2.0, **ways)
+    run_epoch(*made)
+    gone = [weakref.ref(each) for each in (engine, toy["data_loader"].dataset, made[-1])]
+    model = made[0]
+    del engine, toy, made
+    gc.collect()
+    assert [each() for each in gone] == [None, None, None]
+    assert copy.deepcopy(model) is not None
+
+
+@pytest.mark.parametrize("name", ["rdp", "shuffled_checkin"])
+def test_a_run_goes_on_and_is_accounted_when_its_engine_is_forgotten(name):
+    engine = PrivacyEngine(accountant=name)
+    made = engine.make_private(**make_toy(), noise_multiplier=2.0)
+    accountant = engine.accountant
+    del engine
+    gc.collect()
+    run_epoch(*made)
+    assert sum(steps for *_, steps in accountant.history) == len(made[-1])

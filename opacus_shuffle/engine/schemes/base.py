@@ -10,7 +10,10 @@ what is its own; ``make_private`` goes through the verbs of the class in the ord
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -351,10 +354,13 @@ class Scheme:
         return loader.tickets if isinstance(loader, TicketedLoader) else None
 
     def account(self, run: Run) -> Callable[[DPOptimizer], None]:
-        """What records every round, before its noise is drawn."""
+        """What records every round, before its noise is drawn; a network that is kept keeps it, but neither data nor engine."""
+        scheme, loader = copy.copy(self), weakref.proxy(run.request.data_loader)
+        scheme.engine = weakref.proxy(self.engine)
+        run = dataclasses.replace(run, request=dataclasses.replace(run.request, data_loader=loader))
 
         def record(optimizer: DPOptimizer) -> None:
-            self.accountant.record(self.round(run, optimizer))
+            scheme.accountant.record(scheme.round(run, optimizer))
 
         return record
 

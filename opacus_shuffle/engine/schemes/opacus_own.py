@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.randomness import secret_after_fork
 from opacus_shuffle.core.validation import finite_number, positive
+from opacus_shuffle.engine.opacus_history import OpacusHistory
 from opacus_shuffle.engine.run import Budget, Request, Run
 from opacus_shuffle.engine.sampling.samplers import ExactPoissonSampler, PoissonSampler
 from opacus_shuffle.engine.sampling.sampling_plan import Kind, SamplingPlan, plan_sampling
@@ -157,8 +159,10 @@ class OpacusOwn(Scheme):
         """What tells Opacus's accountant of every step: Opacus's own hook."""
         hook: Callable[[DPOptimizer], None] = self.accountant.get_optimizer_hook_fn(sample_rate=run.sampling.sample_rate)
 
+        accountant, engine = self.accountant, weakref.ref(self.engine)  # which knows the data, and a kept network keeps this
+
         def account(optimizer: DPOptimizer) -> None:
-            with self.engine.another_round(self.accountant):
+            with (engine() or OpacusHistory()).another_round(accountant):
                 hook(optimizer)
 
         return account
