@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from opacus_shuffle.core.validation import instance_of, one_of
+from opacus_shuffle.permutation.finding.cheap_products import Frugal
 from opacus_shuffle.permutation.finding.draws import Draws
 from opacus_shuffle.permutation.finding.exploring import Explorer
 from opacus_shuffle.permutation.finding.nesting import LEVELS, build_spec
@@ -85,17 +86,19 @@ def find_on_calls(network: nn.Module, calls: list[Call], groups: str, *, every_w
 
 def _traced(network: nn.Module, calls: list[Call], draws: Draws) -> tuple[TracedRun, Explorer]:
     """Traces the network until nothing more is learnt of what is packed and what is written to."""
+    frugal = Frugal(network)
     with state_kept(network), torch.no_grad(), plain_attention(), draws.watched():
         for args, kwargs in calls:
             for training in (True, False):
                 with contextlib.suppress(Exception):  # tracing says what is wrong with it
-                    network.train(training)(*args, **kwargs)
+                    network.train(training)
+                    frugal(lambda: network(*args, **kwargs))  # noqa: B023
     packings: dict[tuple[str, int], set[Packing]] = {}
-    written: set[int] = set()
+    written: set[str] = set()
     for attempt in range(ROUNDS):
         last = attempt == ROUNDS - 1
         run = TracedRun(network, packings, None if last else written)
-        explorer = Explorer(network, run, draws)
+        explorer = Explorer(network, run, draws, frugal)
         with state_kept(network):
             for call in calls:
                 for training in (True, False):

@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from opacus_shuffle.permutation.finding.cheap_products import Frugal
 from opacus_shuffle.permutation.finding.draws import Draws
 from opacus_shuffle.permutation.finding.handlers import HandlerError, declared_axes
 from opacus_shuffle.permutation.finding.labels import atoms, because, fix_all
@@ -48,6 +50,7 @@ class Explorer:
         network: The network.
         run: What is told every operation.
         draws: Of a run that was watched from another random state.
+        frugal: Runs it.
 
     Attributes:
         met: Places at which values decide, with the answers that were followed.
@@ -55,10 +58,10 @@ class Explorer:
         shortest: The shortest input that was traced, for what can be found out on any.
     """
 
-    def __init__(self, network: nn.Module, run: TracedRun, draws: Draws) -> None:
+    def __init__(self, network: nn.Module, run: TracedRun, draws: Draws, frugal: Frugal) -> None:
         self.met: dict[Place, set[Answer]] = {}
         self.lost: dict[Place, Exception] = {}
-        self._network, self._run, self._draws = network, run, draws
+        self._network, self._run, self._draws, self._frugal = network, run, draws, frugal
         self._first: dict[Place, _Meeting] = {}
         self._most_reads = self._operations = 0
         self.shortest: Call | None = None
@@ -66,21 +69,17 @@ class Explorer:
     def trace(self, call: Call, *, training: bool, answers: Answers | None = None, coins: int | None = None) -> None:
         """Traces one run of the network."""
         answers = answers or {}
-        paths = self._paths(call, answers, coins)
-        tracer = Tracer(self._network, self._run, self._draws)
-        args, kwargs = call
         self._network.train(training)
-        with declared_axes(self._network, tracer):
-            try:
-                outputs = tracer.trace(lambda: self._network(*args, **kwargs), paths)
-            except HandlerError:
-                raise
-            except Exception as error:
-                mode = "training" if training else "evaluation"
-                raise ValueError(
-                    f"sample_input does not run through {type(self._network).__name__} in {mode} mode: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+        try:
+            outputs, paths = self._frugal(lambda: self._traced(call, answers, coins))
+        except HandlerError:
+            raise
+        except Exception as error:
+            mode = "training" if training else "evaluation"
+            raise ValueError(
+                f"sample_input does not run through {type(self._network).__name__} in {mode} mode: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         with because("an output of the network"):
             self._run.fix(results(outputs))
         with because("an activation that a module keeps"):
@@ -152,18 +151,25 @@ class Explorer:
         """Runs the network untraced; returns what goes wrong. If it draws, it runs again, for what it draws each time."""
         try:
             with self._draws.noticed() as drawn:
-                self._untraced(call, training, answers or {}, coins)
+                self._frugal(lambda: self._untraced(call, training, answers or {}, coins))
         except Exception as error:
             return error
         if drawn:
             with contextlib.suppress(Exception), random_states_kept(), self._draws.watched():
-                self._untraced(call, training, answers or {}, coins)
+                self._frugal(lambda: self._untraced(call, training, answers or {}, coins))
         return None
 
     def _untraced(self, call: Call, training: bool, answers: Answers, coins: int | None) -> None:
         args, kwargs = call
         with state_kept(self._network), torch.no_grad(), plain_attention(), self._paths(call, answers, coins):  # type: ignore[no-untyped-call]
             self._network.train(training)(*args, **kwargs)
+
+    def _traced(self, call: Call, answers: Answers, coins: int | None) -> tuple[Any, Paths]:
+        args, kwargs = call
+        paths = self._paths(call, answers, coins)
+        tracer = Tracer(self._network, self._run, self._draws)
+        with declared_axes(self._network, tracer):
+            return tracer.trace(lambda: self._network(*args, **kwargs), paths), paths
 
     def _paths(self, call: Call, answers: Answers, coins: int | None = None) -> Paths:
         given = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]

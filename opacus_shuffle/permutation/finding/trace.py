@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opacus_shuffle.permutation.finding import rules_indexing, rules_layers, rules_shapes  # noqa: F401  (they register their rules)
 from opacus_shuffle.permutation.finding.draws import Draws
 from opacus_shuffle.permutation.finding.liveness import SHAPES_ONLY, Event, label_all, label_live
-from opacus_shuffle.permutation.finding.paths import Paths, frames, place_of
+from opacus_shuffle.permutation.finding.paths import LEAVING, Paths, frames, place_of
 from opacus_shuffle.permutation.finding.rules import find_rule
 from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun, bind
 from opacus_shuffle.permutation.network import kept_activations, plain_attention, results
@@ -112,14 +112,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Leaving(TorchFunctionMode):
     """Notices tensors that become arrays or lists."""
 
-    WAYS = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
-
     def __init__(self, tracer: Tracer, paths: Paths | None) -> None:
         super().__init__()
         self._tracer, self._paths = tracer, paths
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.WAYS and isinstance(args[0], torch.Tensor):
+        if func in LEAVING and isinstance(args[0], torch.Tensor):
             way = f"Tensor.{func.__name__}"
             label = functools.partial(self._tracer.run.leaves, args[0], way)
             self._tracer.note(Event(args[:1], [], label, str(place_of(way)), matters=True))

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from opacus_shuffle.permutation.finding.labels import (
+    CAUSE,
     Axis,
     Dimensions,
     Factors,
@@ -93,7 +94,7 @@ class TracedRun:
     Args:
         module: The network; its parameters' and moving buffers' axes begin as free atoms.
         packings: Axes to begin as packed parts instead, keyed by (tensor name, axis).
-        written: Which constants of equal entries, in the order of their making, are written to later. All others have no axes
+        written: Which constants of equal entries, by what made them and where, are written to later. All others have no axes
             to speak of. None: any may be.
     """
 
@@ -101,7 +102,7 @@ class TracedRun:
         self,
         module: nn.Module,
         packings: Mapping[tuple[str, int], Collection[Packing]] | None = None,
-        written: Iterable[int] | None = (),
+        written: Iterable[str] | None = (),
     ) -> None:
         # Labels of parameters and of persistent buffers that are not integers, by name (tied ones once), and those tensors.
         self.parameters: dict[str, Dimensions] = {}
@@ -115,12 +116,11 @@ class TracedRun:
         self.unknown: Counter[str] = Counter()  # operations without a rule, with their numbers of calls
         self.new_packings: dict[tuple[str, int], set[Packing]] = {}  # axes met that are packed and were not known to be
         # Constants of equal entries that were written to and not known to be; the labels are worthless then.
-        self.newly_written: set[int] = set()
+        self.newly_written: set[str] = set()
         self.used: set[str] = set()  # parameters and buffers that went, entire or a part of them, into something not empty
         self._packings = packings or {}
         self._written = None if written is None else frozenset(written)
         self._equal_entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._constants = 0
         self._labels: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -216,11 +216,11 @@ class TracedRun:
 
     def equal_entries(self, tensor: torch.Tensor) -> None:
         """Labels a new constant whose entries are all equal, or independent and alike."""
-        self._constants += 1
-        if self._written is None or self._constants in self._written:
+        made = CAUSE.get()
+        if self._written is None or made in self._written:
             self.set(tensor, [free_factors(size) for size in tensor.shape])
         else:
-            self._equal_entries[tensor] = self._constants
+            self._equal_entries[tensor] = made
 
     def copy_labels(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         """Labels a tensor as another one, whose entries it shows in the same order."""

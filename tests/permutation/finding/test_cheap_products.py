@@ -1,0 +1,94 @@
+"""Products are left out only of runs in which nobody asks for a value that comes of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.perceptron import X, mlp
+from torch import nn
+
+from opacus_shuffle.permutation import find_permutations
+from opacus_shuffle.permutation.finding.cheap_products import Frugal, ValuesMatterError, cheap_products
+from opacus_shuffle.permutation.finding.exploring import Explorer
+
+
+def swallowed(h):
+    try:
+        return h * float(h.sum())
+    except ValuesMatterError:
+        return h
+
+
+def through_a_view(h):
+    kept = torch.zeros(2, len(h))
+    first, second = kept[0], kept[1]
+    first.copy_(h.sum(1))
+    return h * bool(kept[:, 0].any()) + second[:, None]
+
+
+ASKING = {
+    "item": lambda h: h * h.sum().item(),
+    "decision": lambda h: h if h.max() > h.min() else -h,
+    "mask": lambda h: h.clone().index_add(0, torch.arange(len(h))[h[:, 0] != 0], h[h[:, 0] != 0]),
+    "array": lambda h: h + torch.from_numpy(h.detach().numpy().copy()),
+    "list": lambda h: h * h[0].tolist()[0],
+    "swallowed": swallowed,
+    "through a view": through_a_view,
+    "failing": lambda h: torch.linalg.inv(h.T @ h + 1e-3 * torch.diag(h[0] ** 2)),
+}
+
+
+class Asking(nn.Module):
+    def __init__(self, ask):
+        super().__init__()
+        self.ask = ask
+        self.net = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.ask(self.net(x)).contiguous()
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_a_run_that_asks_for_values_is_done_in_full(name):
+    network = Asking(ASKING[name])
+    with torch.no_grad():
+        assert torch.equal(Frugal(network)(lambda: network(X)), network(X))
+
+
+@pytest.mark.parametrize("name", [name for name in ASKING if name != "failing"])
+def test_whoever_asks_for_values_is_told_that_they_matter(name):
+    with torch.no_grad(), pytest.raises(ValuesMatterError), cheap_products():
+        Asking(ASKING[name])(X)
+
+
+def test_products_that_nobody_reads_are_not_computed():
+    network = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Unflatten(1, (3, 2)), nn.Conv1d(3, 5, 2))
+    with torch.no_grad():
+        left_out = Frugal(network)(lambda: network(X))
+        assert left_out.shape == network(X).shape
+        assert left_out.stride() == network(X).stride()
+        assert not left_out.any()
+
+
+def test_decisions_by_products_are_taken_both_ways_as_before():
+    class Deciding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.other = mlp(), mlp()
+
+        def forward(self, x):
+            return self.first(x) if self.first(x).sum() > self.first(-x).sum() else self.other(x).cumsum(1)
+
+    spec = find_permutations(Deciding(), X)
+    assert list(spec.decisions.values()) == [2]
+    assert not spec.unreached
+    assert round(2 ** spec.log2_size()) == 720**2
+
+
+def test_masks_that_dropout_draws_are_learnt_before_other_ways_are_looked_for(monkeypatch):
+    """They are filled after they are made, which every further run would have to learn anew."""
+    explored = []
+    explore = Explorer.explore
+    monkeypatch.setattr(Explorer, "explore", lambda self, call: (explored.append(call), explore(self, call)))
+    find_permutations(mlp(nn.Dropout(0.1)), X)
+    assert len(explored) == 1
