@@ -7,8 +7,6 @@ parameters, so its copy stays as the run is, and follows it.
 from __future__ import annotations
 
 import dataclasses
-import sys
-import traceback
 import weakref
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
@@ -16,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
+
+from opacus_shuffle.engine.weights.averages import becomes_average
 
 
 @dataclasses.dataclass(eq=False)
@@ -120,11 +119,3 @@ class TensorHook:
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> TensorHook:
         return self
-
-
-def becomes_average(memo: dict[Any, Any]) -> bool:
-    """Returns whether a deep copy, whose memo this is, is being made by ``AveragedModel``."""
-    if PartHook not in memo:
-        making: Any = AveragedModel.__init__
-        memo[PartHook] = any(frame.f_code is making.__code__ for frame, _ in traceback.walk_stack(sys._getframe(1)))
-    return bool(memo[PartHook])

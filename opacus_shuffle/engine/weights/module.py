@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from opacus_shuffle.engine.raw_data import leaving
+from opacus_shuffle.engine.weights.averages import average_that_reads
 from opacus_shuffle.engine.weights.optimizers import innermost
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler, detach_shuffler
 from opacus_shuffle.engine.weights.weight_shuffling import is_distributed
@@ -101,6 +103,12 @@ class ShuffleGradSampleModule:
                 raise
         return getattr(unwrap(self), name)  # type: ignore[arg-type]
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As PyTorch's; an ``AveragedModel`` that reads them for the first time follows from now on, wherever it was made."""
+        if (average := average_that_reads()) is not None:
+            self.shuffler.follow_reader(average)
+        return _plain_class(type(self)).parameters(self, recurse)  # type: ignore[no-any-return]
+
     def to_standard_module(self) -> nn.Module:
         """Returns the network itself, its weights permuted."""
         self.release()
@@ -124,7 +132,7 @@ def shuffled_class(base: Any) -> Any:
     # Opacus's class comes first, or an instance of it could not become one of ours; so our methods are put before it by hand.
     own: dict[str, Any] = {
         name: ShuffleGradSampleModule.__dict__[name]
-        for name in ("__new__", "__getattr__", "to_standard_module", "__deepcopy__", "__reduce_ex__")
+        for name in ("__new__", "__getattr__", "parameters", "to_standard_module", "__deepcopy__", "__reduce_ex__")
     }
     own["__init__"] = lambda self, *args, **keywords: None  # __new__ has done it all
     return type(f"Shuffle{base.__name__}", (base, ShuffleGradSampleModule), {"__module__": __name__, **own})

@@ -11,6 +11,20 @@ from torch import nn
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 
 
+def moving_tensors(
+    spec: PermutationSpec, part: nn.Module, place: str, *, recurse: bool = True
+) -> list[tuple[str, torch.Tensor]]:
+    """Returns the moving tensors of a part that stands at this place of the network, or of a copy, with their names there."""
+    canonical = {alias: name for name, aliases in spec.aliases.items() for alias in aliases}
+    found = [
+        (f"{place}.{key}" if place else key, tensor)
+        for named in (part.named_parameters, part.named_buffers)
+        for key, tensor in named(recurse=recurse, remove_duplicate=False)
+    ]
+    found = [(canonical.get(name, name), tensor) for name, tensor in found]
+    return [(name, tensor) for name, tensor in found if name in spec.blocks]
+
+
 def permute_state(
     spec: PermutationSpec, plan: PermutationPlan | None, part: nn.Module, place: str, state: dict[str, Any], prefix: str
 ) -> None:
@@ -19,16 +33,12 @@ def permute_state(
     A tensor of two names stays one. The state is that of a part of the network, whose name there is ``place``; ``prefix``
     stands before the part's own names in it.
     """
-    canonical = {alias: name for name, aliases in spec.aliases.items() for alias in aliases}
-    names: dict[int, str] = {}
+    names = {id(tensor): name for name, tensor in moving_tensors(spec, part, place)}
     places: dict[int, list[str]] = {}
     own: dict[tuple[Any, ...], torch.Tensor] = {}
     for key, tensor in (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)):
         places.setdefault(id(tensor), []).append(prefix + key)
         own[tensor.data_ptr(), tensor.shape, tensor.stride()] = tensor
-        name = f"{place}.{key}" if place else key
-        if (name := canonical.get(name, name)) in spec.blocks:
-            names[id(tensor)] = name
     copies: dict[int, torch.Tensor] = {}
     moving: dict[str, list[torch.Tensor]] = {}
     for key, value in state.items():

@@ -10,13 +10,15 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from opacus_shuffle.core.opacus_compat import waits_for_step
 from opacus_shuffle.core.randomness import KeyChain, check_generator
 from opacus_shuffle.core.validation import instance_of, integer, one_of
+from opacus_shuffle.engine.weights.averages import bring_up_to_date, refuse_begun
 from opacus_shuffle.engine.weights.copies import PartHook, TensorHook
 from opacus_shuffle.engine.weights.optimizers import after_each_update, innermost, refuse_optimizer
-from opacus_shuffle.engine.weights.released_state import permute_state, permuted_optimizer_state
+from opacus_shuffle.engine.weights.released_state import moving_tensors, permute_state, permuted_optimizer_state
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 from opacus_shuffle.permutation.network import unwrap
 
@@ -149,8 +151,9 @@ class WeightShuffler:
     def follow(self, average: nn.Module) -> None:
         """Has an average of the network's weights follow their permutations, beginning with the weights of now.
 
-        ``torch.optim.swa_utils.AveragedModel`` follows by itself if it is made while the shuffler is attached. The averages of
-        other libraries do so from this call on, as does any copy that is updated from the network's ``parameters()``.
+        ``torch.optim.swa_utils.AveragedModel`` follows by itself if it is made while the shuffler is attached, or updated from
+        the private model. Averages of other libraries do so from this call on, as does any copy that is updated from the
+        network's ``parameters()``.
 
         Args:
             average: A copy of the network, or a wrapper of one; its weights are overwritten.
@@ -158,19 +161,16 @@ class WeightShuffler:
         Raises:
             ValueError: If it is no copy.
         """
-        instance_of("average", average, (nn.Module,))
-        copied = unwrap(average)
-        own, others = ({**dict(each.named_parameters()), **dict(each.named_buffers())} for each in (self._network, copied))
-        shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (own, others)]
-        if copied is self._network or shapes[0] != shapes[1]:
-            raise ValueError(f"average must be a copy of the network, got {type(average).__name__}: pass copy.deepcopy(model)")
-        with torch.no_grad():
-            for name, tensor in own.items():
-                others[name].copy_(tensor)
-        for part, place in _parts(copied):
+        for part, place in _parts(bring_up_to_date(average, self._network)):
             if part not in self._averages:
                 self._averages[part] = place
                 self._watch(part, place)
+
+    def follow_reader(self, average: AveragedModel) -> None:
+        """Has an average follow that is about to read the network's parameters; refuses one that has read others before."""
+        if self._handles and unwrap(average) not in self._averages:
+            refuse_begun(average)
+            self.follow(average)
 
     @property
     def _private(self) -> bool:
@@ -263,12 +263,7 @@ class WeightShuffler:
         return found
 
     def _moving(self, part: nn.Module, place: str) -> list[tuple[str, torch.Tensor]]:
-        """Returns the tensors that a part of the network, or of a copy, has itself, and that move, with their names."""
-        canonical = {alias: name for name, aliases in self.spec.aliases.items() for alias in aliases}
-        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-        named = [(f"{place}.{key}" if place else key, tensor) for key, tensor in own]
-        found = [(canonical.get(name, name), tensor) for name, tensor in named]
-        return [(name, tensor) for name, tensor in found if self.spec.shapes.get(name) == tuple(tensor.shape)]
+        return moving_tensors(self.spec, part, place, recurse=False)
 
     def _watch_optimizer(self) -> None:
         """Hooks the updates of the optimizer, and what leaves of it."""
@@ -287,8 +282,9 @@ class WeightShuffler:
         self._handles.append(part.register_load_state_dict_pre_hook(load))  # type: ignore[no-untyped-call]
         if self.mode == "on_release":
             release = self._hook(functools.partial(self._release_part, place), part, place)
+            tracing = self._hook(self._refuse_tracing, part, place)
             self._handles.append(part.register_state_dict_post_hook(release))  # type: ignore[no-untyped-call]
-            self._handles.append(part.register_forward_pre_hook(self._hook(self._refuse_tracing, part, place)))
+            self._handles.append(part.register_forward_pre_hook(tracing, prepend=True))
             for name, tensor in self._moving(part, place):
                 TensorHook.watch(tensor, functools.partial(self._release_copy, name))
 

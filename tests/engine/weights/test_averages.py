@@ -126,6 +126,33 @@ def test_weights_and_average_that_were_shown_go_on_as_the_run_does():
 
 
 @both_modes
+def test_an_average_that_was_made_before_the_run_follows_from_its_first_update_on(shuffle_mode):
+    runs, averages = [], []
+    for shuffling in ({}, {"shuffle": True, "shuffle_mode": shuffle_mode}):
+        network = build("mlp")
+        averages.append(AveragedModel(network))
+        run = prepare(network=network, **shuffling)
+        runs.append(run.train(after=lambda run=run: averages[-1].update_parameters(run.model)))
+    expected, run = weights(averages[0].module), runs[1]
+    plan = drawn(run.shuffler) if shuffle_mode == "every_step" else run.shuffler.spec.identity()
+    assert distance(moved(run.shuffler.spec, plan, expected), weights(averages[1].module)) <= EXACT
+    assert off(weights(copy.deepcopy(averages[1]).module), moved(run.shuffler.spec, drawn(run.shuffler), expected)) <= EXACT
+
+
+@both_modes
+def test_an_average_of_weights_in_another_order_is_refused_at_its_update(shuffle_mode):
+    network = build("mlp")
+    average = AveragedModel(network)
+    average.update_parameters(network)
+    run, before = prepare(network=network, shuffle=True, shuffle_mode=shuffle_mode).train(1), weights(average.module)
+    with pytest.raises(ValueError, match=r"AveragedModel.*another order.*make_private"):
+        average.update_parameters(run.model)
+    assert distance(before, weights(average.module)) == 0
+    run.shuffler.detach()
+    average.update_parameters(run.model)
+
+
+@both_modes
 def test_averages_of_other_libraries_follow_from_a_call_on(shuffle_mode):
     plain, run = prepare(), prepare(shuffle=True, shuffle_mode=shuffle_mode)
     found = []

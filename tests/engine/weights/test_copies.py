@@ -179,6 +179,8 @@ def test_the_run_itself_is_exported_only_when_it_was_released_and_a_copy_at_any_
     x = records("mlp")[:2][0]
     if shown:
         run.network.state_dict()
+    with pytest.raises(ValueError, match="exporting"):
+        torch.export.export(run.network, (x,))
     run.model.eval()
     outputs = run.network(x)
     traces = [lambda network: torch.export.export(network, (x,)).module()]
@@ -195,6 +197,25 @@ def test_the_run_itself_is_exported_only_when_it_was_released_and_a_copy_at_any_
     run.model.release()
     for trace in traces:
         assert float((trace(run.network)(x) - outputs).detach().abs().max()) <= EXACT
+
+
+def test_a_network_without_hooks_of_opacus_is_neither_traced_nor_scripted_unless_released():
+    network, x = build("mlp"), records("mlp")[:2][0]
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    shuffler = WeightShuffler(network, find_permutations(network, x), optimizer, mode="on_release")
+    network(x).square().sum().backward()
+    optimizer.step()
+    for each in (network, network[0]):
+        with pytest.raises(ValueError, match="exporting or tracing"):
+            torch.jit.trace(each, (x,))
+        with pytest.raises(ValueError, match="exporting or tracing"):
+            torch.export.export(each, (x,))
+        with pytest.raises((AttributeError, RuntimeError)):
+            torch.jit.script(each)
+    assert shuffler.shuffles == 0
+    shuffler.detach()
+    for trace in (torch.jit.script, lambda network: torch.jit.trace(network, (x,))):
+        assert float((trace(network)(x) - network(x)).detach().abs().max()) <= EXACT
 
 
 def test_conversions_of_the_network_keep_what_leaves_permuted():
