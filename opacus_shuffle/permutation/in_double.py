@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from opacus_shuffle.permutation.higher_order import InsightMode
 from opacus_shuffle.permutation.network import plain_attention, results, seed_draws, state_kept
 from opacus_shuffle.permutation.sample_input import Call
 
@@ -102,12 +102,15 @@ class _Wide(torch.Tensor):
         return func(*tree_map(_widen, args), **tree_map(_widen, kwargs or {}))
 
 
-class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _InDouble(InsightMode):  # type: ignore[no-untyped-call]
     """Keeps a network that rounds inside (norms, rotary embeddings) in double precision, and its draws of noise constant."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func.overloadpacket is torch.ops.aten._to_copy and kwargs.get("dtype") in NARROW:
+    def meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Returns what an operation returns in double precision."""
+        kwargs = dict(kwargs)
+        name = func.overloadpacket.__name__
+        given = kwargs.get("dtype") or (torch.get_default_dtype() if _is_made_of_floats(name, args) else None)
+        if given in NARROW:
             kwargs["dtype"] = torch.float64
         if func._schema.is_mutable:
             if any(isinstance(leaf, _Wide) for leaf in tree_leaves((args, kwargs))):
@@ -118,7 +121,6 @@ class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(args[0].stored, *args[1:], **kwargs).double()  # chosen rows only
         else:
             args, kwargs = tree_map(_widen, args), tree_map(_widen, kwargs)
-        name = func.overloadpacket.__name__
         if name in ("native_dropout", "_fused_dropout"):
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if name.startswith("rrelu_with_noise"):
@@ -130,6 +132,11 @@ class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in tree_leaves(result):
                 tensor.fill_(NOISE[name])
         return result
+
+
+def _is_made_of_floats(name: str, args: Any) -> bool:
+    """Returns whether an operation makes a tensor that is of the default type unless another is asked for."""
+    return name in ("zeros", "ones", "empty") or (name == "full" and isinstance(args[1], float))
 
 
 def _grouped_product(rows: torch.Tensor, matrices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
@@ -40,16 +41,26 @@ def plain_name(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
+UNCOMPILED = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+"""The flag by which PyTorch has ``flex_attention`` run without a compiler, which would hide it."""
+
+
 @contextlib.contextmanager
 def plain_attention() -> Iterator[None]:
     """Has attention computed as the plain operations that it consists of, without fused kernels."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
+    flexible = sys.modules.get("torch.nn.attention.flex_attention")
+    compiled = getattr(flexible, UNCOMPILED, None)
+    if compiled is not None:
+        setattr(flexible, UNCOMPILED, True)
     try:
         with sdpa_kernel(SDPBackend.MATH), _PlainAttention():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
+        if compiled is not None:
+            setattr(flexible, UNCOMPILED, compiled)
 
 
 class _PlainAttention(TorchFunctionMode):
@@ -89,7 +100,7 @@ def state_kept(network: nn.Module) -> Iterator[None]:
     held = [(own, own.copy()) for own in tables if isinstance(own, dict)]
     buffers = [
         (buffer, buffer.detach().clone())
-        for buffer in network.buffers()
+        for buffer in [*network.buffers(), *_renormalised(network)]
         if buffer.device.type != "meta" and buffer.layout == torch.strided
     ]
     attributes = [(vars(each), _plain_attributes(each)) for each in network.modules()]
@@ -113,6 +124,12 @@ def state_kept(network: nn.Module) -> Iterator[None]:
             for buffer, value in buffers:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
+
+
+def _renormalised(network: nn.Module) -> list[torch.Tensor]:
+    """Returns the parameters that a forward pass writes to: tables whose rows are kept shorter than some norm."""
+    tables = (part for part in network.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
+    return [table.weight for table in tables if table.max_norm is not None]
 
 
 ATTRIBUTES = frozenset(vars(nn.Module()))

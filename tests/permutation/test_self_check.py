@@ -238,3 +238,22 @@ class FusedDropout(nn.Module):
 def test_fused_dropout_is_noise_too():
     network = nn.Sequential(nn.Linear(4, 6), FusedDropout(), nn.Linear(6, 3))
     assert find_permutations(network, torch.randn(5, 4)).log2_size() == pytest.approx(9.49, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        lambda scores, mask: torch.where(mask, scores, torch.full((), torch.finfo(scores.dtype).min)),
+        lambda scores, mask: scores + torch.zeros(scores.shape).masked_fill_(~mask, torch.finfo(scores.dtype).min),
+        lambda scores, mask: torch.empty(scores.shape).copy_(scores).masked_fill_(~mask, torch.finfo(scores.dtype).min),
+        lambda scores, mask: torch.ones(scores.shape).index_add_(0, torch.arange(len(scores)), scores * mask),
+    ],
+    ids=["full", "zeros", "empty", "ones"],
+)
+def test_constants_made_in_single_precision_are_no_reason_to_refuse(hide):
+    class Hiding(nn.Module):
+        def forward(self, x):
+            return hide(x, torch.tensor([True, True, False, True, True, True])).softmax(-1)
+
+    network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), Hiding(), nn.Linear(6, 3))
+    assert find_permutations(network, X).log2_size() == pytest.approx(by_hand.symmetric(5))

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from opacus_shuffle.permutation.higher_order import InsightMode
 from opacus_shuffle.permutation.network import seed_draws
 
 WATCHED_FROM = 723_480_237_123  # a random state that no network begins in
@@ -62,13 +62,13 @@ class Draws:
         return hashlib.blake2b(state.numpy().tobytes()).digest()
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(InsightMode):
     def __init__(self, note: Callable[[Any, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._note = note
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Notes a draw, if it is one."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._note(args, kwargs)
         return func(*args, **kwargs)

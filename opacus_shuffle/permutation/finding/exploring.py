@@ -29,6 +29,7 @@ from opacus_shuffle.permutation.finding.paths import (
 )
 from opacus_shuffle.permutation.finding.trace import Tracer
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
+from opacus_shuffle.permutation.higher_order import OpaqueOperationError
 from opacus_shuffle.permutation.network import (
     kept_activations,
     plain_attention,
@@ -72,7 +73,7 @@ class Explorer:
         self._network.train(training)
         try:
             outputs, paths = self._frugal(lambda: self._traced(call, answers, coins))
-        except HandlerError:
+        except (HandlerError, OpaqueOperationError):
             raise
         except Exception as error:
             mode = "training" if training else "evaluation"

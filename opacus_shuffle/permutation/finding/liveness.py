@@ -10,7 +10,7 @@ import torch
 from opacus_shuffle.permutation.finding.labels import because
 
 SHAPES_ONLY = frozenset(f"aten.{name}_like" for name in ("zeros", "ones", "full", "empty")) | frozenset(
-    f"aten.new_{name}" for name in ("zeros", "ones", "full", "empty")
+    f"aten.new_{name}" for name in ("zeros", "ones", "full", "empty", "empty_strided")
 )
 """Operations that ask a tensor for its shape alone."""
 
@@ -24,6 +24,7 @@ class Event:
         label: Labels it.
         cause: What happened and where, in words.
         matters: Whatever comes of its outputs: it wrote to a tensor, or values left PyTorch.
+        unread: Where those of its outputs are noted that nobody uses, before it is labelled.
     """
 
     inputs: Sequence[torch.Tensor]
@@ -31,6 +32,7 @@ class Event:
     label: Callable[[], None]
     cause: str = ""
     matters: bool = False
+    unread: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
 
 def label_live(events: Sequence[Event], results: Iterable[torch.Tensor]) -> None:
@@ -39,6 +41,7 @@ def label_live(events: Sequence[Event], results: Iterable[torch.Tensor]) -> None
     live = []
     for event in reversed(events):
         if event.matters or any(id(tensor) in used for tensor in event.outputs):
+            event.unread.extend(tensor for tensor in event.outputs if not event.matters and id(tensor) not in used)
             used.update(map(id, event.inputs))
             live.append(event)
     label_all(live[::-1])

@@ -20,9 +20,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from opacus_shuffle.permutation.higher_order import InsightMode
 
 Answer = bool | int | float | str
 NONE, ALL = "none", "all"
@@ -63,7 +64,7 @@ MASKS = Place("", 0, "every mask")
 """Stands for all masks that have no answer of their own."""
 
 
-class Paths(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Paths(InsightMode):
     """Notes where values that vary from run to run decide what comes next.
 
     Args:
@@ -95,8 +96,8 @@ class Paths(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._varying: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._note(varying)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Returns what an operation returns, or what it is to answer."""
         self.operations += 1
         if self.operations > self._most:
             raise RuntimeError(f"it went on for more than {self._most} operations")
@@ -111,6 +112,10 @@ class Paths(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = self._chosen(func, args, kwargs, result)
         self._note(tree_leaves(result))
         return result
+
+    def where(self, operation: str) -> str:
+        """Returns an operation's name and the line that it is called in."""
+        return str(place_of(operation))
 
     def leaves(self, tensor: torch.Tensor, way: str) -> None:
         """Notes that a tensor's values leave PyTorch, where nobody can answer in their place."""

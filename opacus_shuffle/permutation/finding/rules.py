@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from opacus_shuffle.permutation.finding.labels import Dimensions, fix_all, fixed_dimensions, fixed_factors, unify_all
+from opacus_shuffle.permutation.finding.labels import Dimensions, factors, fix_all, fixed_dimensions, fixed_factors, unify_all
 from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun
 
 Rule = Callable[[TracedRun, Call], None]
@@ -39,6 +39,8 @@ def find_rule(call: Call) -> Rule | None:
 @rule("copy fill zero native_dropout _fused_dropout bernoulli rand_like randn_like uniform exponential cauchy geometric")
 @rule("log_normal poisson binomial _standard_gamma")
 @rule("rrelu_with_noise hardswish log_sigmoid_forward _prelu_kernel prelu polar complex")
+# Of these PyTorch does not mark every variant as working entry by entry.
+@rule("masked_fill rsub threshold gelu mish abs eq ne ge gt le lt copysign gcd lcm heaviside")
 def elementwise(run: TracedRun, call: Call) -> None:
     """Works entry by entry, with broadcasting; random entries are independent and alike, so they may be permuted too."""
     operands = [tensor for tensor in call.inputs if tensor.dim()]
@@ -50,14 +52,7 @@ def elementwise(run: TracedRun, call: Call) -> None:
         if len(operands) == 1 and operands[0].shape == tensor.shape:
             run.set(tensor, run.labels(operands[0]))
             continue
-        labels = [(each.shape, run.dimensions(each)) for each in operands]  # once: a constant's are made anew each time
-        result: Dimensions = []
-        for dim in range(-tensor.dim(), 0):
-            carriers = [dims[dim] for shape, dims in labels if len(shape) >= -dim and shape[dim] > 1]
-            for other in carriers[1:]:
-                unify_all(carriers[0], other)
-            result.append(carriers[0] if carriers else [])
-        run.set(tensor, result)
+        run.set(tensor, broadcast([run.dimensions(each) for each in operands], tensor.dim()))
     if call.name.removesuffix("_") in ("aten.add", "aten.sub", "aten.rsub", "aten.lerp"):
         origins = {run.origins(tensor) for tensor in operands} - {frozenset()}
         if len(origins) > 1:  # results of different layers: a skip connection
@@ -70,7 +65,20 @@ def normal(run: TracedRun, call: Call) -> None:
     elementwise(run, call) if call.inputs else run.equal_entries(call.out)
 
 
+def broadcast(operands: Iterable[Dimensions], rank: int) -> Dimensions:
+    """Returns the labels of a result in which every entry meets those at its own place: all agree but those of size 1."""
+    waiting = list(operands)
+    result: Dimensions = []
+    for dim in range(-rank, 0):
+        carriers = [dims[dim] for dims in waiting if len(dims) >= -dim and factors(dims[dim])]
+        for other in carriers[1:]:
+            unify_all(carriers[0], other)
+        result.append(carriers[0] if carriers else [])
+    return result
+
+
 @rule("zeros ones full empty rand randn new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like")
+@rule("empty_strided new_empty_strided")
 def uniform(run: TracedRun, call: Call) -> None:
     """Makes entries that are all alike, or independent and alike: any permutation will do."""
     run.equal_entries(call.out)

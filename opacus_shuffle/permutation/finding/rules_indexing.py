@@ -11,6 +11,7 @@ import torch
 from opacus_shuffle.permutation.finding.labels import (
     Dimensions,
     Factors,
+    IncompatibleError,
     fix_all,
     fixed_dimensions,
     fixed_factors,
@@ -64,7 +65,7 @@ def _untouched(run: TracedRun, call: Call) -> tuple[Dimensions, int]:
     return left, used[0] if used == list(range(used[0], used[-1] + 1)) else 0
 
 
-@rule("index_add index_copy index_fill")
+@rule("index_add index_copy index_fill index_reduce")
 def index_add(run: TracedRun, call: Call) -> None:
     """Adds rows at positions: fixed along the dimension; the others agree."""
     target = run.dimensions(call["self"])
@@ -78,6 +79,43 @@ def index_add(run: TracedRun, call: Call) -> None:
         unify_dimensions(added[:dim] + added[dim + 1 :], target[:dim] + target[dim + 1 :])
     run.set(call.out, target)
     run.reduced(target, [dim])
+
+
+@rule("scatter scatter_add scatter_reduce")
+def scattered(run: TracedRun, call: Call) -> None:
+    """Writes entries to positions along one dimension, which is fixed in the target; index, source and target agree in others.
+
+    A sum, product or extreme of what comes to one position forgets its order, and so does one value for all; of entries that
+    overwrite each other the last one stays, so their order is fixed.
+    """
+    tensors = [call[name] for name in ("self", "index", "src") if isinstance(call.arguments.get(name), torch.Tensor)]
+    target, *written = rows = [run.dimensions(tensor) for tensor in tensors]
+    along = call["dim"] % len(target)
+    for dim in range(len(target)):
+        meeting = written if dim == along else rows
+        sizes = {tensor.shape[dim] for tensor in tensors[-len(meeting) :]}
+        for dims in meeting[1:] if len(sizes) == 1 else []:
+            unify_all(meeting[0][dim], dims[dim])
+        if len(sizes) > 1:
+            fix_all(*(dims[dim] for dims in meeting))
+    fix_all(target[along])
+    if "src" in call.arguments and call.name.removesuffix("_") == "aten.scatter" and call.arguments.get("reduce") is None:
+        fix_all(*(dims[along] for dims in written))
+    run.reduced(written[0], [along])
+    run.set(call.out, target)
+
+
+@rule("bucketize searchsorted")
+def placed(run: TracedRun, call: Call) -> None:
+    """Says of each entry between which sorted values it lies, which have fixed places."""
+    values = run.dimensions(call["boundaries" if call.name == "aten.bucketize" else "sorted_sequence"])
+    entries = run.dimensions(call["self"])
+    if call.arguments.get("sorter") is not None:
+        raise IncompatibleError
+    fix_all(values[-1])
+    for one, other in zip(values[:-1], entries[:-1], strict=False):
+        unify_all(one, other)
+    run.set(call.out, entries)
 
 
 @rule("gather take_along_dim")
@@ -102,6 +140,15 @@ def embedded(run: TracedRun, call: Call) -> None:
     fix_all(rows)
     run.set(call.out, [*run.dimensions(call["indices"]), columns])
     run.contraction(call.out)
+
+
+@rule("embedding_renorm")
+def embedding_renorm(run: TracedRun, call: Call) -> None:
+    """Shortens the rows that the input chooses to a norm, to which all columns contribute alike."""
+    rows, columns = run.dimensions(call["self"])
+    fix_all(rows)
+    run.reduced([rows, columns], [1])
+    run.set(call.out, [rows, columns])
 
 
 @rule("_embedding_bag _embedding_bag_forward_only")

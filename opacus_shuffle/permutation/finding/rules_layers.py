@@ -18,16 +18,16 @@ from opacus_shuffle.permutation.finding.labels import (
     unify,
     unify_all,
 )
-from opacus_shuffle.permutation.finding.rules import as_list, rule
+from opacus_shuffle.permutation.finding.rules import as_list, broadcast, elementwise, rule
 from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun
 
 
-@rule("mm bmm matmul mv dot vdot addmm baddbmm addmv linear")
+@rule("mm bmm matmul mv dot vdot addmm baddbmm addmv _sparse_addmm linear")
 def matrix_product(run: TracedRun, call: Call) -> None:
     """Makes the contracted axes one, and batch axes too; a bias follows the result."""
     name = call.name.removesuffix("_").removeprefix("aten.")
     operands = list(call.arguments.values())
-    bias = operands.pop(0) if name.startswith(("add", "badd")) else operands[2] if name == "linear" else None
+    bias = operands.pop(0) if "add" in name else operands[2] if name == "linear" else None
     one, other = operands[:2]
     left, right = run.dimensions(one), run.dimensions(other)
     right = right[::-1] if name == "linear" else right
@@ -52,6 +52,34 @@ def matrix_product(run: TracedRun, call: Call) -> None:
     if bias is not None and not run.is_parameter(bias):
         run.streams += [axis for each in result for axis in each]
     run.contraction(call.out)
+
+
+@rule("_cdist_forward _pdist_forward")
+def distances(run: TracedRun, call: Call) -> None:
+    """Measures rows against rows: every norm treats the coordinates alike. Of pairs in one tensor the rows are fixed."""
+    if call.name == "aten._pdist_forward":
+        rows, coordinates = run.dimensions(call["self"])
+        fix_all(rows)
+        run.occurrences.append([coordinates])
+        run.set(call.out, fixed_dimensions(call.out.shape))
+    else:
+        left, right = run.dimensions(call["x1"]), run.dimensions(call["x2"])
+        unify_all(left[-1], right[-1])
+        result = [*broadcast([left[:-2], right[:-2]], call.out.dim() - 2), left[-2], right[-2]]
+        run.occurrences.append([*result, left[-1]])
+        run.set(call.out, result)
+    run.contraction(call.out)
+
+
+@rule("mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits")
+def loss(run: TracedRun, call: Call) -> None:
+    """Compares entry by entry, and takes the sum or the mean of all if told to."""
+    if call["reduction"] == 0:
+        elementwise(run, call)
+    else:
+        run.occurrences.append(broadcast(map(run.dimensions, call.inputs), max(tensor.dim() for tensor in call.inputs)))
+        run.set(call.out, [])
+        run.contraction(call.out)
 
 
 @rule("_grouped_mm")
@@ -82,8 +110,11 @@ def convolution(run: TracedRun, call: Call) -> None:
             entering, result = result, entering
         unify_all(channels, entering)
         run.occurrences.append([dims[0], channels, result])
-    elif call.arguments.get("transposed"):
-        raise IncompatibleError
+    elif call.arguments.get("transposed"):  # input (group, in), kernel ((group, in), out), result (group, out)
+        unify_all(channels, result)
+        group, inside = regroup(channels, [groups, kernel.shape[0] // groups])
+        run.occurrences.append([dims[0], group, inside, entering])
+        result = [*group, *entering]
     else:  # input (group, in), kernel ((group, out), in), result (group, out)
         group_in, inside = regroup(channels, [groups, source.shape[-places - 1] // groups])
         group_out, outside = regroup(result, [groups, kernel.shape[0] // groups])
@@ -144,24 +175,20 @@ def softmax(run: TracedRun, call: Call) -> None:
 
 
 @rule("linalg_vector_norm norm mean sum nansum prod amax amin any all _is_all_true _is_any_true logsumexp aminmax")
-@rule("var std var_mean std_mean count_nonzero max min median argmax argmin mode kthvalue cummax cummin")
+@rule("var std var_mean std_mean count_nonzero argmax argmin")
 def reduction(run: TracedRun, call: Call) -> None:
-    """Treats all that is reduced alike; where a result says which entry has won, what is reduced is fixed."""
+    """Treats all that is reduced alike; where the result says which entry has won, what is reduced is fixed."""
     if len(call.inputs) > 1:
         raise IncompatibleError
     source = call.inputs[0]
     rank = source.dim()
     gone = {dim % rank for dim in as_list(call.arguments.get("dim"))} or set(range(rank))
     dims = run.dimensions(source)
-    name = call.name.removeprefix("aten.")
-    # These return the winner's position too if they work along one dimension.
-    winners = ("max", "min", "median", "mode", "kthvalue", "cummax", "cummin")
-    if name in ("argmax", "argmin") or (name in winners and call.arguments.get("dim") is not None):
+    if call.name in ("aten.argmax", "aten.argmin"):
         fix_all(*(dims[dim] for dim in gone))
-        run.reduced(dims, list(gone))
     for tensor in call.outputs:
-        keep, same = tensor.dim() == rank, tensor.shape == source.shape
-        run.set(tensor, [each if same or dim not in gone else [] for dim, each in enumerate(dims) if keep or dim not in gone])
+        keep = tensor.dim() == rank
+        run.set(tensor, [[] if dim in gone else each for dim, each in enumerate(dims) if keep or dim not in gone])
 
 
 @rule("glu")
@@ -179,7 +206,8 @@ def glu(run: TracedRun, call: Call) -> None:
 @rule("max_pool2d_with_indices max_pool3d_with_indices max_pool2d max_pool1d avg_pool1d avg_pool2d avg_pool3d")
 @rule("_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d")
 @rule("upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d")
-@rule("upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact2d _upsample_bilinear2d_aa")
+@rule("upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa grid_sampler_3d")
+@rule("_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d replication_pad3d")
 @rule("_upsample_bicubic2d_aa replication_pad1d replication_pad2d grid_sampler_2d cudnn_grid_sampler mkldnn_max_pool2d")
 def pooling(run: TracedRun, call: Call) -> None:
     """Works channel by channel; places are fixed."""
@@ -199,6 +227,23 @@ def unfolded(run: TracedRun, call: Call) -> None:
     fix_all(*dims[-2:])
     taps = fixed_factors(math.prod(call["kernel_size"]))
     run.set(call.out, [*dims[:-3], [*dims[-3], *taps], fixed_factors(call.out.shape[-1])])
+
+
+@rule("col2im")
+def folded(run: TracedRun, call: Call) -> None:
+    """Adds up patches, (channel, tap) by place, where they came from."""
+    dims = run.dimensions(call["self"])
+    taps = math.prod(call["kernel_size"])
+    channels, inside = regroup(dims[-2], [call["self"].shape[-2] // taps, taps])
+    fix_all(inside, dims[-1])
+    run.set(call.out, [*dims[:-2], channels, *fixed_dimensions(call.out.shape[-2:])])
+
+
+@rule("renorm")
+def renorm(run: TracedRun, call: Call) -> None:
+    """Shortens the slices along one axis to a norm, to which all their entries contribute alike."""
+    dims = run.dimensions(call["self"])
+    _symmetric(run, call, dims, [dim for dim in range(len(dims)) if dim != call["dim"] % len(dims)])
 
 
 @rule("_weight_norm_interface _weight_norm")

@@ -21,6 +21,7 @@ from opacus_shuffle.permutation.finding.labels import (
     product,
     regroup,
     split_sum,
+    unify_all,
     unify_dimensions,
 )
 from opacus_shuffle.permutation.finding.rules import as_list, rule, with_fixed
@@ -113,6 +114,37 @@ def view(run: TracedRun, call: Call) -> None:
             return
         before *= axis.size
     run.set(call.out, regroup(row, shape))
+
+
+@rule("diagonal diagonal_copy trace")
+def diagonal(run: TracedRun, call: Call) -> None:
+    """Takes entries whose two places are the same: what permutes one axis permutes the other. Beside the middle: fixed."""
+    source, arguments = call["self"], call.arguments
+    dims = list(run.dimensions(source))
+    one, other = arguments.get("dim1", 0) % len(dims), arguments.get("dim2", 1) % len(dims)
+    places = dims[one]
+    if source.shape[one] == source.shape[other] and not arguments.get("offset"):
+        unify_all(places, dims[other])
+    else:
+        fix_all(places, dims[other])
+        places = fixed_factors(call.out.shape[-1]) if call.out.dim() else []
+    result = [*(each for dim, each in enumerate(dims) if dim not in (one, other)), places]
+    if call.name == "aten.trace":
+        run.occurrences.append(result)
+        run.contraction(call.out)
+    run.set(call.out, result[: call.out.dim()])
+
+
+@rule("diag_embed")
+def diagonal_matrix(run: TracedRun, call: Call) -> None:
+    """Puts entries where two places are the same, and zeros elsewhere: both axes are permuted as the one was."""
+    *result, places = run.dimensions(call["self"])
+    if call["offset"]:
+        fix_all(places)
+        places = fixed_factors(call.out.shape[call["dim1"]])
+    for dim in sorted(dim % call.out.dim() for dim in (call["dim1"], call["dim2"])):
+        result.insert(dim, places)
+    run.set(call.out, result)
 
 
 @rule("expand repeat")
@@ -229,20 +261,3 @@ def _stack(run: TracedRun, out: torch.Tensor, dim: int, slices: Sequence[Dimensi
 
 def _without(row: Sequence[Any], place: int) -> list[Any]:
     return [*row[:place], *row[place + 1 :]]
-
-
-@rule("flip roll cumsum cumprod logcumsumexp constant_pad_nd tril triu reflection_pad1d reflection_pad2d index_select")
-def along(run: TracedRun, call: Call) -> None:
-    """Depends on the order along some dimensions (all that change their size, at least): fixed there, untouched elsewhere."""
-    run.fix(call.inputs[1:])
-    rank = call.inputs[0].dim()
-    name = call.name.removesuffix("_").removeprefix("aten.")
-    if name in ("tril", "triu"):
-        touched = {rank - 2, rank - 1}
-    elif name == "constant_pad_nd":
-        touched = {rank - 1 - i // 2 for i, amount in enumerate(call["pad"]) if amount}
-    elif name.startswith("reflection_pad"):
-        touched = {rank - 1 - i for i in range(len(call["padding"]) // 2)}
-    else:
-        touched = {dim % rank for dim in as_list(call.arguments.get("dims", call.arguments.get("dim")))} or set(range(rank))
-    run.set(call.out, with_fixed(run, call, touched))

@@ -11,20 +11,25 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from opacus_shuffle.permutation.finding import rules_indexing, rules_layers, rules_shapes  # noqa: F401  (they register their rules)
+from opacus_shuffle.permutation.finding import (  # noqa: F401  (they register their rules)
+    rules_indexing,
+    rules_layers,
+    rules_order,
+    rules_shapes,
+)
 from opacus_shuffle.permutation.finding.draws import Draws
 from opacus_shuffle.permutation.finding.liveness import SHAPES_ONLY, Event, label_all, label_live
 from opacus_shuffle.permutation.finding.paths import LEAVING, Paths, frames, place_of
 from opacus_shuffle.permutation.finding.rules import find_rule
 from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun, bind
+from opacus_shuffle.permutation.higher_order import InsightMode
 from opacus_shuffle.permutation.network import kept_activations, plain_attention, results
 
 RESTRIDE = (torch.ops.aten.as_strided, torch.ops.aten.as_strided_)
 
 
-class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tracer(InsightMode):
     """Tells a traced run every operation of a network.
 
     Args:
@@ -79,8 +84,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._paused = before
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Notes what an operation did."""
         strides = args[0].stride() if func.overloadpacket in RESTRIDE else None
         constant = self._draws.is_constant(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags:  # labels so far are of the shapes so far
@@ -94,7 +99,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call = bind(func, args, kwargs, result)
             inputs = [] if call.name in SHAPES_ONLY else call.inputs
             matters = bool(call.written) or not call.outputs
-            self.note(Event(inputs, call.outputs, lambda: self._label(call, constant), self._cause(func), matters))
+            self.note(Event(inputs, call.outputs, lambda: self._label(call, constant), self._cause(func), matters, call.unread))
         return result
 
     def _cause(self, func: Any) -> str:

@@ -66,9 +66,19 @@ class Call:
     outputs: list[torch.Tensor]
     written: list[torch.Tensor]
     pointwise: bool
+    unread: list[torch.Tensor] = dataclasses.field(default_factory=list)  # outputs that nobody uses, as far as this is known
 
     def __getitem__(self, argument: str) -> Any:
         return self.arguments[argument]
+
+    @property
+    def views(self) -> torch.Tensor | None:
+        """The tensor whose entries came out, as they were or arranged in another way."""
+        return self.inputs[0] if self.inputs and self.name.removeprefix("aten.") in VIEWS else None
+
+    def reads(self, tensor: torch.Tensor) -> bool:
+        """Returns whether the network may use what came out here."""
+        return all(tensor is not other for other in self.unread)
 
     @property
     def out(self) -> torch.Tensor:
@@ -141,10 +151,12 @@ class TracedRun:
         self.newly_written.update(self._equal_entries[tensor] for tensor in call.written if tensor in self._equal_entries)
         if not call.outputs:
             return
-        if call.name.removeprefix("aten.") in VIEWS and call.inputs[0] in self._equal_entries:
+        if call.views is not None and call.views in self._equal_entries:
             for tensor in call.outputs:
-                self._equal_entries[tensor] = self._equal_entries[call.inputs[0]]
+                self._equal_entries[tensor] = self._equal_entries[call.views]
             return
+        if not call.inputs and call.name == "aten._to_copy":  # a number, which ``torch.vmap`` made a tensor
+            rule = None
         if rule is None and not all(self.is_constant(tensor) for tensor in call.inputs):
             self.unknown[call.name] += 1
             self.fix_everything(call)
@@ -321,15 +333,15 @@ class TracedRun:
 
     def follow(self, call: Call) -> None:
         """Notes which parameters an operation uses, or shows."""
-        if call.name.removeprefix("aten.") in VIEWS:
-            for tensor in call.outputs if call.inputs[0] in self._shown else ():
-                self._shown[tensor] = self._shown[call.inputs[0]]
+        if call.views is not None:
+            for tensor in call.outputs if call.views in self._shown else ():
+                self._shown[tensor] = self._shown[call.views]
         elif any(tensor.numel() for tensor in call.outputs):
             self.use(call.inputs)
 
     def _first_label(self, name: str, axis: int, size: int) -> Factors:
         """Returns the label that an axis begins with: a free atom, or packed parts."""
-        if size == 1:
+        if size < 2:
             return []
         pieces: list[Axis] = []
         place = 0
