@@ -91,7 +91,7 @@ DENSE = {
     "graph_convolution": units(9),
     "ensemble": everywhere(wreath(6, 4)),
     "mixture_of_experts": everywhere(wreath(6, 4)),
-    "sorted_units": units(9),
+    "sorted_units": units(9, 6),
     "neighbours_meet": units(6, 7),
     "pieces_mixed_alike": only_residual(sum(map(symmetric, (6, 7, 4, 3)))),
     "places_rolled": units(3),
