@@ -320,6 +320,7 @@ class WeightShuffler:
         """Returns the permutation of the weights that leave now, None for none."""
         now = [tensor._version for tensor in self._network.parameters()]
         if self._changed or (self._plan is not None and self._versions != now):  # loaded, say: a plan must not be used twice
+            self.spec.tensors(self._network)  # refuses one whose layers were replaced meanwhile
             self._plan, self._changed, self._versions = self._draw(), False, now
         return self._plan
 

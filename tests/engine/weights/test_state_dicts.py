@@ -13,8 +13,10 @@ from helpers.shuffled_runs import (
     contents,
     distance,
     drawn,
+    drawn_each,
     in_order,
     moved,
+    off,
     prepare,
     records,
     unreleased,
@@ -158,3 +160,16 @@ def test_model_and_optimizer_that_left_one_after_the_other_belong_together():
     spec = run.shuffler.spec
     spec.apply_(again.network, spec.invert(plan), again.plain_optimizer)
     assert distance(contents(run), contents(again)) <= EXACT
+
+
+def test_a_network_whose_layers_were_replaced_since_its_last_release_shows_nothing():
+    run = unreleased()
+    run.model.release()
+    run.train(1)
+    before = weights(run.network)
+    layer, run.network[0] = run.network[0], nn.Linear(5, 7).double()
+    for show in (run.network.state_dict, run.network[2].state_dict, lambda: copy.deepcopy(run.network[2])):
+        with pytest.raises(ValueError, match=r"0\.weight should have shape \(16, 5\), but has shape \(7, 5\)"):
+            show()
+    run.network[0] = layer
+    assert off(run.network.state_dict(), moved(run.shuffler.spec, drawn_each(run.shuffler)[-1], before)) == 0
