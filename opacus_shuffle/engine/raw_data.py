@@ -26,13 +26,7 @@ from opacus_shuffle.engine.optimizers.released_only import OWNER
 
 _STATE = "__getstate__"
 _PER_LAYER = "ft_compute_sample_grad"
-_OF_THIS_OBJECT = (
-    _STATE,
-    "__deepcopy__",
-    "__reduce_ex__",
-    "get_clipping_coef",
-    OWNER,
-)  # attributes that are about this very object
+_OF_THIS_OBJECT = (_STATE, "get_clipping_coef", OWNER)  # attributes that are about this very object
 
 
 class _State:

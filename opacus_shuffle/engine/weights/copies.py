@@ -7,6 +7,7 @@ parameters, so its copy stays as the run is, and follows it.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import weakref
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 
 from opacus_shuffle.engine.weights.averages import becomes_average
 
@@ -63,28 +65,31 @@ def _share(hook: PartHook) -> Any:
 ForkingPickler.register(PartHook, _share)
 
 
+TENSOR_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__", "view")
+
+
 @dataclasses.dataclass(eq=False)
 class TensorHook:
-    """What ``copy`` and ``pickle`` call for a tensor of the run, as attributes of that tensor.
+    """What ``copy``, ``pickle`` and ``parameters_to_vector`` call for a tensor of the run, as attributes of that tensor.
 
     Attributes:
         tensor: The tensor.
         permute: Moves a copy as what leaves now.
+        warn: Says that the tensor itself is read.
     """
 
     tensor: weakref.ref[torch.Tensor]
     permute: Callable[[torch.Tensor], None]
+    warn: Callable[[], None]
 
-    @classmethod
-    def watch(cls, tensor: torch.Tensor, permute: Callable[[torch.Tensor], None]) -> None:
-        """From now on has copies and pickles of a tensor permuted."""
-        hook = cls(weakref.ref(tensor), permute)
-        vars(tensor).update(__deepcopy__=hook.deep_copy, __reduce_ex__=hook.reduce)
+    def watch(self) -> None:
+        """From now on has copies and pickles of the tensor permuted."""
+        vars(self._found()).update(zip(TENSOR_ATTRIBUTES, (self.deep_copy, self.reduce, self.view), strict=True))
 
     @staticmethod
     def forget(tensor: torch.Tensor) -> None:
         """Undoes :meth:`watch`."""
-        for name in ("__deepcopy__", "__reduce_ex__"):
+        for name in TENSOR_ATTRIBUTES:
             vars(tensor).pop(name, None)
 
     def deep_copy(self, memo: dict[Any, Any]) -> torch.Tensor:
@@ -93,7 +98,7 @@ class TensorHook:
         if id(tensor) not in memo:
             copied = self._copy(memo)
             if becomes_average(memo):
-                TensorHook.watch(copied, self.permute)
+                dataclasses.replace(self, tensor=weakref.ref(copied)).watch()
             else:
                 self.permute(copied)
         return memo[id(tensor)]  # type: ignore[no-any-return]
@@ -102,9 +107,18 @@ class TensorHook:
         """Returns how a permuted copy is pickled."""
         tensor, copied = self._found(), self._copy({})
         self.permute(copied)
-        vars(copied).update(vars(tensor))
-        TensorHook.forget(copied)
-        return type(copied).__reduce_ex__(copied, protocol)  # type: ignore[no-untyped-call]
+        TensorHook.forget(tensor)  # its other attributes are pickled with it
+        try:
+            vars(copied).update(vars(tensor))
+            return type(copied).__reduce_ex__(copied, protocol)  # type: ignore[no-untyped-call]
+        finally:
+            self.watch()
+
+    def view(self, *shape: Any) -> torch.Tensor:
+        """Returns the tensor's own view: what is written back must be what was read."""
+        if not torch.compiler.is_compiling() and sys._getframe(1).f_code is parameters_to_vector.__code__:
+            self.warn()
+        return torch.Tensor.view(self._found(), *shape)
 
     def _found(self) -> torch.Tensor:
         tensor = self.tensor()

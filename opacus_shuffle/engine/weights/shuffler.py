@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -85,6 +86,7 @@ class WeightShuffler:
         self._generator = generator
         self._keys = KeyChain()
         self._changed = False  # since the last release
+        self._warned = 0
         self._plan: PermutationPlan | None = None  # from the run itself to what was released last
         self._averages: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # their parts, with places
         self._hooks: weakref.WeakSet[PartHook] = weakref.WeakSet()
@@ -286,7 +288,7 @@ class WeightShuffler:
             self._handles.append(part.register_state_dict_post_hook(release))  # type: ignore[no-untyped-call]
             self._handles.append(part.register_forward_pre_hook(tracing, prepend=True))
             for name, tensor in self._moving(part, place):
-                TensorHook.watch(tensor, functools.partial(self._release_copy, name))
+                TensorHook(weakref.ref(tensor), functools.partial(self._release_copy, name), self._warn_of_vector).watch()
 
     def _hook(self, act: Callable[..., None], part: nn.Module, place: str) -> PartHook:
         hook = PartHook(act, weakref.ref(part), functools.partial(self._averaged, act, place), self._refuse_sharing)
@@ -346,6 +348,15 @@ class WeightShuffler:
     def _refuse_tracing(self, *_: Any) -> None:
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             self._refuse("exporting or tracing the network itself", "export copy.deepcopy(model)")
+
+    def _warn_of_vector(self) -> None:
+        if self._private and self._warned != self.steps:
+            self._warned = self.steps
+            warnings.warn(
+                "parameters_to_vector shows weights that were not permuted since their last update: call release() before if "
+                "the vector leaves the run",
+                stacklevel=4,
+            )
 
     def _refuse(self, what: str, remedy: str) -> None:
         if self._private:

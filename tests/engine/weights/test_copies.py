@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import pickle
+import warnings
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -26,6 +27,7 @@ from helpers.shuffled_runs import (
     weights,
 )
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
 from opacus_shuffle.permutation import find_permutations
@@ -216,6 +218,27 @@ def test_a_network_without_hooks_of_opacus_is_neither_traced_nor_scripted_unless
     shuffler.detach()
     for trace in (torch.jit.script, lambda network: torch.jit.trace(network, (x,))):
         assert float((trace(network)(x) - network(x)).detach().abs().max()) <= EXACT
+
+
+def test_a_vector_of_the_run_s_parameters_comes_with_a_warning_and_can_be_written_back():
+    run = unreleased()
+    before, average = contents(run), AveragedModel(run.network)
+    average.update_parameters(run.network)
+    for _ in range(2):
+        for module in (run.model, run.network, run.network[2], average):
+            with pytest.warns(UserWarning, match=r"parameters_to_vector.*release\(\)") as told:
+                vector = nn.utils.parameters_to_vector(module.parameters())
+            assert [each.filename for each in told] == [__file__]
+            nn.utils.vector_to_parameters(vector, module.parameters())
+            run.shuffler._warned = 0
+        assert distance(before, contents(run)) == 0
+        run.network.state_dict()
+    nn.utils.parameters_to_vector(run.network.parameters())
+    run.model.release()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nn.utils.parameters_to_vector(run.network.parameters())
+        run.network[0].bias.view(4, 4)
 
 
 def test_conversions_of_the_network_keep_what_leaves_permuted():
