@@ -200,15 +200,26 @@ def results(outputs: Any) -> list[torch.Tensor]:
     return found[::-1]
 
 
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """Returns the tensors in the arguments or results of an operation: lists at most, for which a general tree takes long."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    return [tensor for each in values for tensor in tensors_in(each)]
+
+
 def kept_activations(network: nn.Module) -> list[torch.Tensor]:
     """Returns the tensors that the modules keep as plain attributes after a run; a loss may read them."""
     attributes = [
         value
         for module in network.modules()
         for name, value in vars(module).items()
-        if name not in ("_parameters", "_buffers", "_modules")
+        if name not in ATTRIBUTES
         # What torch.nn.utils computes a weight into.
-        and not {f"{name}_g", f"{name}_orig"} & {key for key, _ in module.named_parameters(recurse=False)}
+        and not {f"{name}_g", f"{name}_orig"} & module._parameters.keys()
     ]
     return [leaf for leaf in tree_leaves(attributes) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)]
 

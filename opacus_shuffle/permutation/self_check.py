@@ -33,7 +33,7 @@ one cycle over all once in (n-1)! times."""
 def check_calls(action: GroupAction, network: nn.Module, calls: Sequence[Call]) -> None:
     """Refuses a group with a permutation that changes what the network computes on these arguments, by name.
 
-    The first is tried in both modes and with one permutation more, the others in evaluation mode.
+    The first is tried in both modes, the others in evaluation mode; with two permutations at least in all.
     """
     action.tensors(network)
     generator = torch.Generator().manual_seed(20_230_101)
@@ -50,7 +50,7 @@ def check_calls(action: GroupAction, network: nn.Module, calls: Sequence[Call]) 
             trained = _reference(network, weights, call, training=True)
             if not _same(references[False], trained):  # or this mode computes what the other did
                 references[True] = trained
-        _Check(action, network, weights, call, references, generator).run(more=1 if number == 0 else 0)
+        _Check(action, network, weights, call, references, generator).run(more=1 if len(calls) == 1 else 0)
         informative |= any(bool(each.any()) for reference in references.values() for each in reference)
     if not informative:
         raise ValueError(f"{type(network).__name__} gives only zeros on the sample input: give another, so it can be checked")

@@ -28,6 +28,8 @@ from opacus_shuffle.permutation.sample_input import Call, first_records, from_ba
 from opacus_shuffle.permutation.self_check import check_calls
 
 OTHER_RECORDS = 8
+LARGE = 10_000_000
+"""Of networks with so many parameters two other records are looked at in place of eight: each costs a forward in double."""
 PARALLEL = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel, FSDPModule)
 
 
@@ -157,7 +159,8 @@ def find_spec(
 def _other_records(network: nn.Module, data_loader: DataLoader) -> list[Call]:
     """Returns a batch of records from all over the data set, if the network runs on it: others may take other ways."""
     try:
-        call = from_batch(network, first_records(data_loader, OTHER_RECORDS, everywhere=True))
+        count = 2 if sum(each.numel() for each in network.parameters()) >= LARGE else OTHER_RECORDS
+        call = from_batch(network, first_records(data_loader, count, everywhere=True))
         run_quietly(network, *call)
     except Exception:  # some collate only records that belong together
         return []

@@ -5,22 +5,21 @@ That holds as long as nothing asks for a value that comes of them. What does so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from opacus_shuffle.permutation.finding.paths import LEAVING
+from opacus_shuffle.permutation.higher_order import InsightMode
+from opacus_shuffle.permutation.network import tensors_in
 
-PRODUCTS = frozenset(
-    getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear", "matmul")
-)
+PRODUCTS = frozenset(getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "convolution"))
 
 ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 Result = TypeVar("Result")
@@ -67,7 +66,7 @@ def cheap_products() -> Iterator[None]:
         raise zeros.asked
 
 
-class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Zeros(InsightMode):
     """Knows which tensors come of products that were left out."""
 
     def __init__(self) -> None:
@@ -75,35 +74,43 @@ class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.asked: ValuesMatterError | None = None
         self._unknown: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        product = func.overloadpacket in PRODUCTS
-        if product or any(map(self.is_unknown, tree_leaves((args, kwargs)))):
-            if ASKING & set(func.tags) or "assert" in str(func):
-                self.ask(func)
-            result = _zeros(func, args, kwargs) if product else func(*args, **kwargs)
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, torch.Tensor):
-                    self._unknown[leaf] = True
-                    if leaf._base is not None:  # written to through a view
-                        self._unknown[leaf._base] = True
-            return result
-        return func(*args, **kwargs)
+    def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
+        product = _zeros(func, args)
+        operands = tensors_in((args, kwargs))
+        if product is None and not any(map(self.is_unknown, operands)):
+            return func(*args, **kwargs)
+        if ASKING & set(func.tags) or "assert" in str(func):
+            self.ask(func)
+        result = func(*args, **kwargs) if product is None else product
+        for tensor in [*tensors_in(result), *(operands if func._schema.is_mutable else ())]:
+            self._unknown[tensor] = True
+            if tensor._base is not None:  # written to through a view
+                self._unknown[tensor._base] = True
+        return result
 
     def ask(self, func: Any) -> NoReturn:
         """Ends the run."""
         self.asked = ValuesMatterError(str(func))
         raise self.asked
 
-    def is_unknown(self, value: Any) -> bool:
+    def is_unknown(self, tensor: torch.Tensor) -> bool:
         """Returns whether a tensor's values come of a product that was left out."""
-        return isinstance(value, torch.Tensor) and (value in self._unknown or value._base in self._unknown)
+        return tensor in self._unknown or (tensor._base is not None and tensor._base in self._unknown)
 
 
-def _zeros(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Returns zeros where a product would lie."""
-    shaped: torch.Tensor = func(*tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), args), **kwargs)
-    return torch.empty_strided(shaped.shape, shaped.stride(), dtype=shaped.dtype).zero_()
+def _zeros(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
+    """Returns zeros where a product would lie; None for other operations, and for products that are not possible."""
+    if func.overloadpacket not in PRODUCTS:
+        return None
+    if func.overloadpacket is torch.ops.aten.convolution:
+        shaped: torch.Tensor = func(*tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), args))
+        return torch.empty_strided(shaped.shape, shaped.stride(), dtype=shaped.dtype).zero_()
+    bias, left, right = args if len(args) == 3 else (None, *args)
+    shape = (*left.shape[:-1], right.shape[-1])
+    possible = left.dtype == right.dtype and left.shape[-1] == right.shape[-2] and left.shape[:-2] == right.shape[:-2]
+    if not possible or (bias is not None and (bias.dtype != left.dtype or bias.shape not in (shape, shape[-1:]))):
+        return None
+    return torch.zeros(shape, dtype=left.dtype)
 
 
 class _Leaving(TorchFunctionMode):

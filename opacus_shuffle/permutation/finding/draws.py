@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from opacus_shuffle.permutation.higher_order import InsightMode
-from opacus_shuffle.permutation.network import seed_draws
+from opacus_shuffle.permutation.network import seed_draws, tensors_in
 
 WATCHED_FROM = 723_480_237_123  # a random state that no network begins in
 
@@ -53,7 +52,7 @@ class Draws:
     def _state(self, args: Any, kwargs: Any) -> bytes:
         generator = kwargs.get("generator")
         if generator is None:
-            devices = {leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+            devices = {tensor.device for tensor in tensors_in((args, kwargs))}
             device = torch.device(kwargs.get("device") or next(iter(devices), "cpu"))
             state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
         else:

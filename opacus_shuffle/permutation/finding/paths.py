@@ -20,10 +20,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from opacus_shuffle.permutation.higher_order import InsightMode
+from opacus_shuffle.permutation.network import tensors_in
 
 Answer = bool | int | float | str
 NONE, ALL = "none", "all"
@@ -103,14 +103,14 @@ class Paths(InsightMode):
             raise RuntimeError(f"it went on for more than {self._most} operations")
         result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags and not any(
-            leaf in self._varying for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+            tensor in self._varying for tensor in tensors_in((args, kwargs))
         ):
             return result
         if torch.Tag.data_dependent_output in func.tags:
             result = self._answered(place_of(func), result)
         elif torch.Tag.dynamic_output_shape in func.tags:
             result = self._chosen(func, args, kwargs, result)
-        self._note(tree_leaves(result))
+        self._note(tensors_in(result))
         return result
 
     def where(self, operation: str) -> str:
@@ -136,7 +136,7 @@ class Paths(InsightMode):
 
     def _chosen(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         """Returns what a mask chooses: what it says, or none or all where that is the answer for its place."""
-        if not (masks := [leaf for leaf in tree_leaves(args[1:] or args) if _chooses(func, leaf)]):
+        if not (masks := [leaf for leaf in tensors_in(args[1:] or args) if _chooses(func, leaf)]):
             return result
         place = place_of(func)
         coin = self._coin()
@@ -145,7 +145,7 @@ class Paths(InsightMode):
             filled = {id(mask): torch.full_like(mask, answer == ALL) for mask in masks}
             args = torch.utils._pytree.tree_map(lambda leaf: filled.get(id(leaf), leaf), args)
             result = func(*args, **kwargs)
-        some = any(leaf.numel() for leaf in tree_leaves(result))
+        some = any(leaf.numel() for leaf in tensors_in(result))
         self.met.setdefault(place, set()).add(ALL if some else NONE)
         return result
 

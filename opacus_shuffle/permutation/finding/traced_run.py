@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from opacus_shuffle.permutation.finding.labels import (
@@ -35,6 +34,7 @@ from opacus_shuffle.permutation.finding.labels import (
     summands,
     unify_dimensions,
 )
+from opacus_shuffle.permutation.network import tensors_in
 
 Packing = tuple[int, int, int, int]
 """A piece of an axis laid out as (offset, majors, packed parts, size of a part): query, key and value in one matrix of 3d rows
@@ -92,9 +92,7 @@ def bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) ->
     arguments = {each.name: each.default_value if each.has_default_value() else None for each in schema}
     arguments |= {each.name: value for each, value in zip(schema, args, strict=False)} | kwargs
     changed = [arguments[each.name] for each in schema if each.alias_info is not None and each.alias_info.is_write]
-    inputs, outputs, written = (
-        [leaf for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor)] for each in ((args, kwargs), result, changed)
-    )
+    inputs, outputs, written = map(tensors_in, ((args, kwargs), result, changed))
     return Call(str(func.overloadpacket), arguments, inputs, outputs, written, torch.Tag.pointwise in func.tags)
 
 
