@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from opacus_shuffle.core.progress import enter_phase, progress
 from opacus_shuffle.core.validation import instance_of, one_of
 from opacus_shuffle.permutation.finding.cheap_products import Frugal
 from opacus_shuffle.permutation.finding.draws import Draws
@@ -62,14 +63,20 @@ def find_permutations(
     network = unwrap(module)
     require_ready(network)
     more = [normalise(each) for each in instance_of("more_samples", more_samples, (list, tuple))]
-    return find_on_calls(network, [call_of(network, sample_input), *more], groups, every_way=bool(more))
+    with progress("finding permutations"):
+        return find_on_calls(network, [call_of(network, sample_input), *more], groups, every_way=bool(more))
 
 
-def find_on_calls(network: nn.Module, calls: list[Call], groups: str, *, every_way: bool = False) -> PermutationSpec:
-    """Finds permutations on these arguments; the user may answer for it that they take ``every_way`` that inputs can."""
+def find_on_calls(
+    network: nn.Module, calls: list[Call], groups: str, *, others: Sequence[Call] = (), every_way: bool = False
+) -> PermutationSpec:
+    """Finds permutations on these arguments, and checks them on the shortest input that will do and on ``others`` like them.
+
+    Without others, on those arguments. The user may answer for it that they take ``every_way`` that inputs can.
+    """
     draws = Draws()
     try:
-        run, explorer = _traced(network, calls, draws)
+        run, explorer = _traced(network, [*calls, *others], draws)
         if explorer.lost and not every_way:
             raise _not_followed(network, *next(iter(explorer.lost.items())))
         spec = build_spec(run, groups, {str(place): len(given) for place, given in sorted(explorer.met.items())})
@@ -78,7 +85,7 @@ def find_on_calls(network: nn.Module, calls: list[Call], groups: str, *, every_w
         require_apart({**dict(network.named_parameters()), **dict(network.named_buffers())}, spec.blocks)
         if all(parameter.device.type != "meta" for parameter in network.parameters()):
             shortest = explorer.shortest or calls[0]
-            check_calls(spec, network, [shortest, *(call for call in calls if call is not shortest)])
+            check_calls(spec, network, [shortest, *(call for call in others or calls if call is not shortest)])
     finally:
         draws.restore()
     return spec
@@ -90,6 +97,7 @@ def _traced(network: nn.Module, calls: list[Call], draws: Draws) -> tuple[Traced
     with state_kept(network), torch.no_grad(), plain_attention(), draws.watched():
         for args, kwargs in calls:
             for training in (True, False):
+                enter_phase("tracing")
                 with contextlib.suppress(Exception):  # tracing says what is wrong with it
                     network.train(training)
                     frugal(lambda: network(*args, **kwargs))  # noqa: B023

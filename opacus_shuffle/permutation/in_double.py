@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from opacus_shuffle.core.progress import enter_phase
 from opacus_shuffle.permutation.higher_order import InsightMode
 from opacus_shuffle.permutation.network import plain_attention, results, seed_draws, state_kept
 from opacus_shuffle.permutation.sample_input import Call
@@ -50,6 +51,7 @@ class PerturbedWeights:
 
     def run(self, call: Call, *, training: bool) -> list[torch.Tensor]:
         """Returns what the network computes with these weights in double precision; its own buffers are left as they are."""
+        enter_phase("checking")
         try:
             return _outputs(self._network, self._presented(), call, training)
         except Exception:

@@ -13,6 +13,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 
+from opacus_shuffle.core.progress import enter_phase
 from opacus_shuffle.permutation.action import GroupAction
 from opacus_shuffle.permutation.group import PermutationPlan
 from opacus_shuffle.permutation.in_double import PerturbedWeights
@@ -35,6 +36,7 @@ def check_calls(action: GroupAction, network: nn.Module, calls: Sequence[Call]) 
 
     The first is tried in both modes, the others in evaluation mode; with two permutations at least in all.
     """
+    enter_phase("checking")
     action.tensors(network)
     generator = torch.Generator().manual_seed(20_230_101)
     weights = PerturbedWeights(network, generator, buffers=True)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.opacus_compat import refuse_broken_attention, refuse_tied_ghost, refuse_unclipped_engine
+from opacus_shuffle.core.progress import progress
 from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.validation import integer, noise_level, one_of, positive_or_infinite
 from opacus_shuffle.engine.prepare_model import check_position_ids
@@ -140,13 +141,14 @@ def find_spec(
         ) from error
     if batch_first:
         check_position_ids(network, args, kwargs)
-    others = _other_records(network, data_loader)
-    if isinstance(shuffling.groups, PermutationSpec):
-        spec = shuffling.groups
-        check_calls(spec, network, [(args, kwargs), *others])
-    else:
-        level = "residual" if shuffling.groups is True else shuffling.groups
-        spec = find_on_calls(network, [(args, kwargs), *others], level)
+    with progress("finding permutations"):
+        others = _other_records(network, data_loader)
+        if isinstance(shuffling.groups, PermutationSpec):
+            spec = shuffling.groups
+            check_calls(spec, network, [(args, kwargs), *others])
+        else:
+            level = "residual" if shuffling.groups is True else shuffling.groups
+            spec = find_on_calls(network, [(args, kwargs)], level, others=others)
     if is_distributed(module):
         agreed = [spec]
         torch.distributed.broadcast_object_list(agreed, 0)  # rank 0's: another rank's first records may have another length

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
+from opacus_shuffle.core.progress import enter_phase
 from opacus_shuffle.permutation.finding.cheap_products import Frugal
 from opacus_shuffle.permutation.finding.draws import Draws
 from opacus_shuffle.permutation.finding.handlers import HandlerError, declared_axes
@@ -20,6 +21,7 @@ from opacus_shuffle.permutation.finding.paths import (
     ALL,
     COINS,
     MASKS,
+    MOST_ENTRIES,
     MOST_OPERATIONS,
     Answer,
     Paths,
@@ -64,12 +66,18 @@ class Explorer:
         self.lost: dict[Place, Exception] = {}
         self._network, self._run, self._draws, self._frugal = network, run, draws, frugal
         self._first: dict[Place, _Meeting] = {}
-        self._most_reads = self._operations = 0
+        self._most_reads = self._operations = self._most_entries = 0
+        self._exploring = False
+        self._settled: list[Any] = []  # runs in which nothing depends on values
         self.shortest: Call | None = None
 
     def trace(self, call: Call, *, training: bool, answers: Answers | None = None, coins: int | None = None) -> None:
-        """Traces one run of the network."""
+        """Traces one run of the network, unless one like it was traced in which nothing depends on values."""
         answers = answers or {}
+        enter_phase("tracing")
+        form = [training, *_form(call)]
+        if form in self._settled:
+            return
         self._network.train(training)
         try:
             outputs, paths = self._frugal(lambda: self._traced(call, answers, coins))
@@ -87,6 +95,9 @@ class Explorer:
             self._run.fix(kept_activations(self._network))
         self._most_reads = max(self._most_reads, paths.reads)
         self._operations = max(self._operations, 0 if answers else paths.operations)
+        self._most_entries = max(self._most_entries, 0 if self._exploring else paths.entries)
+        if not paths.met:
+            self._settled.append(form)
         for place, given in paths.met.items() if coins is None else ():
             self.met.setdefault(place, set()).update(given)
             first = self._first.setdefault(place, _Meeting(call, training, answers, next(iter(given), None)))
@@ -95,6 +106,7 @@ class Explorer:
 
     def explore(self, call: Call) -> None:
         """Traces the runs that other inputs might have, after those on the sample."""
+        self._exploring = True
         entire = [atom for dimensions in self._run.parameters.values() for each in dimensions for atom in atoms(each)]
         sizes = [
             next((each for each in alternatives if self._try(each, training=False) is None), call)
@@ -175,8 +187,9 @@ class Explorer:
     def _paths(self, call: Call, answers: Answers, coins: int | None = None) -> Paths:
         given = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
         most = max(MOST_OPERATIONS, 20 * self._operations) if answers or coins is not None else math.inf
+        most_entries = max(MOST_ENTRIES, 8 * self._most_entries) if self._exploring else math.inf
         varying = [*given, *self._network.parameters(), *self._network.buffers()]
-        return Paths(varying, answers, coins=coins, most=most)
+        return Paths(varying, answers, coins=coins, most=most, most_entries=most_entries)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +200,18 @@ class _Meeting:
     training: bool
     answers: Answers
     answer: Answer | None
+
+
+def _form(call: Call) -> list[Any]:
+    """Returns all of a call but the values of its tensors; other objects are the same only as themselves."""
+    leaves, structure = tree_flatten(call)
+    found: list[Any] = [structure]
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            found.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
+        else:
+            found.append((type(leaf), leaf if isinstance(leaf, bool | int | float | str) else id(leaf)))
+    return found
 
 
 def _entries(call: Call) -> int:

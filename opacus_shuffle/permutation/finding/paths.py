@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from opacus_shuffle.permutation.higher_order import InsightMode
@@ -37,6 +38,10 @@ COINS = 3
 
 MOST_OPERATIONS = 20_000
 """In one run with answers, or 20 times as many as on the sample: a loop of a million steps would hardly end otherwise."""
+
+MOST_ENTRIES = 2**26
+"""In all tensors of one run on another input than the sample, or 8 times as many as on the sample: a number read from data, and
+answered with a million, may be a size."""
 
 LEAVING = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
 """How values leave PyTorch, to be read where nobody can tell."""
@@ -72,11 +77,13 @@ class Paths(InsightMode):
         answers: What to answer at some places, whatever the values are.
         coins: Answers everywhere yes or no by its bits, one per read, and at random after :data:`COINS`.
         most: How many operations there may be.
+        most_entries: How many entries their results may have, once a number was read.
 
     Attributes:
         met: Per place the answers that were given.
         reads: How often one was given that may be yes or no.
         operations: How many there were.
+        entries: How many entries their results had.
     """
 
     def __init__(
@@ -86,10 +93,12 @@ class Paths(InsightMode):
         *,
         coins: int | None = None,
         most: float = math.inf,
+        most_entries: float = math.inf,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.met: dict[Place, set[Answer]] = {}
-        self.reads = self.operations = 0
+        self.reads = self.operations = self.entries = 0
+        self._most_entries, self._numbers_read = most_entries, False
         self._coins, self._random, self._most = coins, random.Random(coins), most
         self._answers = answers or {}
         self._given: Counter[Place] = Counter()
@@ -101,7 +110,11 @@ class Paths(InsightMode):
         self.operations += 1
         if self.operations > self._most:
             raise RuntimeError(f"it went on for more than {self._most} operations")
+        if self._numbers_read and not func.is_view and self.entries + _entries(func, args, kwargs) > self._most_entries:
+            raise RuntimeError(f"it would make tensors of more than {self._most_entries:,} entries")
         result = func(*args, **kwargs)
+        if not func.is_view:
+            self.entries += sum(tensor.numel() for tensor in tensors_in(result))
         if torch.Tag.nondeterministic_seeded not in func.tags and not any(
             tensor in self._varying for tensor in tensors_in((args, kwargs))
         ):
@@ -121,6 +134,7 @@ class Paths(InsightMode):
         """Notes that a tensor's values leave PyTorch, where nobody can answer in their place."""
         if tensor in self._varying:
             self.met.setdefault(place_of(way), set())
+            self._numbers_read = True
 
     def _answered(self, place: Place, value: Any) -> Any:
         """Returns what a read gives: its value, or the answer for its place."""
@@ -132,6 +146,7 @@ class Paths(InsightMode):
             value = type(value)(self._answers[place])
             self._given[place] += 1
         self.met.setdefault(place, set()).add(value)
+        self._numbers_read |= not isinstance(value, bool)
         return value
 
     def _chosen(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
@@ -186,6 +201,16 @@ def was_raised(error: BaseException) -> bool:
         return False
     code = trace.tb_frame.f_code
     return any(each.offset == trace.tb_lasti and each.opname == "RAISE_VARARGS" for each in dis.get_instructions(code))
+
+
+def _entries(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int:
+    """Returns how many entries the results of an operation would have; 0 if that depends on values, or if it would fail."""
+    where = {"device": "meta"} if any(each.name == "device" for each in func._schema.arguments) else {}
+    shapes = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, dict(kwargs)))
+    try:
+        return sum(tensor.numel() for tensor in tensors_in(func(*shapes[0], **{**shapes[1], **where})))
+    except Exception:
+        return 0
 
 
 def _chooses(func: Any, leaf: Any) -> bool:

@@ -1,0 +1,67 @@
+"""Other ways are followed as long as they cost about what the network does, and each of them once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.perceptron import X, mlp
+from torch import nn
+
+from opacus_shuffle.permutation import find_permutations
+from opacus_shuffle.permutation.finding import exploring
+
+
+class Sized(nn.Module):
+    """Makes a tensor as long as a number says that it reads from the data; and counts its runs."""
+
+    def __init__(self, read, make):
+        super().__init__()
+        self.net, self.read, self.make = mlp(), read, make
+        self.sizes = set()
+
+    def forward(self, x):
+        made = self.make(x, max(1, int(self.read(x))))
+        type(self).largest = max(type(self).largest, made.numel())
+        return self.net(x) + made.flatten()[:2].sum()
+
+
+MAKES = {
+    "zeros": lambda x, n: torch.zeros(n, 1000),
+    "like": lambda x, n: x.new_ones(n, 1000),
+    "repeated": lambda x, n: x.repeat(n, 100),
+    "range": lambda x, n: torch.arange(1000 * n),
+    "padded": lambda x, n: nn.functional.pad(x, (0, 1000 * n)),
+    "product": lambda x, n: torch.ones(1000, 1) @ torch.ones(1, n),
+}
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_a_number_from_the_data_makes_no_tensor_that_would_fill_the_memory(name, monkeypatch):
+    monkeypatch.setattr(exploring, "MOST_ENTRIES", 10**6)
+    monkeypatch.setattr(Sized, "largest", 0, raising=False)
+    network = Sized(lambda x: x.abs().sum().item(), MAKES[name])
+    spec = find_permutations(network, X)
+    assert 1000 * int(X.abs().sum()) <= Sized.largest <= 10**6
+    assert round(2 ** spec.log2_size()) == 720
+    assert not spec.unreached
+
+
+def test_samples_may_be_as_large_as_they_are(monkeypatch):
+    monkeypatch.setattr(exploring, "MOST_ENTRIES", 10)
+    monkeypatch.setattr(Sized, "largest", 0, raising=False)
+    network = Sized(lambda x: len(x) + x[0, 0].item(), MAKES["zeros"])
+    larger = X.repeat(100, 1)
+    assert round(2 ** find_permutations(network, X, more_samples=[larger]).log2_size()) == 720
+    assert Sized.largest >= 100 * 1000 * len(X)
+
+
+def test_a_run_of_which_nothing_depends_on_values_is_traced_once(monkeypatch):
+    traced = []
+    tracer = exploring.Explorer._traced
+    monkeypatch.setattr(exploring.Explorer, "_traced", lambda self, *args: (traced.append(args), tracer(self, *args))[1])
+    find_permutations(mlp(), X)
+    alone = len(traced)
+    find_permutations(mlp(), X, more_samples=[X + 1, 2 * X])
+    assert len(traced) == 2 * alone
+    find_permutations(mlp(), X, more_samples=[X[:2]])
+    assert len(traced) > 3 * alone
