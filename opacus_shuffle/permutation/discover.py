@@ -15,8 +15,9 @@ from opacus_shuffle.permutation.finding.cheap_products import Frugal
 from opacus_shuffle.permutation.finding.draws import Draws
 from opacus_shuffle.permutation.finding.exploring import Explorer
 from opacus_shuffle.permutation.finding.nesting import LEVELS, build_spec
+from opacus_shuffle.permutation.finding.packings import Packing
 from opacus_shuffle.permutation.finding.paths import Place
-from opacus_shuffle.permutation.finding.traced_run import Packing, TracedRun
+from opacus_shuffle.permutation.finding.traced_run import TracedRun
 from opacus_shuffle.permutation.network import plain_attention, require_apart, require_ready, state_kept, unwrap
 from opacus_shuffle.permutation.sample_input import Call, call_of, normalise
 from opacus_shuffle.permutation.self_check import check_calls
@@ -79,6 +80,7 @@ def find_on_calls(
         run, explorer = _traced(network, [*calls, *others], draws)
         if explorer.lost and not every_way:
             raise _not_followed(network, *next(iter(explorer.lost.items())))
+        run.merge_slices(constant=not explorer.reads())
         spec = build_spec(run, groups, {str(place): len(given) for place, given in sorted(explorer.met.items())})
         if not spec.blocks:
             raise _nothing_found(run, network, groups)

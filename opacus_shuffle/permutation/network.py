@@ -224,6 +224,17 @@ def kept_activations(network: nn.Module) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(attributes) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)]
 
 
+def movable_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields parameters, and buffers that a checkpoint holds: numbers and masks, but no indices."""
+    yield from module.named_parameters(remove_duplicate=False)
+    for place, part in module.named_modules(remove_duplicate=False):
+        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
+            kept = name not in getattr(part, "_non_persistent_buffers_set", ())
+            numbers = buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.bool
+            if kept and numbers and buffer.dim() and buffer.layout == torch.strided:
+                yield f"{place}.{name}" if place else name, buffer
+
+
 def require_ready(network: nn.Module) -> None:
     """Refuses by name parameters that do not exist yet, or share memory so that they cannot be moved one by one."""
     parameters = dict(network.named_parameters())

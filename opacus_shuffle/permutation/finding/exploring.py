@@ -16,7 +16,7 @@ from opacus_shuffle.core.progress import enter_phase
 from opacus_shuffle.permutation.finding.cheap_products import Frugal
 from opacus_shuffle.permutation.finding.draws import Draws
 from opacus_shuffle.permutation.finding.handlers import HandlerError, declared_axes
-from opacus_shuffle.permutation.finding.labels import atoms, because, fix_all
+from opacus_shuffle.permutation.finding.labels import because, fix_all
 from opacus_shuffle.permutation.finding.paths import (
     ALL,
     COINS,
@@ -107,7 +107,7 @@ class Explorer:
     def explore(self, call: Call) -> None:
         """Traces the runs that other inputs might have, after those on the sample."""
         self._exploring = True
-        entire = [atom for dimensions in self._run.parameters.values() for each in dimensions for atom in atoms(each)]
+        entire = self._run.atoms()
         sizes = [
             next((each for each in alternatives if self._try(each, training=False) is None), call)
             for alternatives in other_sizes(call)
@@ -144,6 +144,10 @@ class Explorer:
             for way in (0, -1):
                 at_once = {place: self._answers(place)[way] for place in self.met if self._answers(place)}
                 self._try(self.shortest, training=False, answers=at_once)
+
+    def reads(self) -> list[Place]:
+        """Returns the places at which values become numbers of Python."""
+        return [place for place, given in self.met.items() if not all(isinstance(each, str) for each in given) or not given]
 
     def _ways(self) -> Iterator[tuple[Place, Answer]]:
         return ((place, answer) for place in list(self.met) for answer in self._answers(place))

@@ -17,13 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from opacus_shuffle.permutation.finding.labels import Axis, Dimensions, atoms, factors, fix_all, grids, terms
+from opacus_shuffle.permutation.finding.packings import LARGEST_JOINT_AXIS
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
 from opacus_shuffle.permutation.moving.layout import Block, Factor, Term
 from opacus_shuffle.permutation.spec import PermutationSpec
 
 LEVELS = ("paper", "heads", "residual")
-LARGEST_JOINT_AXIS = 2**24
-"""Axes are seen as one only up to this many entries: the index vector needs 8 bytes for each."""
 
 
 def known_positions(occurrences: Iterable[Dimensions]) -> dict[Axis, set[Axis]]:
@@ -135,7 +134,7 @@ def _drop_wide_joints(run: TracedRun, inside: dict[Axis, set[Axis]]) -> None:
         changed = False
         for name, dimensions in run.parameters.items():
             shape = run.tensors[name].shape
-            for start, stop, joined in _spans(dimensions, inside):
+            for start, stop, joined in _spans(shape, dimensions, inside):
                 size = math.prod(shape[start:stop])
                 twice = any(
                     len(set(term)) < len(term) for term in terms([axis for each in dimensions[start:stop] for axis in each])
@@ -147,10 +146,12 @@ def _drop_wide_joints(run: TracedRun, inside: dict[Axis, set[Axis]]) -> None:
                             changed = True
 
 
-def _spans(dimensions: Dimensions, inside: Mapping[Axis, set[Axis]]) -> list[tuple[int, int, bool]]:
+def _spans(shape: Sequence[int], dimensions: Dimensions, inside: Mapping[Axis, set[Axis]]) -> list[tuple[int, int, bool]]:
     """Returns the axes in groups that must be seen as one: (start, stop, whether there was a reason to join)."""
     spans = [[axis, axis + 1, 0] for axis in range(len(dimensions))]
-    for _, _, first, last in _joints(dimensions, inside):
+    pairs = [(first, last) for _, _, first, last in _joints(dimensions, inside)]
+    sliced = [i for i, each in enumerate(dimensions) if math.prod(axis.root.size for axis in each) != max(shape[i], 1)]
+    for first, last in [*pairs, *([(sliced[0], sliced[-1])] if sliced else [])]:
         touched = [span for span in spans if span[0] <= last and span[1] > first]
         merged = [min(span[0] for span in touched), max(span[1] for span in touched), 1]
         spans = sorted([span for span in spans if span not in touched] + [merged])
@@ -165,7 +166,7 @@ def _assemble(run: TracedRun, inside: Mapping[Axis, set[Axis]], level: str, kind
     for name, dimensions in run.parameters.items():
         shape = tuple(run.tensors[name].shape)
         found = []
-        for start, stop, _ in _spans(dimensions, inside):
+        for start, stop, _ in _spans(shape, dimensions, inside):
             row = [axis for each in dimensions[start:stop] for axis in each]
             moving = [atom for atom in atoms(row) if atom in inside]
             if moving:

@@ -24,8 +24,9 @@ from opacus_shuffle.permutation.finding.labels import (
     unify_all,
     unify_dimensions,
 )
+from opacus_shuffle.permutation.finding.packings import Stacked
 from opacus_shuffle.permutation.finding.rules import as_list, rule, with_fixed
-from opacus_shuffle.permutation.finding.traced_run import Call, Stacked, TracedRun
+from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun
 
 Rearrangement = Callable[[Call, Dimensions], Dimensions]
 
@@ -162,15 +163,16 @@ def selected(run: TracedRun, call: Call) -> None:
     source = call.inputs[0]
     dim = call["dim"] % source.dim()
     labels = run.labels(source)
+    indices = [call["index"]] if "index" in call.arguments else range(len(call.outputs))
     if not isinstance(labels, list) and labels.alternatives[0][dim] == [labels.marker]:
-        slices = labels.alternatives
+        slices = run.chosen(labels, indices)
     else:
         slices = [run.dimensions(source)] * source.shape[dim]
         row = factors(slices[0][dim])
         if len(row) == 1:
             run.note_packing(row[0])
+            run.note_slices(source, row[0])
         fix_all(slices[0][dim])
-    indices = [call["index"]] if "index" in call.arguments else range(len(call.outputs))
     for index, tensor in zip(indices, call.outputs, strict=True):
         run.set(tensor, _without(slices[index], dim))
 

@@ -55,6 +55,7 @@ class Tracer(InsightMode):
         ``paths`` watches, or decides, which way it goes.
         """
         self._events = []
+        self.run.traces += 1
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # before the flags are set: PyTorch warns of Intel GPUs when they are
             with (

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,8 @@ from opacus_shuffle.permutation.finding.labels import (
     CAUSE,
     Axis,
     Dimensions,
-    Factors,
     IncompatibleError,
     atoms,
-    concatenation,
     factors,
     fix_all,
     fixed_dimensions,
@@ -34,20 +32,16 @@ from opacus_shuffle.permutation.finding.labels import (
     summands,
     unify_dimensions,
 )
-from opacus_shuffle.permutation.network import tensors_in
-
-Packing = tuple[int, int, int, int]
-"""A piece of an axis laid out as (offset, majors, packed parts, size of a part): query, key and value in one matrix of 3d rows
-are (0, 1, 3, d)."""
-
-
-@dataclasses.dataclass
-class Stacked:
-    """Labels of a tensor whose slices along one dimension are different things, as query, key and value after ``view``."""
-
-    marker: Axis  # the dimension's own atom, fixed
-    alternatives: list[Dimensions]  # the labels of each slice, of full rank, with the marker in place of the dimension
-
+from opacus_shuffle.permutation.finding.packings import (
+    MOST_SLICES,
+    Packing,
+    Packings,
+    Stacked,
+    end_to_end,
+    first_labels,
+    slices,
+)
+from opacus_shuffle.permutation.network import movable_tensors, tensors_in
 
 VIEWS = (
     *("alias", "clone", "detach", "expand", "permute", "repeat", "reshape", "select", "slice", "split", "split_with_sizes"),
@@ -109,11 +103,10 @@ class TracedRun:
     def __init__(
         self,
         module: nn.Module,
-        packings: Mapping[tuple[str, int], Collection[Packing]] | None = None,
+        packings: Packings | None = None,
         written: Iterable[str] | None = (),
     ) -> None:
-        # Labels of parameters and of persistent buffers that are not integers, by name (tied ones once), and those tensors.
-        self.parameters: dict[str, Dimensions] = {}
+        # Parameters and persistent buffers that are not integers, by name (tied ones once).
         self.tensors: dict[str, torch.Tensor] = {}
         self.parameter_names = {name for name, _ in module.named_parameters()}
         self.aliases: dict[str, list[str]] = {}  # other names of tied tensors, by the first one
@@ -125,8 +118,9 @@ class TracedRun:
         self.new_packings: dict[tuple[str, int], set[Packing]] = {}  # axes met that are packed and were not known to be
         # Constants of equal entries that were written to and not known to be; the labels are worthless then.
         self.newly_written: set[str] = set()
+        self.traces = 0
+        self._chosen: dict[tuple[Axis, int], Counter[int]] = {}  # how often each slice was used, by its marker and the trace
         self.used: set[str] = set()  # parameters and buffers that went, entire or a part of them, into something not empty
-        self._packings = packings or {}
         self._written = None if written is None else frozenset(written)
         self._equal_entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._labels: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -134,15 +128,35 @@ class TracedRun:
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._shown: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # which of them a tensor is a view or a copy of
         self._contractions = 0
-        for name, tensor in _movable_tensors(module):
+        for name, tensor in movable_tensors(module):
             if tensor in self._names:
                 self.aliases.setdefault(self._names[tensor], []).append(name)
                 continue
             self._names[tensor] = name
             self.tensors[name] = tensor
-            self.parameters[name] = [self._first_label(name, axis, size) for axis, size in enumerate(tensor.shape)]
-            self._labels[tensor] = self.parameters[name]
+            self._labels[tensor] = first_labels(name, tuple(tensor.shape), packings or {})
             self._shown[tensor] = frozenset([name])
+
+    @property
+    def parameters(self) -> dict[str, Dimensions]:
+        """The labels of all that moves when nothing more is to be traced; of slices used one by one, those end to end."""
+        found = {}
+        for name, tensor in self.tensors.items():
+            labels = self.labels(tensor)
+            found[name] = (end_to_end(labels) if isinstance(labels, Stacked) else labels) or self.dimensions(tensor)
+        return found
+
+    def merge_slices(self, *, constant: bool) -> None:
+        """Takes slices that are used one by one for the same thing after all, unless a constant chooses each, equally often."""
+        for tensor in self.tensors.values():
+            if isinstance(labels := self.labels(tensor), Stacked):
+                uses = [chosen for (marker, _), chosen in self._chosen.items() if marker is labels.marker]
+                if not constant or any(len(each) < labels.marker.size or len(set(each.values())) > 1 for each in uses):
+                    self.dimensions(tensor)
+
+    def atoms(self) -> list[Axis]:
+        """Returns the atoms of all parameters and moving buffers."""
+        return [atom for tensor in self.tensors.values() for row in self._rows(tensor) for each in row for atom in atoms(each)]
 
     def label(self, call: Call, rule: Callable[[TracedRun, Call], None] | None) -> None:
         """Labels what an operation returned by its rule; without one, fixes all that it touches."""
@@ -317,17 +331,35 @@ class TracedRun:
         axis = axis.root
         if axis.kind != "atom" or axis.fixed or axis.size > 16:
             return
-        for name, dimensions in self.parameters.items():
-            for number, each in enumerate(dimensions):
-                offset = 0
-                for piece in summands(each[0]) if len(each) == 1 else [product(each)] if each else []:
-                    row = factors([piece])
-                    if axis in row and len(row) > 1 and all(factor.kind == "atom" for factor in row):
-                        place = row.index(axis)
-                        major, minor = _size(row[:place]), _size(row[place + 1 :])
-                        if minor > 1:
-                            self.new_packings.setdefault((name, number), set()).add((offset, major, axis.size, minor))
-                    offset += piece.size
+        axes = (
+            (name, number, each)
+            for name, tensor in self.tensors.items()
+            for row in self._rows(tensor)
+            for number, each in enumerate(row)
+        )
+        for name, number, each in axes:
+            offset = 0
+            for piece in summands(each[0]) if len(each) == 1 else [product(each)] if each else []:
+                row = factors([piece])
+                if axis in row and len(row) > 1 and all(factor.kind == "atom" for factor in row):
+                    place = row.index(axis)
+                    major, minor = _size(row[:place]), _size(row[place + 1 :])
+                    if minor > 1:
+                        self.new_packings.setdefault((name, number), set()).add((offset, major, axis.size, minor))
+                offset += piece.size
+
+    def note_slices(self, source: torch.Tensor, axis: Axis) -> None:
+        """Notes that slices of a parameter, or of a view of it, are used one by one: they may be different things."""
+        for name in self._shown.get(source, ()) if axis.size <= MOST_SLICES else ():  # type: ignore[no-untyped-call]
+            labels = self.labels(self.tensors[name])
+            for place, each in enumerate(labels if isinstance(labels, list) and len(labels) > 1 else []):
+                if factors(each) == [axis]:
+                    self.new_packings.setdefault((name, place), set()).add(slices(axis.size))
+
+    def chosen(self, labels: Stacked, places: Iterable[int]) -> list[Dimensions]:
+        """Returns the labels of all slices, of which these are chosen."""
+        self._chosen.setdefault((labels.marker, self.traces), Counter()).update(place % labels.marker.size for place in places)
+        return labels.alternatives
 
     def follow(self, call: Call) -> None:
         """Notes which parameters an operation uses, or shows."""
@@ -336,21 +368,6 @@ class TracedRun:
                 self._shown[tensor] = self._shown[call.views]
         elif any(tensor.numel() for tensor in call.outputs):
             self.use(call.inputs)
-
-    def _first_label(self, name: str, axis: int, size: int) -> Factors:
-        """Returns the label that an axis begins with: a free atom, or packed parts."""
-        if size < 2:
-            return []
-        pieces: list[Axis] = []
-        place = 0
-        for offset, major, count, minor in sorted(self._packings.get((name, axis), ())):
-            if offset < place:  # two runs saw it differently: what came first holds
-                continue
-            parts = concatenation([Axis(minor) for _ in range(count)])
-            pieces += [Axis(offset - place)] if offset > place else []
-            pieces.append(product([Axis(major), parts]) if major > 1 else parts)
-            place = offset + major * count * minor
-        return [concatenation([*pieces, Axis(size - place)] if size > place else pieces)]
 
     def _adopt(self, tensor: torch.Tensor) -> Dimensions:
         """Labels a tensor made out of sight: a constant, unless it is the memory of a known one."""
@@ -363,17 +380,6 @@ class TracedRun:
                     return self.dimensions(known)
                 self.fix([known])
         return fixed_dimensions(tensor.shape)
-
-
-def _movable_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields parameters, and buffers that a checkpoint holds: numbers and masks, but no indices."""
-    yield from module.named_parameters(remove_duplicate=False)
-    for place, part in module.named_modules(remove_duplicate=False):
-        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
-            kept = name not in getattr(part, "_non_persistent_buffers_set", ())
-            numbers = buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.bool
-            if kept and numbers and buffer.dim() and buffer.layout == torch.strided:
-                yield f"{place}.{name}" if place else name, buffer
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -162,6 +162,95 @@ def rows_chosen_by_indices_made_before():
     return Net(way, table=nn.Embedding(3, 7), leave=weight(3, 7)), inputs((2, 4))[0]
 
 
+# Slices that are used one by one ----------------------------------------------------------------------------------------------
+
+
+def bank(way):
+    """A network with three matrices of seven units and as many vectors, each in one parameter."""
+    return Net(way, enter=weight(3, 7, 4), leave=weight(3, 7)), inputs((2, 4))[0]
+
+
+def one(net, x, enter, leave):
+    """Uses the units of one matrix and of one vector, by their numbers."""
+    return torch.relu(x @ net.enter[enter].t()) @ net.leave[leave]
+
+
+@own
+def experts_in_a_loop():
+    return *bank(lambda net, x: torch.stack([one(net, x, each, each) for each in range(3)], 1)), factorials(7, 7, 7)
+
+
+@own
+def experts_crossed():
+    return *bank(lambda net, x: torch.stack([one(net, x, each, each - 1) for each in range(3)], 1)), factorials(7, 7, 7)
+
+
+@own
+def experts_unbound():
+    def way(net, x):
+        return torch.stack([torch.relu(x @ enter.t()) @ leave for enter, leave in zip(net.enter, net.leave, strict=True)], 1)
+
+    return *bank(way), factorials(7, 7, 7)
+
+
+@own
+def experts_routed_between_a_stream():
+    def way(net, x):
+        h = x @ net.first.t()
+        out = h
+        choice = (h @ net.gate.t()).argmax(-1)
+        for number in range(3):
+            rows = torch.where(choice == number)[0]
+            gate, up = F.linear(h[rows], net.enter[number], net.shift[number]).chunk(2, -1)
+            out = out.index_add(0, rows, F.linear(torch.relu(gate) * up, net.leave[number]))
+        return out @ net.last.t()
+
+    layers = {"enter": weight(3, 14, 5), "shift": weight(3, 14), "leave": weight(3, 5, 7), "gate": weight(3, 5)}
+    return Net(way, **layers, first=weight(5, 4), last=weight(2, 5)), inputs((2, 4))[0], factorials(7, 7, 7, 5)
+
+
+@shared
+def experts_by_the_values_of_inputs():
+    def way(net, x):
+        return one(net, x, int(x.sum().abs()) % 3, int(x[0].sum().abs()) % 2)[:, None]
+
+    return bank(way)
+
+
+@shared
+def experts_by_the_number_of_records():
+    return bank(lambda net, x: one(net, x, len(x) % 3, len(x) % 2)[:, None])
+
+
+@shared
+def experts_of_which_one_is_idle():
+    return bank(lambda net, x: torch.stack([one(net, x, each, each) for each in range(2)], 1))
+
+
+@shared
+def experts_used_as_a_whole_too():
+    def way(net, x):
+        together = torch.einsum("bjd,jd->bj", torch.relu(entered(net, x)), net.leave)
+        return together + torch.stack([one(net, x, each, each) for each in range(3)], 1)
+
+    return bank(way)
+
+
+@shared
+def experts_whose_matrices_are_square():
+    def way(net, x):
+        h = [torch.tanh(x @ net.enter[each].t()) for each in range(3)]
+        h = [torch.tanh(each @ net.again[number].t()) @ net.again[number].t() for number, each in enumerate(h)]
+        return torch.stack([each @ net.leave[number] for number, each in enumerate(h)], 1)
+
+    network, sample = bank(way)
+    network.again = weight(3, 7, 7)
+    return network, sample
+
+
+# What is found ----------------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("name", OWN)
 def test_each_position_has_permutations_of_its_own_where_it_is_known(name):
     module, sample = build(lambda: OWN[name]()[:2])
@@ -185,9 +274,9 @@ def test_patches_of_channels_do_not_keep_the_places_that_channels_are_inside_of(
     assert spec.log2_size() == pytest.approx(factorials(5), rel=1e-12)
 
 
-def test_a_plan_for_each_class_keeps_the_outputs():
-    module, sample, _ = capsules()
-    module, _ = build(lambda: (module, sample))
+@pytest.mark.parametrize("name", ["capsules", "experts_routed_between_a_stream"])
+def test_a_plan_for_each_class_keeps_the_outputs(name):
+    module, sample = build(lambda: OWN[name]()[:2])
     spec, before = find_permutations(module, sample), run(module, 2 * sample)
     spec.apply_(module, spec.sample(torch.Generator().manual_seed(1)))
     assert distance(before, run(module, 2 * sample)) <= DOUBLE
