@@ -5,19 +5,22 @@ How it works
     * Rows move in place along the cycles of their permutation: a chunk of rows takes its sources, which the next chunk
       overwrites while they are still cached. Tensors up to ``SCRATCH_BYTES`` go through a scratch of their own size instead,
       which the last-level cache holds.
+    * Vectors that share an index move together: one by one, calling would cost more than moving.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 
-from opacus_shuffle.permutation.moving.moves import WAVE_BYTES, Move, as_words
+from opacus_shuffle.permutation.moving.moves import WAVE_BYTES, Move, as_words, waves
 
 SCRATCH_BYTES = 16 * 2**20
 """Tensors up to this size may use a scratch of their own size on a CPU (per thread, kept); larger ones follow cycles."""
@@ -42,6 +45,7 @@ def execute_reference(moves: Sequence[Move]) -> None:
 def execute(moves: Sequence[Move]) -> None:
     """Moves contiguous tensors by ``index_select`` and ``gather`` on blocks that fit the cache."""
     word_index, chunks = functools.cache(_word_index), functools.cache(_cycle_chunks)  # many tensors share an index
+    vectors: defaultdict[tuple[torch.Tensor, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for move in sorted(
         map(as_words, moves), key=lambda move: move.tensor.nbytes
     ):  # some 5% faster: the next one's indices are in the cache
@@ -50,6 +54,10 @@ def execute(moves: Sequence[Move]) -> None:
             rows, width, row_index, column_index = move.columns, move.inner, column_index, None
         columns = None if column_index is None else word_index(column_index, move.inner)
         row_index = None if row_index is None else word_index(row_index, 1)
+        if width == 1 and move.tensor.nbytes <= CACHE_BYTES:
+            assert row_index is not None
+            vectors[row_index, move.tensor.dtype].append(move.tensor)
+            continue
         matrix = move.tensor.view(rows, width) if width > 1 else move.tensor
         block = _block_rows(matrix)
         if row_index is None:
@@ -66,6 +74,16 @@ def execute(moves: Sequence[Move]) -> None:
                 _gather_columns(moved, columns, matrix, buffer)
         else:
             _rows_along_cycles(matrix, chunks(row_index, block), columns, *_scratch(matrix, block, block))
+    for (index, _), group in vectors.items():
+        for wave in waves(group, lambda vector: vector.nbytes, CACHE_BYTES):
+            _gather_vectors(wave, index)
+
+
+def _gather_vectors(vectors: Sequence[torch.Tensor], index: torch.Tensor) -> None:
+    """Gathers vectors that share an index all at once, and writes them where they were."""
+    moved = torch.gather(torch.stack(list(vectors)), 1, index.expand(len(vectors), -1))
+    for vector, words in zip(vectors, moved.unbind(), strict=True):
+        vector.copy_(words)
 
 
 def _gather_columns(matrix: torch.Tensor, columns: torch.Tensor, out: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -147,18 +165,16 @@ def _scratch(matrix: torch.Tensor, *rows: int) -> list[torch.Tensor]:
     On a CPU they lie in memory that the thread keeps: the first touch of fresh pages costs more than a copy.
     """
     shapes = [(count, *matrix.shape[1:]) for count in rows]
-    sizes = [-(-math.prod(shape) * matrix.element_size() // 64) * 64 for shape in shapes]
+    sizes = [-(-math.prod(shape) * matrix.element_size() // 64) * 64 for shape in shapes]  # bytes
     limit = SCRATCH_BYTES + 2 * CACHE_BYTES * torch.get_num_threads()
     if matrix.device.type != "cpu" or sum(sizes) > limit:
         return [matrix.new_empty(shape) for shape in shapes]
     memory = getattr(_thread, "memory", None)
     if memory is None or len(memory) < sum(sizes):
         _thread.memory = memory = torch.empty(sum(sizes), dtype=torch.uint8)
-    pieces = torch.split(memory[: sum(sizes)], sizes)
-    return [
-        piece[: math.prod(shape) * matrix.element_size()].view(matrix.dtype).view(shape)
-        for piece, shape in zip(pieces, shapes, strict=True)
-    ]
+    words = memory.view(matrix.dtype)
+    starts = itertools.accumulate((size // matrix.element_size() for size in sizes), initial=0)
+    return [words.as_strided(shape, matrix.stride(), start) for shape, start in zip(shapes, starts, strict=False)]
 
 
 def _widest(*matrices: torch.Tensor) -> list[torch.Tensor]:
