@@ -87,6 +87,19 @@ class LowRank(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+class Buffered(nn.Module):
+    """Units with a buffer that goes with them, and one layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.out = nn.Linear(5, 16), nn.Linear(16, 3)
+        self.middle = self.again = nn.Linear(16, 16)
+        self.register_buffer("scale", torch.rand(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.again(self.middle(torch.tanh(self.one(x) * self.scale))))
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.Linear(16, 9), nn.Tanh(), nn.Linear(9, 3))
 
@@ -124,6 +137,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "bert": bert,
     "gpt2": gpt2,
     "low rank": low_rank,
+    "buffered": Buffered,
 }
 
 

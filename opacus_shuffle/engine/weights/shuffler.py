@@ -86,7 +86,7 @@ class WeightShuffler:
         self._generator = generator
         self._keys = KeyChain()
         self._changed = False  # since the last release
-        self._warned = 0
+        self._warned = -1
         self._plan: PermutationPlan | None = None  # from the run itself to what was released last
         self._averages: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # their parts, with places
         self._hooks: weakref.WeakSet[PartHook] = weakref.WeakSet()

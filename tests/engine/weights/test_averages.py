@@ -46,6 +46,10 @@ def averaged(run, whole, begin: int = 0, **options):
     return made[0]
 
 
+def contents_of(average: nn.Module) -> dict[str, torch.Tensor]:
+    return {**weights(unwrap(average)), **{name: each.clone() for name, each in unwrap(average).named_buffers()}}
+
+
 WHOLES = {"wrapper": lambda run: run.model, "network": lambda run: run.network, "part": lambda run: run.network[2:4]}
 
 
@@ -53,12 +57,14 @@ WHOLES = {"wrapper": lambda run: run.model, "network": lambda run: run.network, 
 @pytest.mark.parametrize("options", HALF_LIFE)
 @pytest.mark.parametrize("begin", [0, 3])
 def test_an_average_is_that_of_the_run_without_shuffling(shuffle_mode, options, begin):
-    plain, run = prepare(), prepare(shuffle=True, shuffle_mode=shuffle_mode)
-    expected, found = (weights(unwrap(averaged(each, WHOLES["wrapper"], begin, **HALF_LIFE[options]))) for each in (plain, run))
+    name = "buffered" if options == "with buffers" else "mlp"
+    plain, run = prepare(name), prepare(name, shuffle=True, shuffle_mode=shuffle_mode)
+    expected, found = (contents_of(averaged(each, WHOLES["wrapper"], begin, **HALF_LIFE[options])) for each in (plain, run))
+    assert ("scale" in expected) is ("scale" in run.shuffler.spec.buffers) is (name == "buffered")
     if shuffle_mode == "every_step":
         expected = moved(run.shuffler.spec, drawn(run.shuffler), expected)
     assert distance(expected, found) <= EXACT
-    assert distance(weights(plain.network), found if shuffle_mode == "on_release" else expected) > VISIBLE
+    assert off(weights(run.network), found) > VISIBLE
 
 
 @both_modes
