@@ -354,7 +354,11 @@ class Scheme:
         return loader.tickets if isinstance(loader, TicketedLoader) else None
 
     def account(self, run: Run) -> Callable[[DPOptimizer], None]:
-        """What records every round, before its noise is drawn; a network that is kept keeps it, but neither data nor engine."""
+        """What records every round, before its noise is drawn.
+
+        A kept network keeps it, and neither data nor engine: these may be gone when :meth:`round` is called, which reads
+        ``run.sampling`` instead.
+        """
         scheme, loader = copy.copy(self), weakref.proxy(run.request.data_loader)
         scheme.engine = weakref.proxy(self.engine)
         run = dataclasses.replace(run, request=dataclasses.replace(run.request, data_loader=loader))
