@@ -85,6 +85,27 @@ def test_copies_and_pickles_are_permuted_as_state_dicts_are_and_the_run_stays(wa
         run.train(1)
 
 
+def test_nothing_that_is_saved_holds_a_tensor_of_the_run_s_own():
+    run = unreleased("encoder", optimizer="Adam")
+    average = AveragedModel(run.model)
+    average.update_parameters(run.model)
+    own = {name: each for name, each in contents(run).items() if each.dim() and "gradient" not in name}
+    own = {name: each.numpy().tobytes() for name, each in own.items() if name.partition(" ")[0] in run.shuffler.spec.blocks}
+    modules = {"wrapper": run.model, "network": run.network, "average": average}
+    optimizers = {"private": run.optimizer.state_dict(), "plain": run.plain_optimizer.state_dict()}
+    states = {name: module.state_dict() for name, module in modules.items()}
+    parameters = {"list": list(run.network.parameters()), "groups": run.plain_optimizer.param_groups}
+    parts = {"list": list(run.network.modules()), "inside": nn.ModuleList([run.network])}
+    checkpoint = io.BytesIO()
+    run.engine.save_checkpoint(path=checkpoint, module=run.model, optimizer=run.optimizer)
+    for thing in (modules, optimizers, states, parameters, parts, copy.deepcopy(modules), run.engine, checkpoint.getvalue()):
+        file = io.BytesIO()
+        torch.save(thing, file)
+        for data in (file.getvalue(), pickle.dumps(thing)):
+            assert [name for name, each in own.items() if each in data] == []
+    assert own.keys() >= {"up.weight", "up.weight (exp_avg)"}
+
+
 @pytest.mark.parametrize("shallow", [lambda run: copy.copy(run.model), lambda run: copy.copy(run.network)])
 def test_shallow_copies_show_what_the_network_shows(shallow):
     run = unreleased()
