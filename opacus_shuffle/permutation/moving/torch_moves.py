@@ -46,9 +46,8 @@ def execute(moves: Sequence[Move]) -> None:
     """Moves contiguous tensors by ``index_select`` and ``gather`` on blocks that fit the cache."""
     word_index, chunks = functools.cache(_word_index), functools.cache(_cycle_chunks)  # many tensors share an index
     vectors: defaultdict[tuple[torch.Tensor, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for move in sorted(
-        map(as_words, moves), key=lambda move: move.tensor.nbytes
-    ):  # some 5% faster: the next one's indices are in the cache
+    # By size, which is some 5% faster: the next one's indices are in the cache.
+    for move in sorted(map(as_words, moves), key=lambda move: move.tensor.nbytes):
         rows, width, row_index, column_index = move.rows, move.columns * move.inner, move.row_index, move.column_index
         if rows == 1:  # a vector, or one row of blocks: its columns are rows
             rows, width, row_index, column_index = move.columns, move.inner, column_index, None

@@ -118,6 +118,16 @@ def test_views_of_a_shared_storage_move_where_they_lie(executor):
     assert shared.data_ptr() == pointer
 
 
+def test_vectors_of_one_type_that_share_an_index_are_gathered_at_once(monkeypatch):
+    waves = []
+    gather = torch_moves._gather_vectors
+    monkeypatch.setattr(torch_moves, "_gather_vectors", lambda wave, index: (waves.append(len(wave)), gather(wave, index)))
+    shared, own = torch.randperm(9), torch.randperm(9)
+    drawn = [random_bits((9,), dtype) for dtype in (torch.float32, torch.float16, torch.float32, torch.int32, torch.float32)]
+    check([Move(each, 9, 1, 1, shared if n < 4 else own, None) for n, each in enumerate(drawn)], executor="torch")
+    assert sorted(waves) == [1, 1, 3]
+
+
 def test_large_tensors_move_in_place_with_bounded_scratch():
     rows = 3 * torch_moves.SCRATCH_BYTES // 4096
     tensor = torch.arange(rows * 1024, dtype=torch.int32).view(rows, 1024)
