@@ -178,7 +178,48 @@ def complex_view(run: TracedRun, call: Call) -> None:
 @rule("unfold unfold_copy")
 def windows(run: TracedRun, call: Call) -> None:
     """Makes windows along one dimension, which is fixed."""
-    run.set(call.out, [*with_fixed(run, call, [call["dimension"]]), fixed_factors(call["size"])])
+    run.set(call.out, [*with_fixed(run, call, [call["dimension"] % call["self"].dim()]), fixed_factors(call["size"])])
+
+
+@rule("as_strided")
+def restrided(run: TracedRun, call: Call) -> None:
+    """Looks at the same memory with other strides: axes that stay as they were are kept, the others are fixed.
+
+    An axis of n entries, s apart in dense memory, stays if one new axis of n entries is s apart, too, and the rest of an address
+    is a multiple of n * s and less than s: the new place along it is then the old one.
+    """
+    source, out = call["self"], call.out
+    new = list(zip(out.shape, out.stride(), strict=True))
+    start = out.storage_offset() - source.storage_offset()
+    stop = start + sum((size - 1) * step for size, step in new)
+    if out is source or not _is_dense(source) or not 0 <= start <= stop < max(source.numel(), 1):
+        raise IncompatibleError
+    result = fixed_dimensions(out.shape)
+    for labels, size, step in zip(run.dimensions(source), source.shape, source.stride(), strict=True):
+        place = new.index((size, step)) if (size, step) in new else None
+        whole = max(size * step, 1)
+        rest = start % whole + sum((n - 1) * s for i, (n, s) in enumerate(new) if i != place and s % whole)
+        if place is not None and rest < step:
+            result[place] = labels
+        else:
+            fix_all(labels)
+    run.set(out, result)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Returns whether entries fill their piece of memory, each place once."""
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+@rule("nonzero masked_select masked_scatter multinomial")
+def by_place(run: TracedRun, call: Call) -> None:
+    """Goes by the places of all entries, so all stay."""
+    run.fix_everything(call)
 
 
 @rule("pixel_shuffle pixel_unshuffle")

@@ -54,7 +54,7 @@ def matrix_product(run: TracedRun, call: Call) -> None:
     run.contraction(call.out)
 
 
-@rule("_cdist_forward _pdist_forward")
+@rule("_cdist_forward _euclidean_dist _pdist_forward")
 def distances(run: TracedRun, call: Call) -> None:
     """Measures rows against rows: every norm treats the coordinates alike. Of pairs in one tensor the rows are fixed."""
     if call.name == "aten._pdist_forward":
