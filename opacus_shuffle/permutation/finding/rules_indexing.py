@@ -185,8 +185,8 @@ def windows(run: TracedRun, call: Call) -> None:
 def restrided(run: TracedRun, call: Call) -> None:
     """Looks at the same memory with other strides: axes that stay as they were are kept, the others are fixed.
 
-    An axis of n entries, s apart in dense memory, stays if one new axis of n entries is s apart, too, and the rest of an address
-    is a multiple of n * s and less than s: the new place along it is then the old one.
+    An axis of n entries, s apart in dense memory, stays if one new axis of n entries is s apart, too, and everything else in an
+    address is a multiple of n * s and a rest below s: the new place along it is then the old one.
     """
     source, out = call["self"], call.out
     new = list(zip(out.shape, out.stride(), strict=True))
