@@ -103,6 +103,13 @@ def _zeros(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
     if func.overloadpacket not in PRODUCTS:
         return None
     if func.overloadpacket is torch.ops.aten.convolution:
+        source, kernel, bias, *_, transposed, _, groups = args
+        channels = [kernel.shape[0], kernel.shape[1] * groups]
+        leaving, entering = reversed(channels) if transposed else channels
+        if {each.dtype for each in args[:3] if each is not None} != {source.dtype} or source.shape[1] != entering:
+            return None
+        if bias is not None and bias.shape != (leaving,):
+            return None
         shaped: torch.Tensor = func(*tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), args))
         return torch.empty_strided(shaped.shape, shaped.stride(), dtype=shaped.dtype).zero_()
     bias, left, right = args if len(args) == 3 else (None, *args)

@@ -92,3 +92,23 @@ def test_masks_that_dropout_draws_are_learnt_before_other_ways_are_looked_for(mo
     monkeypatch.setattr(Explorer, "explore", lambda self, call: (explored.append(call), explore(self, call)))
     find_permutations(mlp(nn.Dropout(0.1)), X)
     assert len(explored) == 1
+
+
+IMPOSSIBLE = {
+    "channels": (nn.ConvTranspose1d(4, 6, 3), torch.zeros(2, 2, 8)),
+    "channels of groups": (nn.Conv1d(4, 6, 3, groups=2), torch.zeros(2, 2, 8)),
+    "type": (nn.Conv1d(4, 6, 3), torch.zeros(2, 4, 8, dtype=torch.float64)),
+    "shape": (nn.Linear(4, 6), torch.zeros(2, 5)),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_what_is_not_possible_stays_impossible(name):
+    layer, x = IMPOSSIBLE[name]
+    with torch.no_grad(), pytest.raises(RuntimeError), cheap_products():
+        layer(x)
+
+
+def test_a_transposed_convolution_that_comes_first_is_no_reason_to_refuse():
+    network = nn.Sequential(nn.ConvTranspose1d(4, 6, 3), nn.ReLU(), nn.Conv1d(6, 2, 1))
+    assert round(2 ** find_permutations(network, torch.randn(3, 4, 8)).log2_size()) == 720
