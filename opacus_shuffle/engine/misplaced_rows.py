@@ -122,6 +122,20 @@ def _rows_of_layers(
     with untouched(network), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of hooks that fire for inputs without gradients, as they are to
         watched: Any = GradSampleModule(network, batch_first=batch_first, loss_reduction="sum", strict=False)
+        told: dict[str, torch.Tensor] = {}
+        names = {id(each): name for name, each in network.named_parameters()}
+
+        def take(module: nn.Module, *_: Any) -> None:
+            """Keeps few numbers of a layer's gradients as soon as they are there, lest the memory hold those of all layers."""
+            for each in module.parameters(recurse=False):
+                samples = vars(each).get("grad_sample")
+                if isinstance(samples, torch.Tensor) and len(samples) == records:
+                    few = _few_numbers(samples.detach().reshape(records, -1))
+                    told[names[id(each)]] = few if names[id(each)] not in told else torch.full_like(few, torch.nan)
+                    each.grad_sample = None  # type: ignore[attr-defined]
+
+        # After Opacus's hooks, and on no other module: outputs that pass a hook may not be written to.
+        handles = [each.register_full_backward_hook(take) for each in network.modules() if each._backward_hooks]
         try:
             seed_draws(0)
             outputs = [each for each in results(network(*call[0], **call[1])) if each.requires_grad]
@@ -132,14 +146,12 @@ def _rows_of_layers(
                     weighted = each * torch.randn(each.shape, generator=weights).to(each)
                     total = total.to(each) + (weighted.movedim(axis, -1) * factors.to(each)).sum()
             torch.autograd.grad(total, parameters, allow_unused=True)
-            samples = {name: vars(each).get("grad_sample") for name, each in network.named_parameters()}
-            told = {
-                name: _few_numbers(each.detach().reshape(records, -1))
-                for name, each in samples.items()
-                if isinstance(each, torch.Tensor) and len(each) == records
-            }
+            for module in network.modules():  # of those whose gradients came otherwise
+                take(module)
             return {name: each for name, each in told.items() if bool(torch.isfinite(each).all())}
         finally:
+            for handle in handles:
+                handle.remove()
             watched.cleanup()
 
 
@@ -150,7 +162,7 @@ def _few_numbers(rows: torch.Tensor) -> torch.Tensor:
         return rows.clone()
     rows = rows.float() if rows.dtype in HALF else rows
     whole = len(weights) * _PIECE
-    pieces = weights.to(rows) @ rows[:, :whole].reshape(len(rows), -1, _PIECE)
+    pieces = torch.stack([weights.to(rows) @ row[:whole].view(-1, _PIECE) for row in rows])  # one by one: no copy of all
     return torch.cat([pieces, rows[:, whole:]], dim=1)
 
 

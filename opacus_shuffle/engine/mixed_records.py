@@ -21,6 +21,7 @@ ValueError: module mixes records in 1 (Centred): ...
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -150,6 +151,8 @@ def _mixing_place(network: nn.Module, call: Call, records: int, axis: int) -> st
             finite = all(torch.isfinite(each).all() for each in other_gradients)
             if finite and not _same_gradients(gradients, other_gradients):
                 return f"its gradients, {_called(network, '')}"
+            del other_rows, other_gradients  # as large as the network, each
+        del rows, gradients
     return None
 
 
@@ -218,8 +221,12 @@ def _all_same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 def _same_gradients(ones: Gradients, others: Gradients) -> bool:
     if len(ones) != len(others) or not ones:
         return len(ones) == len(others)
-    flat, other = (torch.cat([each.flatten().float().cpu() for each in gradients]) for gradients in (ones, others))
-    return bool((flat - other).norm() <= 1e-3 * flat.norm()) or not bool(torch.isfinite(flat).all())
+    # One after another: all of them in one vector would be the largest part of the memory that attaching takes.
+    size, difference = 0.0, 0.0
+    for one, other in zip(ones, others, strict=True):
+        size += float(one.float().norm()) ** 2
+        difference += float((one.float() - other.float()).norm()) ** 2
+    return difference <= 1e-6 * size or not math.isfinite(size)
 
 
 def _first_difference(network: nn.Module, call: Call, changed: Call, records: int, axis: int, kept: int) -> str:

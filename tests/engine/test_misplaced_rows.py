@@ -139,3 +139,19 @@ def test_wide_layers_are_told_apart_by_few_numbers_of_each_record():
     with pytest.raises(ValueError, match=r"to 2.0 \(Linear\)"):
         look(Flipped)
     assert all(each.shape[1] < 2 * 4096 for told in kept for each in told.values())
+
+
+def test_looking_for_them_keeps_the_gradients_of_one_layer_at_a_time(monkeypatch):
+    """Those of all layers and all records would be the largest part of the memory that make_private takes."""
+    network = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)], nn.Softplus(), nn.ReLU(inplace=True), nn.Linear(8, 8))
+    alive = []
+
+    def few(rows):
+        held = [vars(each).get("grad_sample") for each in network.parameters()]
+        alive.append(sum(each is not None for each in held))
+        return rows.clone()
+
+    monkeypatch.setattr(misplaced_rows, "_few_numbers", few)
+    misplaced_rows.refuse_misplaced_rows(network, lambda n: (n, ((torch.randn(n, 8),), {})))
+    assert len(alive) == 2 * 12
+    assert max(alive) == 2
