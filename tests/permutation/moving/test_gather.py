@@ -40,8 +40,8 @@ moves_drawn = st.lists(
 
 
 @pytest.mark.parametrize("executor", ["reference", "torch"])
-@pytest.mark.parametrize(("cache", "scratch"), [(96, 0), (96, 2**24), (2**20, 2**24)])
-def test_every_executor_agrees_bit_for_bit_with_advanced_indexing(executor, cache, scratch):
+@pytest.mark.parametrize(("cache", "scratch", "numpy_threads"), [(96, 0, 1000), (96, 0, 0), (96, 2**24, 4), (2**20, 2**24, 4)])
+def test_every_executor_agrees_bit_for_bit_with_advanced_indexing(executor, cache, scratch, numpy_threads):
     @settings(deadline=None, max_examples=40)
     @given(drawn=moves_drawn, seed=st.integers(0, 2**32))
     def agrees(drawn, seed):
@@ -52,6 +52,7 @@ def test_every_executor_agrees_bit_for_bit_with_advanced_indexing(executor, cach
         patch.setattr(torch_moves, "CACHE_BYTES", cache)
         patch.setattr(torch_moves, "SCRATCH_BYTES", scratch)
         patch.setattr(torch_moves, "NARROW_BYTES", cache // 8)
+        patch.setattr(torch_moves, "NUMPY_THREADS", numpy_threads)
         agrees()
 
 
