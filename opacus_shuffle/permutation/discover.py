@@ -56,9 +56,10 @@ def find_permutations(
     Formal Guarantees:
         Every permutation of the specification leaves the function of ``forward`` as it is, for all values of the parameters and
         all inputs that take a traced way: those of the samples, of other sizes of them, and of every decision in PyTorch's
-        sight taken otherwise, one at a time and the first three in every combination. Not seen are decisions by sizes or
-        numbers that none of these have (exactly seven records, say), those that leave PyTorch through NumPy, and other methods
-        than ``forward``. Noise that treats entries alike stays the same in distribution.
+        sight taken otherwise, one at a time and the first three in every combination; comparisons of sizes and of numbers
+        that were read count as such. Not seen are sizes and numbers that decide as something else (a text, a count that
+        Python keeps, an array of NumPy's), sizes of which one way breaks on all inputs tried (``decisions`` lists them with
+        one way), and other methods than ``forward``. Noise that treats entries alike stays the same in distribution.
     """
     one_of("groups", groups, LEVELS)
     network = unwrap(module)
@@ -81,7 +82,7 @@ def find_on_calls(
         if explorer.lost and not every_way:
             raise _not_followed(network, *next(iter(explorer.lost.items())))
         run.merge_slices(constant=not explorer.reads())
-        spec = build_spec(run, groups, {str(place): len(given) for place, given in sorted(explorer.met.items())})
+        spec = build_spec(run, groups, explorer.decisions())
         if not spec.blocks:
             raise _nothing_found(run, network, groups)
         require_apart({**dict(network.named_parameters()), **dict(network.named_buffers())}, spec.blocks)

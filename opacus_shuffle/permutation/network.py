@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import re
 import sys
@@ -64,11 +65,12 @@ def plain_attention() -> Iterator[None]:
 
 
 class _PlainAttention(TorchFunctionMode):
-    """Computes each attention plainly, also where a network asks for fused kernels inside (but for PyTorch's own layers)."""
+    """Computes each attention plainly, also where a network asks for fused kernels."""
+
+    FUSED = (torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        fused = func is torch.nn.functional.scaled_dot_product_attention
-        with sdpa_kernel(SDPBackend.MATH) if fused else contextlib.nullcontext():
+        with sdpa_kernel(SDPBackend.MATH) if func in self.FUSED else contextlib.nullcontext():
             return func(*args, **(kwargs or {}))
 
 
@@ -83,6 +85,25 @@ def random_states_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def python_random_states() -> tuple[Any, ...]:
+    """Returns the global random states of Python and of NumPy, such that equal ones are equal."""
+    numpy_state: Any = np.random.get_state(legacy=False)["state"]  # type: ignore[call-overload] # noqa: NPY002
+    return random.getstate(), numpy_state["key"].tobytes(), numpy_state["pos"]
+
+
+LOWEST, HIGHEST = 0, 0x12DD9BB3
+"""Words of a random state that make the lowest and the highest draw (the second is what tempering makes 2³² − 1 of)."""
+
+
+def seed_python(seed: int) -> None:
+    """Seeds Python and NumPy; with -1 and -2 their first draws are the lowest or the highest that there are."""
+    version, (*words, _), gauss = random.Random(seed).getstate()
+    if seed < 0:
+        words[:32] = [LOWEST if seed == -1 else HIGHEST] * 32
+    random.setstate((version, (*words, 0 if seed < 0 else len(words)), gauss))
+    np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), 0, 0, 0.0))  # noqa: NPY002
 
 
 def seed_draws(seed: int) -> None:
@@ -138,16 +159,24 @@ ATTRIBUTES = frozenset(vars(nn.Module()))
 CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 
-def _plain_attributes(module: nn.Module) -> dict[str, tuple[Any, Callable[[], None]]]:
+def _plain_attributes(module: nn.Module) -> dict[str, tuple[Any, Callable[[], object]]]:
     """Returns a module's own attributes, and what puts back what those contained that are containers or tensors."""
     return {name: (value, _kept(value, set())) for name, value in vars(module).items() if name not in ATTRIBUTES}
 
 
-def _kept(value: Any, seen: set[int]) -> Callable[[], None]:
+def _kept(value: Any, seen: set[int]) -> Callable[[], object]:
     """Returns what puts back into a container what it contains now, also inside of what it contains, and into a tensor."""
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type != "meta":
         content = value.detach().clone()
         return lambda: None if torch.equal(value, content) else _overwrite(value, content)
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.Generator):
+        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.RandomState):
+        return functools.partial(value.set_state, value.get_state())
     if type(value) not in CONTAINERS or id(value) in seen:
         return lambda: None
     seen.add(id(value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -10,6 +11,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from opacus_shuffle.permutation.sample_input import Call
 
 SHORT = 8
+
+LENGTHS = (3, 6, 12, 17, 33)
+"""Tried where what a network does is longer on longer inputs."""
+
+MOST_ENTRIES = 10**6
+"""Of an input that is made larger to see what a network does on larger ones."""
 
 
 def other_sizes(call: Call) -> list[list[Call]]:
@@ -40,6 +47,23 @@ def other_sizes(call: Call) -> list[list[Call]]:
                 if new != size
             ]
     return found
+
+
+def of_size(call: Call, target: float, near: int = 1) -> Iterator[Call]:
+    """Yields inputs with so many records, or of such a length, and with a few less or more; none that is huge."""
+    leaves = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    lengths = {size: None for leaf in leaves for size in leaf.shape[1:]}
+    axes = [(range(1), size) for size in dict.fromkeys(leaf.shape[0] for leaf in leaves)]
+    for dims, size in [*axes, *((range(1, 9), size) for size in lengths)]:
+        for new in sorted(range(math.ceil(target) - near, math.ceil(target) + near + 1), key=lambda each: abs(each - target)):
+            if new != size > 0 and 0 < new <= MOST_ENTRIES / max(leaf.numel() / size for leaf in leaves):
+                yield _resized(call, dims, {size: new})
+
+
+def many_sizes(call: Call) -> Iterator[Call]:
+    """Yields inputs of many other lengths and numbers of records, the largest first along each axis."""
+    for size in LENGTHS:
+        yield from of_size(call, size, near=0)
 
 
 def other_values(call: Call) -> Iterator[Call]:

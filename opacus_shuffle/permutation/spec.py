@@ -33,7 +33,8 @@ class PermutationSpec(GroupAction):
             what they do, so they stay, with every axis whose size they have.
         causes: Why parameters stay that do, by name: per axis the operation that has fixed it, where it is in the network, and
             the line of code.
-        decisions: Places where values decide what the network does next, with the number of ways that were followed.
+        decisions: Places where values, or sizes of inputs, decide what the network does next, with the number of ways that
+            were followed.
         level: ``"paper"``, ``"heads"`` or ``"residual"``; or what its maker calls it.
 
     Formal Guarantees:
@@ -140,7 +141,7 @@ class PermutationSpec(GroupAction):
             )
         if self.decisions:
             places = ", ".join(f"{place} ({count} ways followed)" for place, count in self.decisions.items())
-            lines.append(f"Values decide what the network does at {places}.")
+            lines.append(f"Values or sizes decide what the network does at {places}.")
         if self.buffers:
             names = ", ".join(self.buffers)
             lines.append(f"Buffers move too ({names}): where their values are known, they show the permutation.")

@@ -66,7 +66,7 @@ def test_decisions_by_values_are_listed_with_their_lines():
     spec = find_permutations(*on_its_sample("an_order_behind_another_branch"))
     assert list(spec.decisions.values()) == [2, 2]
     assert all("changing_paths.py:" in place for place in spec.decisions)
-    assert "Values decide what the network does at changing_paths.py:" in spec.describe()
+    assert "Values or sizes decide what the network does at changing_paths.py:" in spec.describe()
 
 
 def test_experts_that_nobody_chose_are_reached_all_the_same():

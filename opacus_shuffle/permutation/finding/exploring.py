@@ -35,14 +35,19 @@ from opacus_shuffle.permutation.higher_order import OpaqueOperationError
 from opacus_shuffle.permutation.network import (
     kept_activations,
     plain_attention,
+    python_random_states,
     random_states_kept,
     results,
+    seed_python,
     state_kept,
 )
-from opacus_shuffle.permutation.other_inputs import other_sizes, other_values
+from opacus_shuffle.permutation.other_inputs import many_sizes, of_size, other_sizes, other_values
 from opacus_shuffle.permutation.sample_input import Call
 
 MOST_WAYS = 200
+MOST_SIZES = 3
+PYTHON_SEEDS = 16
+MOST_MORE = 3000  # operations of runs on many sizes
 Answers = Mapping[Place, Answer]
 
 
@@ -66,8 +71,10 @@ class Explorer:
         self.lost: dict[Place, Exception] = {}
         self._network, self._run, self._draws, self._frugal = network, run, draws, frugal
         self._first: dict[Place, _Meeting] = {}
-        self._most_reads = self._operations = self._most_entries = 0
-        self._exploring = False
+        self._compared: dict[Place, set[frozenset[tuple[Any, Any]]]] = {}  # per run
+        self._lengths: dict[bool, set[int]] = {True: set(), False: set()}  # of runs in operations, in training and not
+        self._most_reads = self._operations = self._most_entries = self._spent = 0
+        self._exploring = self._python_draws = False
         self._settled: list[Any] = []  # runs in which nothing depends on values
         self.shortest: Call | None = None
 
@@ -76,9 +83,10 @@ class Explorer:
         answers = answers or {}
         enter_phase("tracing")
         form = [training, *_form(call)]
-        if form in self._settled:
+        if not answers and coins is None and form in self._settled:
             return
         self._network.train(training)
+        before = python_random_states()
         try:
             outputs, paths = self._frugal(lambda: self._traced(call, answers, coins))
         except (HandlerError, OpaqueOperationError):
@@ -94,10 +102,22 @@ class Explorer:
         with because("an activation that a module keeps"):
             self._run.fix(kept_activations(self._network))
         self._most_reads = max(self._most_reads, paths.reads)
-        self._operations = max(self._operations, 0 if answers else paths.operations)
+        self._spent += paths.operations
+        if not answers and coins is None:
+            self._operations = max(self._operations, paths.operations)
+            if all(leaf.shape[:1] != (1,) for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)):
+                self._lengths[training].add(paths.operations)  # of one record, PyTorch itself copies less
         self._most_entries = max(self._most_entries, 0 if self._exploring else paths.entries)
-        if not paths.met:
+        if before != python_random_states():
+            self._python_draws = True
+        elif not answers and coins is None and all(place in paths.compared for place in paths.met):
             self._settled.append(form)
+        self._note(paths, call, training, answers, coins)
+
+    def _note(self, paths: Paths, call: Call, training: bool, answers: Answers, coins: int | None) -> None:
+        """Notes where a run that was traced has decided, and how."""
+        for place, numbers in paths.compared.items():
+            self._compared.setdefault(place, set()).add(frozenset(numbers))
         for place, given in paths.met.items() if coins is None else ():
             self.met.setdefault(place, set()).update(given)
             first = self._first.setdefault(place, _Meeting(call, training, answers, next(iter(given), None)))
@@ -119,10 +139,14 @@ class Explorer:
         self.shortest = other if _entries(other) < _entries(call) and not self._fails(other, training=True) else call
         # What is cut at these sizes and was not at the sample's is cut elsewhere at others.
         fix_all((atom for atom in entire if atom.kind != "atom"), cause="cut at a place that depends on the input's size")
-        if not self.met:
-            return
-        for other in (self.shortest, *other_values(self.shortest)):
-            self._try(other, training=False)
+        if any(len(lengths) > 1 for lengths in self._lengths.values()):  # a loop may do something else at some place
+            self._try_many_sizes(call)
+        if self._python_draws:
+            self._draw_in_python(self.shortest)
+        if any(place not in self._compared for place in self.met):
+            for other in (self.shortest, *other_values(self.shortest)):
+                self._try(other, training=False)
+        elsewhere = next((other for other in sizes if other is not self.shortest), call)
         tried: set[tuple[Place, Answer]] = set()
         while waiting := [pair for pair in self._ways() if pair not in tried and pair[1] not in self.met[pair[0]]]:
             for place, answer in waiting:
@@ -130,10 +154,17 @@ class Explorer:
                     self.lost[place] = RuntimeError(f"it has more than {MOST_WAYS} ways")
                     return
                 tried.add((place, answer))
+                if len(self._compared.get(place, ())) == 1:  # seen behind another decision alone, maybe
+                    self._try(elsewhere, training=self._first[place].training, answers=self._first[place].answers)
+                    if not self._varies(place):
+                        continue
                 first = self._first[place]
                 answers = {**first.answers, place: answer}
                 error = self._try(first.call, training=first.training, answers=answers)
                 if error is None or not isinstance(answer, bool) or was_raised(error):
+                    continue
+                if place in self._compared:
+                    self._at_sizes(place, answer)
                     continue
                 # What a mask chose may be empty against the answer, as in ``if mask.any(): x[mask].max()``.
                 if self._try(first.call, training=first.training, answers={**answers, MASKS: ALL}) is not None:
@@ -147,12 +178,48 @@ class Explorer:
 
     def reads(self) -> list[Place]:
         """Returns the places at which values become numbers of Python."""
-        return [place for place, given in self.met.items() if not all(isinstance(each, str) for each in given) or not given]
+        values = {place: given for place, given in self.met.items() if place not in self._compared}
+        return [place for place, given in values.items() if not all(isinstance(each, str) for each in given) or not given]
+
+    def _try_many_sizes(self, call: Call) -> None:
+        """Traces inputs of many sizes, as long as that takes few operations."""
+        self._spent = 0
+        for other in many_sizes(call):
+            if self._spent > MOST_MORE:
+                break
+            self._try(other, training=False)
+
+    def _draw_in_python(self, call: Call) -> None:
+        """Traces runs in which Python and NumPy draw other numbers: the lowest, the highest, and at random."""
+        for seed in range(-2, PYTHON_SEEDS):
+            for training in (True, False):
+                with random_states_kept():
+                    seed_python(seed)
+                    self._try(call, training=training)
+
+    def _at_sizes(self, place: Place, answer: Answer) -> None:
+        """Traces inputs of the sizes that others are compared with at a place, until one of them is answered so."""
+        first = self._first[place]
+        targets = {other for run in self._compared[place] for _, other in run if other is not None and math.isfinite(other)}
+        for target in sorted(targets)[:MOST_SIZES]:
+            for call in of_size(first.call, target):
+                if self._try(call, training=first.training) is None and answer in self.met[place]:
+                    return
+
+    def decisions(self) -> dict[str, int]:
+        """Returns the places at which values or sizes decide, with the number of ways that were followed."""
+        return {str(place): len(given) for place, given in sorted(self.met.items()) if self._varies(place)}
 
     def _ways(self) -> Iterator[tuple[Place, Answer]]:
         return ((place, answer) for place in list(self.met) for answer in self._answers(place))
 
+    def _varies(self, place: Place) -> bool:
+        """Returns whether values decide at a place, or sizes that are not the same in all runs."""
+        return len(self._compared.get(place, "any")) > 1
+
     def _answers(self, place: Place) -> list[Answer]:
+        if not self._varies(place) and not self._first[place].answers:
+            return []
         return possible_answers(self._first[place].answer)
 
     def _try(self, call: Call, *, training: bool, answers: Answers | None = None, coins: int | None = None) -> Exception | None:
@@ -190,7 +257,7 @@ class Explorer:
 
     def _paths(self, call: Call, answers: Answers, coins: int | None = None) -> Paths:
         given = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
-        most = max(MOST_OPERATIONS, 20 * self._operations) if answers or coins is not None else math.inf
+        most = max(MOST_OPERATIONS, 20 * self._operations) if self._exploring else math.inf
         most_entries = max(MOST_ENTRIES, 8 * self._most_entries) if self._exploring else math.inf
         varying = [*given, *self._network.parameters(), *self._network.buffers()]
         return Paths(varying, answers, coins=coins, most=most, most_entries=most_entries)

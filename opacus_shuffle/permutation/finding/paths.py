@@ -19,10 +19,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from opacus_shuffle.permutation.finding.comparisons import Amount, Count, Noticing, noticed
 from opacus_shuffle.permutation.higher_order import InsightMode
 from opacus_shuffle.permutation.network import tensors_in
 
@@ -36,7 +38,7 @@ MOST_ANSWERS = 256
 COINS = 3
 """Reads of which every combination of answers is tried: one line may read twice."""
 
-MOST_OPERATIONS = 20_000
+MOST_OPERATIONS = 5_000
 """In one run with answers, or 20 times as many as on the sample: a loop of a million steps would hardly end otherwise."""
 
 MOST_ENTRIES = 2**26
@@ -81,6 +83,7 @@ class Paths(InsightMode):
 
     Attributes:
         met: Per place the answers that were given.
+        compared: Per place that compares sizes, the numbers that it has compared.
         reads: How often one was given that may be yes or no.
         operations: How many there were.
         entries: How many entries their results had.
@@ -97,6 +100,7 @@ class Paths(InsightMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.met: dict[Place, set[Answer]] = {}
+        self.compared: dict[Place, set[tuple[Any, Any]]] = {}
         self.reads = self.operations = self.entries = 0
         self._most_entries, self._numbers_read = most_entries, False
         self._coins, self._random, self._most = coins, random.Random(coins), most
@@ -104,6 +108,15 @@ class Paths(InsightMode):
         self._given: Counter[Place] = Counter()
         self._varying: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._note(varying)
+        self._noticing = Noticing(self._compares, self._reads)
+
+    def __enter__(self) -> Any:
+        self._noticing.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._noticing.__exit__(*error)
 
     def meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Returns what an operation returns, or what it is to answer."""
@@ -130,11 +143,37 @@ class Paths(InsightMode):
         """Returns an operation's name and the line that it is called in."""
         return str(place_of(operation))
 
-    def leaves(self, tensor: torch.Tensor, way: str) -> None:
-        """Notes that a tensor's values leave PyTorch, where nobody can answer in their place."""
-        if tensor in self._varying:
-            self.met.setdefault(place_of(way), set())
-            self._numbers_read = True
+    def _compares(self, operation: str, number: Count | Amount, other: Any, answer: bool) -> bool:
+        """Returns what numbers compare as: what they do, or the answer for the place."""
+        place = place_of(operation)
+        if number.by_values or getattr(other, "by_values", False):
+            return bool(self._answered(place, answer))
+        self.compared.setdefault(place, set()).add((float(number), other if other is None else float(other)))
+        if place in self._answers and self._given[place] < MOST_ANSWERS:
+            answer = bool(self._answers[place])
+            self._given[place] += 1
+        self.met.setdefault(place, set()).add(answer)
+        return answer
+
+    def _reads(self, way: str, tensor: torch.Tensor, value: Any) -> Any:
+        """Returns what values leave PyTorch: what there are, or the answer for the place in each."""
+        if tensor not in self._varying:
+            return value
+        if way == "item":
+            return value if isinstance(value, bool) else noticed(value, by_values=True)
+        place = place_of(f"Tensor.{way}")
+        self.met.setdefault(place, set())
+        self._numbers_read = True
+        is_array = isinstance(value, np.ndarray)
+        first = next(iter(value.flat if is_array else tree_leaves(value)), None)
+        if not isinstance(first, int | float | np.number | np.bool_):
+            return value
+        if place in self._answers and self._given[place] < MOST_ANSWERS:
+            answer = self._answers[place]
+            value = np.full_like(value, answer) if is_array else tree_map(lambda each: type(each)(answer), value)
+            self._given[place] += 1
+        self.met[place].add(float(first) if isinstance(first, float | np.floating) else int(first))
+        return value if is_array else noticed(value, by_values=True)
 
     def _answered(self, place: Place, value: Any) -> Any:
         """Returns what a read gives: its value, or the answer for its place."""
@@ -158,7 +197,7 @@ class Paths(InsightMode):
         answer = self._answers.get(place, self._answers.get(MASKS)) if coin is None else ALL if coin else NONE
         if answer is not None:
             filled = {id(mask): torch.full_like(mask, answer == ALL) for mask in masks}
-            args = torch.utils._pytree.tree_map(lambda leaf: filled.get(id(leaf), leaf), args)
+            args = tree_map(lambda leaf: filled.get(id(leaf), leaf), args)
             result = func(*args, **kwargs)
         some = any(leaf.numel() for leaf in tensors_in(result))
         self.met.setdefault(place, set()).add(ALL if some else NONE)

@@ -46,6 +46,7 @@ class Tracer(InsightMode):
         self._draws = Draws() if draws is None else draws
         self._paused = False
         self._events: list[Event] = []
+        self._kept: set[int] = set()
         # Fused kernels would make of a recurrent layer one operation that nobody can look into.
         self._recurrent = any(isinstance(each, nn.RNNBase) for each in network.modules())
 
@@ -63,12 +64,14 @@ class Tracer(InsightMode):
                 plain_attention(),
                 torch.backends.mkldnn.flags(enabled=not self._recurrent),
                 torch.backends.cudnn.flags(enabled=not self._recurrent),
-                _Leaving(self, paths),
+                _Leaving(self),
                 self,
                 contextlib.nullcontext() if paths is None else paths,
             ):
                 outputs = forward()
-        label_live(self._events, [*results(outputs), *kept_activations(self._network), *self._network.buffers()])
+        kept = kept_activations(self._network)
+        self._kept = {id(tensor) for tensor in kept}
+        label_live(self._events, [*results(outputs), *kept, *self._network.buffers()])
         self._events = []
         return outputs
 
@@ -111,24 +114,22 @@ class Tracer(InsightMode):
     def _label(self, call: Call, constant: bool) -> None:
         self.run.follow(call)
         self.run.label(call, find_rule(call))
-        if constant:
-            self.run.stay(call.outputs)
+        # A mask that is drawn once and kept is noise no more.
+        self.run.stay(call.outputs if constant else [tensor for tensor in call.outputs if id(tensor) in self._kept])
 
 
 class _Leaving(TorchFunctionMode):
     """Notices tensors that become arrays or lists."""
 
-    def __init__(self, tracer: Tracer, paths: Paths | None) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         super().__init__()
-        self._tracer, self._paths = tracer, paths
+        self._tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in LEAVING and isinstance(args[0], torch.Tensor):
             way = f"Tensor.{func.__name__}"
             label = functools.partial(self._tracer.run.leaves, args[0], way)
             self._tracer.note(Event(args[:1], [], label, str(place_of(way)), matters=True))
-            if self._paths is not None:
-                self._paths.leaves(args[0], way)
         return func(*args, **(kwargs or {}))
 
 

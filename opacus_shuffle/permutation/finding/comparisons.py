@@ -1,0 +1,177 @@
+"""Noticing where a network compares numbers in Python: sizes of tensors, and values that were read out of them.
+
+``if x.shape[1] > 6`` never reaches PyTorch. So while a network is looked at, sizes and values are numbers that work as any
+others, and so do sums and products of them; but what they compare as is asked for, and may be answered otherwise.
+
+>>> size = Count(5)
+>>> with asked(lambda operation, number, other, answer: not answer):
+...     size % 2 == 1, size > 10
+(False, True)
+>>> size > 10
+False
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+Ask = Callable[[str, "Count | Amount", Any, bool], bool]
+_ASK: ContextVar[Ask | None] = ContextVar("_ASK", default=None)
+
+SIZES = frozenset(
+    (torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement)  # type: ignore[attr-defined]
+)
+"""What tells a tensor's size."""
+
+READS = frozenset((torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__))
+"""What tells a tensor's values."""
+
+CHECKS = ("torch.", "opacus_shuffle.permutation.")
+"""Modules that compare sizes to check them: what they do is the same at all sizes."""
+
+OPERATIONS = {f"__{side}{name}__" for name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow") for side in ("", "r")}
+COMPARISONS = {"__lt__": "<", "__le__": "<=", "__eq__": "==", "__ne__": "!=", "__gt__": ">", "__ge__": ">="}
+
+
+@contextlib.contextmanager
+def asked(ask: Ask) -> Iterator[None]:
+    """Has comparisons in this thread ask what they shall answer."""
+    token = _ASK.set(ask)
+    try:
+        yield
+    finally:
+        _ASK.reset(token)
+
+
+class Noticing(TorchFunctionMode):
+    """Has tensors give sizes and values that ask what they compare as.
+
+    Args:
+        ask: Is told a comparison and what it gives, and says what it shall give.
+        read: Is told the name of a function that reads values, the tensor and what it gives, and returns what it shall give.
+    """
+
+    def __init__(self, ask: Ask, read: Callable[[str, torch.Tensor, Any], Any]) -> None:
+        super().__init__()
+        self._ask, self._read = ask, read
+
+    def __enter__(self) -> Any:
+        self._inside = contextlib.ExitStack()
+        self._inside.enter_context(asked(self._ask))
+        self._inside.enter_context(_lengths_noticed())
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._inside.close()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in SIZES:
+            return noticed(result, by_values=False)
+        return self._read(func.__name__, args[0], result) if func in READS else result
+
+
+@contextlib.contextmanager
+def _lengths_noticed() -> Iterator[None]:
+    """Has ``len(tensor)`` notice, too: what a tensor itself may return there becomes a plain number on its way."""
+    length = builtins.len
+
+    def noticing(thing: Any) -> int:
+        count = length(thing)
+        return noticed(count, by_values=False) if isinstance(thing, torch.Tensor) and _ASK.get() is not None else count
+
+    builtins.len = noticing
+    try:
+        yield
+    finally:
+        builtins.len = length
+
+
+class Count(int):
+    """A whole number that asks what it compares as."""
+
+    by_values = False
+    __hash__ = int.__hash__
+
+    def __bool__(self) -> bool:
+        return _answer("bool", self, None, int.__bool__(self))
+
+
+class Amount(float):
+    """A number that asks what it compares as."""
+
+    by_values = False
+    __hash__ = float.__hash__
+
+    def __bool__(self) -> bool:
+        return _answer("bool", self, None, float.__bool__(self))
+
+
+def noticed(value: Any, *, by_values: bool) -> Any:
+    """Returns numbers that notice in the place of numbers, also inside of lists and sizes."""
+    if isinstance(value, torch.Size):
+        return torch.Size([noticed(each, by_values=by_values) for each in value])
+    if isinstance(value, list):
+        return [noticed(each, by_values=by_values) for each in value]
+    if not isinstance(value, int | float):
+        return value
+    number = Count(value) if isinstance(value, int) else Amount(value)
+    number.by_values = by_values
+    return number
+
+
+def _answer(operation: str, number: Count | Amount, other: Any, answer: bool) -> bool:
+    ask = _ASK.get()
+    if ask is None or f"{sys._getframe(2).f_globals.get('__name__')}.".startswith(CHECKS):
+        return answer
+    return ask(operation, number, other, answer)
+
+
+def _plain(number: Any, other: Any, name: str) -> Any:
+    """Returns what an operation on plain numbers gives."""
+    kind = float if isinstance(number, float) or isinstance(other, float) else int
+    return getattr(kind, name)(kind(number), other)
+
+
+def _operation(name: str) -> Callable[..., Any]:
+    def operation(self: Any, other: Any = None, *rest: Any) -> Any:
+        if not isinstance(other, int | float) or rest:
+            return NotImplemented
+        result = _plain(self, other, name)
+        return noticed(result, by_values=self.by_values or getattr(other, "by_values", False))
+
+    return operation
+
+
+def _comparison(name: str, sign: str) -> Callable[[Any, Any], Any]:
+    def comparison(self: Any, other: Any) -> Any:
+        if not isinstance(other, int | float):
+            return NotImplemented
+        return _answer(sign, self, other, _plain(self, other, name))
+
+    return comparison
+
+
+def _alone(name: str) -> Callable[..., Any]:
+    def alone(self: Any, *digits: Any) -> Any:
+        return noticed(getattr(super(type(self), self), name)(*digits), by_values=self.by_values)
+
+    return alone
+
+
+for _kind in (Count, Amount):
+    for _name in OPERATIONS:
+        setattr(_kind, _name, _operation(_name))
+    for _name, _sign in COMPARISONS.items():
+        setattr(_kind, _name, _comparison(_name, _sign))
+    for _name in ("__neg__", "__pos__", "__abs__", "__round__", "__floor__", "__ceil__", "__trunc__"):
+        setattr(_kind, _name, _alone(_name))

@@ -1,0 +1,146 @@
+"""What is found keeps the function at sizes, numbers and draws of Python's that no sample had."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from helpers.changing_paths import Net, ends, inputs, negative
+from helpers.changing_sizes import BATCHES, SIZED, either
+from helpers.model_zoo import build, run
+from helpers.zoo import DOUBLE, distance, found_if_any
+from torch import nn
+
+from opacus_shuffle.permutation import find_permutations
+
+FREE = 40320  # 8!
+
+
+def run_drawing(network, x, seed):
+    """What a network gives from one random state of PyTorch's, Python's and NumPy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    with torch.no_grad():
+        return run(network, x)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.zoo) if name in [*BATCHES][4:] else name for name in SIZED]
+)
+def test_outputs_stay_at_sizes_and_numbers_that_no_sample_had(name):
+    others = []
+
+    def builder():
+        module, sample, others[:] = SIZED[name]()
+        return module, sample
+
+    module, sample = build(builder)
+    if (spec := found_if_any(module, sample)) is None:
+        return
+    for seed, x in enumerate([sample, *others]):
+        for training in (False, True):
+            shuffled = copy.deepcopy(module).train(training)
+            spec.apply_(shuffled, spec.sample(torch.Generator().manual_seed(seed)))
+            expected = run_drawing(copy.deepcopy(module).train(training), x, seed)
+            assert distance(expected, run_drawing(shuffled, x, seed)) <= DOUBLE
+
+
+@pytest.mark.parametrize(
+    "name", ["layers_that_python_leaves_out", "as_many_layers_as_the_length_has", "positions_that_are_interpolated"]
+)
+def test_what_all_ways_treat_alike_still_moves(name):
+    assert find_permutations(*build(lambda: SIZED[name]()[:2])).log2_size() > 15
+
+
+def refuses_long_inputs(net, x):
+    if x.shape[1] > 512:
+        raise ValueError("too long")
+    assert len(x) < 1000
+    return net.leave(torch.relu(net.enter(x)).mean(1))
+
+
+def pads(net, x):
+    h = torch.relu(net.enter(x))
+    h = torch.nn.functional.pad(h, (0, 0, 0, -h.shape[1] % 4))
+    return net.leave(h.view(len(h), -1, 8).sum(1) if h.shape[1] > 1 else h.sum(1))
+
+
+def compares_its_own_width(net, x):
+    h = torch.relu(net.enter(x))
+    return net.leave((h if h.shape[-1] == 8 else h.flip(-1)).mean(1))
+
+
+@pytest.mark.parametrize("way", [refuses_long_inputs, pads, compares_its_own_width])
+def test_sizes_that_change_nothing_pin_nothing(way):
+    spec = find_permutations(*build(lambda: (Net(way, **ends()), inputs((2, 5, 4))[0])))
+    assert round(2 ** spec.log2_size()) == FREE
+
+
+def test_a_way_that_only_fits_its_own_size_is_met_at_that_size():
+    def way(net, x):
+        h = torch.relu(net.enter(x))
+        return net.leave(h.view(len(h), 7, 4, 2).flip(2).flatten(2).mean(1) if x.shape[1] == 7 else h.mean(1))
+
+    spec = found_if_any(*build(lambda: (Net(way, **ends()), inputs((2, 5, 4))[0])))
+    assert spec is None or round(2 ** spec.log2_size()) < FREE
+
+
+def test_sizes_that_decide_are_listed_with_their_line():
+    def way(net, x):
+        h = torch.relu(net.enter(x))
+        return net.leave((2 * h if x.shape[1] > 60 else h).mean(1))
+
+    spec = find_permutations(*build(lambda: (Net(way, **ends()), inputs((2, 5, 4))[0])))
+    ((place, ways),) = spec.decisions.items()
+    assert place.startswith("test_changing_sizes.py:")
+    assert place.endswith("(>)")
+    assert ways == 2
+
+
+@pytest.mark.parametrize("make", [lambda: np.random.default_rng(1), lambda: random.Random(1), lambda: np.random.RandomState(1)])
+def test_generators_of_python_and_numpy_stay_where_they_were(make):
+    def way(net, x):
+        h = torch.relu(net.enter(x))
+        return net.leave(h * (1 + (net.generator.random() if hasattr(net.generator, "random") else net.generator.rand())))
+
+    def builder():
+        network = Net(way, **ends())
+        network.generator = make()
+        return network, negative()
+
+    module, x = build(builder)
+    before = random.getstate()
+    assert find_permutations(module, x).blocks
+    assert module.generator.random() == make().random()
+    assert random.getstate() == before
+
+
+def test_lengths_are_plain_again_in_the_end():
+    find_permutations(*build(lambda: (Net(either(lambda x: len(x) > 100, lambda h: 2 * h), **ends()), negative())))
+    assert type(len(torch.zeros(3))) is int
+    assert type(torch.zeros(3).shape[0]) is int
+
+
+def test_sizes_reach_functions_of_pytorch_as_any_number_does():
+    def way(net, x):
+        records, length, _ = x.shape
+        h = torch.relu(net.enter(x)) + torch.zeros(records, length, 1) + torch.arange(length).view(1, length, 1)
+        kernel = max(1, round(length / 2) - 1)
+        h = torch.nn.functional.avg_pool1d(h.transpose(1, 2), kernel).transpose(1, 2)
+        return net.leave(h.reshape(records * h.size(1), -1)).unflatten(0, (records, -1)).sum(1) / length**0.5
+
+    spec = find_permutations(*build(lambda: (Net(way, **ends()), inputs((2, 5, 4))[0])))
+    assert round(2 ** spec.log2_size()) == FREE
+
+
+def test_compiled_parts_are_traced_as_before():
+    def way(net, x):
+        return net.leave(net.part(torch.relu(net.enter(x))))
+
+    part = torch.compile(nn.Identity(), backend="eager")
+    spec = find_permutations(*build(lambda: (Net(way, **ends(), part=part), negative())))
+    assert round(2 ** spec.log2_size()) == FREE
