@@ -57,12 +57,14 @@ class Flexible(nn.Module):
         self.out = nn.Linear(heads * width, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        packed = self.packed(self.embed(x)).unflatten(-1, (3, self.heads, -1))
+        embedded = self.embed(x)
+        length = embedded[:, :, -1].shape[1]  # asked for its shape alone, so it keeps nothing in place
+        packed = self.packed(embedded).unflatten(-1, (3, self.heads, -1))
         slopes = torch.arange(self.heads) if self.apart else torch.ones(self.heads)
 
         def score(score, batch, head, query, key):
             slope = slopes[head] if self.apart else 0.1
-            return torch.where(query >= key, score - slope * (query - key), -float("inf"))
+            return torch.where(query >= key, score - slope * (query - key) / length, -float("inf"))
 
         return self.out(flex_attention(*packed.movedim(-3, 0).transpose(-2, -3), score_mod=score).transpose(1, 2).flatten(2))
 

@@ -92,7 +92,8 @@ class Tracer(InsightMode):
         """Notes what an operation did."""
         strides = args[0].stride() if func.overloadpacket in RESTRIDE else None
         constant = self._draws.is_constant(func, args, kwargs)
-        if torch.Tag.inplace_view in func.tags:  # labels so far are of the shapes so far
+        if torch.Tag.inplace_view in func.tags and func.overloadpacket is not torch.ops.aten.detach_:
+            # Labels so far are of the shapes so far.
             label_all(self._events)
             self._events = []
         result = func(*args, **kwargs)
