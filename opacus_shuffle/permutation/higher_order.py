@@ -33,7 +33,7 @@ class InsightMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             finally:
                 self._inside -= 1
         if self._inside and func._can_decompose():  # elsewhere PyTorch has taken it apart before it comes here
-            with self:
+            with self, torch._C.DisableTorchFunction():  # whose modes would have it start anew
                 return func.decompose(*args, **kwargs)
         return self.meet(func, args, kwargs)
 
