@@ -27,8 +27,11 @@ from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun
 def indexed(run: TracedRun, call: Call) -> None:
     """Chooses by positions or by a mask along some dimensions: fixed there, untouched elsewhere."""
     left, place = _untouched(run, call)
-    chosen = call.out.dim() - len(left)
-    run.set(call.out, [*left[:place], *fixed_dimensions(call.out.shape[place : place + chosen]), *left[place:]])
+    chosen = fixed_dimensions(call.out.shape[place : place + call.out.dim() - len(left)])
+    dims = [(dim, index) for dim, index in enumerate(call["indices"]) if index is not None]
+    if len(dims) == 1 and dims[0][1].dtype not in MASKS:
+        run.choices.choose(dims[0][1], [axis for each in chosen for axis in each], run.dimensions(call["self"])[dims[0][0]])
+    run.set(call.out, [*left[:place], *chosen, *left[place:]])
 
 
 @rule("index_put _index_put_impl")

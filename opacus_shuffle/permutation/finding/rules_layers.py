@@ -92,6 +92,7 @@ def grouped_product(run: TracedRun, call: Call) -> None:
     fix_all([*left[0], *right[0]])
     unify_all(left[1], right[1])
     run.occurrences.append([left[0], left[1], right[2]])
+    run.choices.choose(call.inputs[2], left[0], right[0])
     run.set(call.out, [left[0], right[2]])
     run.contraction(call.out)
 

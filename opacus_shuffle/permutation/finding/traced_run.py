@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from opacus_shuffle.permutation.finding.choices import Choices
 from opacus_shuffle.permutation.finding.labels import (
     CAUSE,
     Axis,
@@ -48,6 +49,9 @@ VIEWS = (
     *("squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_to_copy", "_unsafe_view", "unsafe_split"),
 )
 """Operations whose results have equal entries if their input has."""
+
+UNFIT = (IncompatibleError, LookupError, ArithmeticError, ValueError, AttributeError, TypeError, AssertionError)
+"""What a rule raises that does not fit the operation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +122,7 @@ class TracedRun:
         self.new_packings: dict[tuple[str, int], set[Packing]] = {}  # axes met that are packed and were not known to be
         # Constants of equal entries that were written to and not known to be; the labels are worthless then.
         self.newly_written: set[str] = set()
+        self.choices = Choices()
         self.traces = 0
         self._chosen: dict[tuple[Axis, int], Counter[int]] = {}  # how often each slice was used, by its marker and the trace
         self.used: set[str] = set()  # parameters and buffers that went, entire or a part of them, into something not empty
@@ -156,7 +161,7 @@ class TracedRun:
 
     def atoms(self) -> list[Axis]:
         """Returns the atoms of all parameters and moving buffers."""
-        return [atom for tensor in self.tensors.values() for row in self._rows(tensor) for each in row for atom in atoms(each)]
+        return [atom for tensor in self.tensors.values() for atom in self._atoms(tensor)]
 
     def label(self, call: Call, rule: Callable[[TracedRun, Call], None] | None) -> None:
         """Labels what an operation returned by its rule; without one, fixes all that it touches."""
@@ -173,27 +178,22 @@ class TracedRun:
             self.unknown[call.name] += 1
             self.fix_everything(call)
             return
-        contractions = self._contractions
+        self.choices.forget(call.written)
+        contractions, occurrences = self._contractions, len(self.occurrences)
         try:
             if rule is None:
                 for tensor in call.outputs:
                     self.set(tensor, fixed_dimensions(tensor.shape))
             else:
                 rule(self, call)
-        except (
-            IncompatibleError,
-            LookupError,
-            ArithmeticError,
-            ValueError,
-            AttributeError,
-            TypeError,
-            AssertionError,
-        ) as error:
+        except UNFIT as error:
             self.unknown[f"{call.name} ({type(error).__name__})"] += 1
             self.fix_everything(call)
         if any(tensor not in self._labels and tensor not in self._equal_entries for tensor in call.outputs):
             self.fix_everything(call)
         self._note_what_is_carried(call)
+        inputs, outputs = ({tensor: self._atoms(tensor) for tensor in tensors} for tensors in (call.inputs, call.outputs))
+        self.occurrences[occurrences:] = self.choices.follow(inputs, outputs, self.occurrences[occurrences:])
         if self._contractions == contractions:
             origins = frozenset[int]().union(*[self.origins(tensor) for tensor in call.inputs])
             for tensor in call.outputs:
@@ -295,13 +295,17 @@ class TracedRun:
         An operation that mixes positions (a reversal, a choice by indices) makes its axis anew, whatever axis that may turn out
         to be the same as later.
         """
-        inputs = [set(atoms(axis for row in rows for each in row for axis in each)) for rows in map(self._rows, call.inputs)]
+        inputs = [set(self._atoms(tensor)) for tensor in call.inputs]
         for dimensions in itertools.chain.from_iterable(map(self._rows, call.outputs)):
             present = set(atoms(axis for each in dimensions for axis in each))
             fixed = {atom for atom in present if atom.fixed}
             for known in inputs if fixed and fixed != present else ():
                 if not fixed <= known and not known & present <= fixed:
-                    self.occurrences.append([only(each, known) for each in dimensions])
+                    self.occurrences.append([*(only(each, known) for each in dimensions), *self.choices.known_by(known)])
+
+    def _atoms(self, tensor: torch.Tensor) -> list[Axis]:
+        """Returns the atoms of a tensor, as often as they are there."""
+        return atoms(axis for row in self._rows(tensor) for each in row for axis in each)
 
     def _rows(self, tensor: torch.Tensor) -> list[Dimensions]:
         """Returns the alternatives of a tensor's labels, none for a constant of equal entries."""

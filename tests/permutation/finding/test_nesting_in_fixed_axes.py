@@ -248,6 +248,104 @@ def experts_whose_matrices_are_square():
     return network, sample
 
 
+# Slices that an index chooses for each record ---------------------------------------------------------------------------------
+
+
+def routed(way):
+    """The units of the expert that a gate chooses for each record, and a sum of them with weights of that expert.
+
+    The way between may have the choice, the units, and the network.
+    """
+
+    def forward(net, x):
+        choice = (x @ net.gate.t()).argmax(-1)
+        h = torch.relu(torch.einsum("tdi,ti->td", net.enter[choice], x))
+        return (way(choice, h, net) * net.leave[choice]).sum(-1, keepdim=True)
+
+    network = Net(forward, enter=weight(3, 7, 4), leave=weight(3, 7), gate=weight(3, 4), shift=weight(3, 7))
+    return network, inputs((5, 4))[0]
+
+
+@own
+def experts_chosen():
+    return *routed(lambda choice, h, net: torch.softmax(h + net.shift[choice], -1)), factorials(7, 7, 7)
+
+
+@own
+def best_two_experts():
+    def way(net, x):
+        choice = (x @ net.gate.t()).topk(2, -1).indices
+        h = torch.relu(torch.einsum("tkdi,ti->tkd", net.enter[choice], x))
+        return torch.einsum("tkd,tkd->t", h, net.leave[choice])[:, None]
+
+    return Net(way, enter=weight(3, 7, 4), leave=weight(3, 7), gate=weight(3, 4)), inputs((5, 4))[0], factorials(7, 7, 7)
+
+
+@own
+def rows_grouped_by_experts():
+    def way(net, x):
+        order = (choice := (x @ net.gate.t()).argmax(-1)).argsort()
+        ends = F.one_hot(choice, 3).sum(0).cumsum(0).int()
+        h = torch.relu(torch._grouped_mm(x[order].bfloat16(), net.enter.bfloat16(), ends))
+        return torch._grouped_mm(h, net.leave.bfloat16(), ends).to(x)[order.argsort()]
+
+    return Net(way, enter=weight(3, 8, 8), leave=weight(3, 8, 8), gate=weight(3, 8)), inputs((5, 8))[0], factorials(8, 8, 8)
+
+
+@shared
+def experts_chosen_twice():
+    def way(choice, h, net):
+        return h + net.shift[choice] + net.shift[(choice + 1) % 3]
+
+    return routed(way)
+
+
+@shared
+def experts_chosen_by_numbers_written_over():
+    def way(choice, h, net):
+        choice.add_(1).remainder_(3)
+        return h + net.shift[choice]
+
+    return routed(way)
+
+
+@shared
+def units_of_another_record():
+    return routed(lambda choice, h, net: h.roll(1, 0) + net.shift[choice])
+
+
+@shared
+def units_written_to_another_record():
+    def way(choice, h, net):
+        copy = h.clone()
+        copy[torch.arange(len(h)).flip(0)] = h
+        return copy + net.shift[choice]
+
+    return routed(way)
+
+
+@shared
+def units_of_pairs_of_records():
+    return routed(lambda choice, h, net: h * (h @ h.t()).sum(-1, keepdim=True) + net.shift[choice])
+
+
+@shared
+def units_of_all_experts_mixed():
+    def way(choice, h, net):
+        return h + (along_classes(net.shift) * h[:, None].sin()).sum(1)
+
+    return routed(way)
+
+
+@shared
+def matrices_of_experts_added_to_those_chosen():
+    def way(net, x):
+        chosen = net.enter[[2, 0, 1]] + net.enter
+        return torch.einsum("edi,ti,ed->te", chosen, x, net.leave[[2, 0, 1]])
+
+    return Net(way, enter=weight(3, 7, 4), leave=weight(3, 7)), inputs((2, 4))[0]
+
+
 # What is found ----------------------------------------------------------------------------------------------------------------
 
 
@@ -274,7 +372,7 @@ def test_patches_of_channels_do_not_keep_the_places_that_channels_are_inside_of(
     assert spec.log2_size() == pytest.approx(factorials(5), rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["capsules", "experts_routed_between_a_stream"])
+@pytest.mark.parametrize("name", ["capsules", "experts_routed_between_a_stream", "best_two_experts"])
 def test_a_plan_for_each_class_keeps_the_outputs(name):
     module, sample = build(lambda: OWN[name]()[:2])
     spec, before = find_permutations(module, sample), run(module, 2 * sample)
