@@ -3,6 +3,7 @@
 ``if x.shape[1] > 6`` never reaches PyTorch. So while a network is looked at, sizes and values are numbers that work as any
 others, and so do sums and products of them; but what they compare as is asked for, and may be answered otherwise.
 
+>>> __name__ = "a_network"  # comparisons of this package's own are not asked for
 >>> size = Count(5)
 >>> with asked(lambda operation, number, other, answer: not answer):
 ...     size % 2 == 1, size > 10
