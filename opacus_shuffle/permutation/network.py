@@ -248,7 +248,7 @@ def kept_activations(network: nn.Module) -> list[torch.Tensor]:
         for name, value in vars(module).items()
         if name not in ATTRIBUTES
         # What torch.nn.utils computes a weight into.
-        and not {f"{name}_g", f"{name}_orig"} & module._parameters.keys()
+        and not {f"{name}_g", f"{name}_orig"} & set(module._parameters)
     ]
     return [leaf for leaf in tree_leaves(attributes) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)]
 

@@ -47,6 +47,7 @@ from opacus_shuffle.permutation.sample_input import Call
 MOST_WAYS = 200
 MOST_SIZES = 3
 PYTHON_SEEDS = 16
+LOOPS = 1.25  # times as many operations on inputs of another size: a loop over the size
 MOST_MORE = 3000  # operations of runs on many sizes
 Answers = Mapping[Place, Answer]
 
@@ -139,7 +140,9 @@ class Explorer:
         self.shortest = other if _entries(other) < _entries(call) and not self._fails(other, training=True) else call
         # What is cut at these sizes and was not at the sample's is cut elsewhere at others.
         fix_all((atom for atom in entire if atom.kind != "atom"), cause="cut at a place that depends on the input's size")
-        if any(len(lengths) > 1 for lengths in self._lengths.values()):  # a loop may do something else at some place
+        if any(
+            max(each) > LOOPS * min(each) for each in self._lengths.values() if each
+        ):  # at some place it may do something else
             self._try_many_sizes(call)
         if self._python_draws:
             self._draw_in_python(self.shortest)
