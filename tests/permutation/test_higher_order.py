@@ -6,6 +6,8 @@ import pytest
 import torch
 from helpers.hand_written_groups import symmetric
 from torch import nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
 from torch._ops import HigherOrderOperator
 from torch.nn.attention.flex_attention import flex_attention
@@ -19,6 +21,8 @@ FORWARD = {
     "loop": lambda net, h: torch.while_loop(
         lambda i, h: i < 3, lambda i, h: (i + 1, net.one(net.two(h).tanh())), (torch.zeros((), dtype=torch.long), h)
     )[1],
+    "map": lambda net, h: map_rows(lambda row: net.two(net.one(row).relu()), h),
+    "prefixes": lambda net, h: associative_scan(lambda a, b: 0.5 * a + b, net.two(net.one(h)), 0, combine_mode="generic"),
     "scan": lambda net, h: scan(lambda sum, row: (net.one(sum + row).tanh(), net.two(sum.relu())), h[0], h)[1],
 }
 SIZES = {
@@ -26,6 +30,8 @@ SIZES = {
     "cond": 2 * symmetric(HIDDEN),
     "in order on one way": symmetric(HIDDEN),
     "loop": 2 * symmetric(HIDDEN),
+    "map": 3 * symmetric(HIDDEN),
+    "prefixes": 3 * symmetric(HIDDEN),
     "scan": 2 * symmetric(HIDDEN),
 }
 

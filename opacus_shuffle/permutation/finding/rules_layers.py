@@ -221,6 +221,18 @@ def pooling(run: TracedRun, call: Call) -> None:
         run.set(tensor, [*dims[:-places], *fixed_dimensions(tensor.shape[-places:])])
 
 
+@rule("fractional_max_pool2d fractional_max_pool3d")
+def fractional_pooling(run: TracedRun, call: Call) -> None:
+    """Works channel by channel, in windows drawn for each channel of each record."""
+    source, draws = run.dimensions(call["self"]), run.dimensions(call["random_samples"])
+    places = call["random_samples"].shape[-1]
+    fix_all(*source[-places:], draws[-1])
+    for one, other in zip(source[:-places], draws[places - len(source) - 1 : -1], strict=True):
+        unify_all(one, other)
+    for tensor in call.outputs:
+        run.set(tensor, [*source[:-places], *fixed_dimensions(tensor.shape[-places:])])
+
+
 @rule("im2col")
 def unfolded(run: TracedRun, call: Call) -> None:
     """Makes patches: (channel, tap) by place."""

@@ -143,6 +143,10 @@ CASES: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "folded": (lambda x: F.fold(x, (4, 4), 2, stride=2), ((2, 8, 4),)),
     "padded volume": (lambda x: F.pad(x, (1, 1, 1, 1, 1, 1), mode="reflect"), ((2, 3, 2, 3, 4),)),
     "replicated volume": (lambda x: F.pad(x, (1, 1, 1, 1, 1, 1), mode="replicate"), ((2, 3, 2, 3, 4),)),
+    "fractions": (
+        lambda x, y: F.fractional_max_pool2d(x, 2, output_size=2, _random_samples=y.detach().nan_to_num().sigmoid()),
+        ((2, 3, 4, 5), (2, 3, 2)),
+    ),
     "nearest": (lambda x: F.interpolate(x, scale_factor=2, mode="nearest-exact"), (CUBE,)),
     "shortened rows": (lambda x: torch.embedding_renorm_(x.clone(), torch.tensor([0, 2]), 1.0, 2.0), (MATRIX,)),
     "squared error": (lambda x, y: F.mse_loss(x, y), (CUBE, CUBE)),
