@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from opacus_shuffle.permutation.finding.labels import Dimensions, factors, fix_all, fixed_dimensions, fixed_factors, unify_all
+from opacus_shuffle.permutation.finding.labels import (
+    Dimensions,
+    factors,
+    fix_all,
+    fixed_dimensions,
+    fixed_factors,
+    unify_all,
+    unify_dimensions,
+)
 from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun
 
 Rule = Callable[[TracedRun, Call], None]
@@ -57,6 +65,14 @@ def elementwise(run: TracedRun, call: Call) -> None:
         origins = {run.origins(tensor) for tensor in operands} - {frozenset()}
         if len(origins) > 1:  # results of different layers: a skip connection
             run.streams += [axis for each in run.dimensions(call.out) for axis in each]
+
+
+@rule("equal")
+def compared(run: TracedRun, call: Call) -> None:
+    """Says whether all entries are equal, each to that at its own place."""
+    one, other = call["self"], call["other"]
+    if one.shape == other.shape:
+        unify_dimensions(run.dimensions(one), run.dimensions(other))
 
 
 @rule("normal")

@@ -142,6 +142,7 @@ def embedded(run: TracedRun, call: Call) -> None:
     rows, columns = run.dimensions(call["weight"])
     fix_all(rows)
     run.set(call.out, [*run.dimensions(call["indices"]), columns])
+    run.occurrences.append([columns])  # the places of the indices are not those of the rows, were they labelled as these
     run.contraction(call.out)
 
 

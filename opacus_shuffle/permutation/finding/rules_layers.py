@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from opacus_shuffle.permutation.finding.labels import (
     Dimensions,
     IncompatibleError,
+    atoms,
     factors,
     fix_all,
     fixed_dimensions,
@@ -92,6 +93,8 @@ def grouped_product(run: TracedRun, call: Call) -> None:
     fix_all([*left[0], *right[0]])
     unify_all(left[1], right[1])
     run.occurrences.append([left[0], left[1], right[2]])
+    if set(atoms(left[0])) & set(atoms(right[0])):  # labelled alike, but a row's place is not that of its group
+        run.occurrences.append([left[1], right[2]])
     run.choices.choose(call.inputs[2], left[0], right[0])
     run.set(call.out, [left[0], right[2]])
     run.contraction(call.out)
@@ -216,7 +219,10 @@ def pooling(run: TracedRun, call: Call) -> None:
     places = 1 if "1d" in call.name else 3 if "3d" in call.name else 2
     dims = run.dimensions(source)
     fix_all(*dims[-places:])
-    run.fix(call.inputs[1:])
+    for grid in call.inputs[1:]:
+        records, *rest = run.dimensions(grid)
+        unify_all(records, dims[0])
+        fix_all(*rest)
     for tensor in call.outputs:
         run.set(tensor, [*dims[:-places], *fixed_dimensions(tensor.shape[-places:])])
 

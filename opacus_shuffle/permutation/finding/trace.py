@@ -19,6 +19,7 @@ from opacus_shuffle.permutation.finding import (  # noqa: F401  (they register t
     rules_shapes,
 )
 from opacus_shuffle.permutation.finding.draws import Draws
+from opacus_shuffle.permutation.finding.labels import unify_dimensions
 from opacus_shuffle.permutation.finding.liveness import SHAPES_ONLY, Event, label_all, label_live
 from opacus_shuffle.permutation.finding.paths import LEAVING, Paths, frames, place_of
 from opacus_shuffle.permutation.finding.rules import find_rule
@@ -26,6 +27,7 @@ from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun, bind
 from opacus_shuffle.permutation.higher_order import InsightMode
 from opacus_shuffle.permutation.network import kept_activations, plain_attention, results
 
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 RESTRIDE = (torch.ops.aten.as_strided, torch.ops.aten.as_strided_)
 
 
@@ -120,7 +122,7 @@ class Tracer(InsightMode):
 
 
 class _Leaving(TorchFunctionMode):
-    """Notices tensors that become arrays or lists."""
+    """Notices tensors that become arrays or lists, or show what others do: no operation of PyTorch tells of it."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -131,7 +133,19 @@ class _Leaving(TorchFunctionMode):
             way = f"Tensor.{func.__name__}"
             label = functools.partial(self._tracer.run.leaves, args[0], way)
             self._tracer.note(Event(args[:1], [], label, str(place_of(way)), matters=True))
+        if func == SET_DATA:
+            label = functools.partial(_show, self._tracer.run, *args)
+            self._tracer.note(Event(args, [], label, str(place_of("Tensor.data")), matters=True))
         return func(*args, **(kwargs or {}))
+
+
+def _show(run: TracedRun, tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Labels a tensor that was given the memory of another one (``tensor.data = source``)."""
+    if tensor.shape == source.shape:
+        unify_dimensions(run.dimensions(tensor), run.dimensions(source))
+    else:
+        run.fix([tensor, source])
+    run.use([source])
 
 
 def _same_entries(args: Sequence[Any], strides: Sequence[int]) -> bool:

@@ -166,7 +166,9 @@ class TracedRun:
     def label(self, call: Call, rule: Callable[[TracedRun, Call], None] | None) -> None:
         """Labels what an operation returned by its rule; without one, fixes all that it touches."""
         self.newly_written.update(self._equal_entries[tensor] for tensor in call.written if tensor in self._equal_entries)
-        if not call.outputs:
+        if not call.outputs and call.written:  # to lists of tensors
+            rule = None
+        elif not call.outputs and rule is None:
             return
         if call.views is not None and call.views in self._equal_entries:
             for tensor in call.outputs:

@@ -162,6 +162,25 @@ def rows_chosen_by_indices_made_before():
     return Net(way, table=nn.Embedding(3, 7), leave=weight(3, 7)), inputs((2, 4))[0]
 
 
+@shared
+def rows_chosen_by_numbers_of_their_own():
+    def way(net, x):
+        numbers = (net.table.sum(1) > 0).long()
+        return x.sum(1)[:, None] * (torch.relu(F.embedding(numbers, net.table)) * net.leave).sum(1)
+
+    return Net(way, table=weight(3, 7), leave=weight(3, 7)), inputs((2, 4))[0]
+
+
+@shared
+def groups_as_many_as_rows():
+    def way(net, x):
+        rows = net.enter.sum(1) * torch.arange(4)
+        h = torch._grouped_mm(rows.float(), net.enter.mT.float(), torch.tensor([1, 1, 3], dtype=torch.int32))
+        return x.sum(1)[:, None] * (torch.relu(h).to(x) * net.leave).sum(1)
+
+    return Net(way, enter=weight(3, 7, 4), leave=weight(3, 7)), inputs((2, 4))[0]
+
+
 # Slices that are used one by one ----------------------------------------------------------------------------------------------
 
 

@@ -154,6 +154,7 @@ CASES: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
         lambda x, y, z: F.binary_cross_entropy_with_logits(x, y, z.detach(), reduction="none"),
         (CUBE, CUBE, (4,)),
     ),
+    "sampled at places": (lambda x, y: F.grid_sample(x, y, align_corners=False), ((2, 3, 4, 4), (2, 1, 3, 2))),
     "windows": (lambda x: x.unfold(-1, 2, 1), (CUBE,)),
     "overlapping windows": (lambda x: x.as_strided((2, 2, 2, 4), (12, 4, 4, 1)), (CUBE,)),
     "memory in another order": (lambda x: x.as_strided((4, 3), (1, 4)), (MATRIX,)),

@@ -65,6 +65,36 @@ def test_what_is_written_to_a_tensor_that_is_returned_counts():
         find_permutations(Writing(), torch.randn(5, 4))
 
 
+def compared_with_a_pattern(net, h):
+    return 2 * h if torch.equal(h[0] > 0, torch.arange(6) > 3) else h
+
+
+def written_to_in_a_list(net, h):
+    if h.sum() > 1e6:  # no numerical check gets here
+        torch._foreach_add_([h], [torch.arange(6.0).expand_as(h)])
+    return h
+
+
+def shown_in_place_of_a_weight(net, h):
+    if h.sum() > 1e6:
+        net.shift.data = torch.arange(6.0)
+    return h
+
+
+@pytest.mark.parametrize("change", [compared_with_a_pattern, written_to_in_a_list, shown_in_place_of_a_weight])
+def test_what_returns_no_tensor_keeps_its_axes_in_place(change):
+    class Changing(nn.Module):
+        def forward(self, x):
+            return self.two(change(self, torch.relu(self.one(x))) + self.shift)
+
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.shift = nn.Linear(4, 6), nn.Linear(6, 3), nn.Parameter(torch.ones(6))
+
+    with pytest.raises(ValueError, match="no axis"):
+        find_permutations(Changing(), torch.randn(5, 4))
+
+
 def test_no_warning_is_shown_of_how_the_network_is_run():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
