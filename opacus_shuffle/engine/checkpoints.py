@@ -69,7 +69,8 @@ class CheckpointMixin(opacus.PrivacyEngine):
         _check_parts(path, keywords)
         checkpoint_dict = {} if checkpoint_dict is None else instance_of("checkpoint_dict", checkpoint_dict, (dict,))
         if self.shuffler is not None:
-            keywords["module"].state_dict()  # draws a permutation if one is due, before the secret is written down
+            if "module" in keywords:  # draws a permutation if one is due, before the secret is written down
+                keywords["module"].state_dict()
             checkpoint_dict[_SHUFFLER] = self.shuffler.state_dict()
         if not isinstance(self.accountant, ShuffleAccountant):  # ours say it themselves
             self._opacus_history = self._opacus_history or OpacusHistory()

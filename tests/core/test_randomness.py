@@ -94,7 +94,7 @@ def test_noise_participation_and_permutations_of_an_engine_differ_after_a_fork(a
 
     def secrets():
         batch = next(iter(loader.batch_sampler))
-        return batch, drawn(optimizer.generator), drawn(shuffler._keys.next_generator())
+        return batch, drawn(optimizer.generator), drawn(shuffler._secret.next_generator())
 
     children = [in_child(secrets) for _ in range(2)]
     for first, second, own in zip(*children, secrets(), strict=True):

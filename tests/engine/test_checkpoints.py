@@ -224,3 +224,10 @@ def test_a_damaged_secret_is_refused_before_anything_is_loaded(damage):
         resume(again, spoilt)
     assert distance(before, contents(again)) == 0
     assert again.engine.accountant.history == []
+
+
+def test_a_checkpoint_without_a_module_is_refused_as_opacus_does(tmp_path):
+    run = prepare(shuffle=True)
+    with pytest.raises(TypeError, match="'module'"):
+        run.engine.save_checkpoint(path=tmp_path / "checkpoint.pt")
+    assert not any(tmp_path.iterdir())

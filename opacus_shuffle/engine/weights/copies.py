@@ -65,6 +65,43 @@ def _share(hook: PartHook) -> Any:
 ForkingPickler.register(PartHook, _share)
 
 
+@dataclasses.dataclass(eq=False)
+class CopyHook:
+    """What ``copy`` and ``pickle`` call for a module of the run, as an attribute of that module.
+
+    Attributes:
+        part: The module.
+        before: Called with it before each copy.
+    """
+
+    part: weakref.ref[nn.Module]
+    before: Callable[[nn.Module], None]
+
+    def watch(self) -> None:
+        """From now on is called."""
+        vars(self.part())["__reduce_ex__"] = self
+
+    @staticmethod
+    def forget(part: nn.Module) -> None:
+        """Undoes :meth:`watch`."""
+        vars(part).pop("__reduce_ex__", None)
+
+    def __call__(self, protocol: Any) -> Any:
+        """Returns how the module is copied, without this attribute."""
+        part: Any = self.part()
+        self.before(part)
+        CopyHook.forget(part)
+        try:
+            kind: Any = type(part)
+            maker, arguments, *rest = kind.__reduce_ex__(part, protocol)
+            return maker, arguments, *(dict(each) if each is vars(part) else each for each in rest)
+        finally:
+            self.watch()
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> None:
+        """Leaves no hook in copies that a module's own method makes of its attributes, as that of ``torch.fx`` does."""
+
+
 TENSOR_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__", "view")
 
 
@@ -85,6 +122,11 @@ class TensorHook:
     def watch(self) -> None:
         """From now on has copies and pickles of the tensor permuted."""
         vars(self._found()).update(zip(TENSOR_ATTRIBUTES, (self.deep_copy, self.reduce, self.view), strict=True))
+
+    @staticmethod
+    def watches(tensor: torch.Tensor) -> bool:
+        """Returns whether a tensor is watched."""
+        return TENSOR_ATTRIBUTES[0] in vars(tensor)
 
     @staticmethod
     def forget(tensor: torch.Tensor) -> None:
@@ -114,11 +156,11 @@ class TensorHook:
         finally:
             self.watch()
 
-    def view(self, *shape: Any) -> torch.Tensor:
+    def view(self, *shape: Any, **keywords: Any) -> torch.Tensor:
         """Returns the tensor's own view: what is written back must be what was read."""
         if not torch.compiler.is_compiling() and sys._getframe(1).f_code is parameters_to_vector.__code__:
             self.warn()
-        return torch.Tensor.view(self._found(), *shape)
+        return torch.Tensor.view(self._found(), *shape, **keywords)
 
     def _found(self) -> torch.Tensor:
         tensor = self.tensor()

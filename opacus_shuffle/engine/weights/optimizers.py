@@ -51,7 +51,14 @@ def after_each_update(optimizer: torch.optim.Optimizer, then: Callable[[], None]
         if not running:
             then()
 
-    return [optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)]
+    return [optimizer.register_step_pre_hook(begin), run_first(optimizer.register_step_post_hook(end))]
+
+
+def run_first(handle: RemovableHandle) -> RemovableHandle:
+    """Has a hook run before those that were there already, so that they see what it has made."""
+    hooks: Any = handle.hooks_dict_ref()
+    hooks.move_to_end(handle.id, last=False)
+    return handle
 
 
 def _callers() -> list[FrameType]:

@@ -54,7 +54,13 @@ def permute_state(
             if id(found) in names:
                 moving[names[id(found)]] = [copied]
         state[key] = copies[id(found)]
-    if plan is not None and moving:
+    if plan is not None:
+        for key, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            if id(tensor) in names and state.get(prefix + key) is not copies.get(id(tensor)) and tensor.numel():
+                raise ValueError(
+                    f"{prefix}{key} in the state_dict is not the tensor that {type(part).__name__} has of that name, and so "
+                    "cannot be permuted: call release() first"
+                )
         spec.move(moving, plan)
     for keys in places.values():
         present = [key for key in keys if key in state]

@@ -14,12 +14,13 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from opacus_shuffle.core.opacus_compat import waits_for_step
-from opacus_shuffle.core.randomness import KeyChain, check_generator
+from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.validation import instance_of, integer, one_of
 from opacus_shuffle.engine.weights.averages import bring_up_to_date, refuse_begun
-from opacus_shuffle.engine.weights.copies import PartHook, TensorHook
-from opacus_shuffle.engine.weights.optimizers import after_each_update, innermost, refuse_optimizer
+from opacus_shuffle.engine.weights.copies import CopyHook, PartHook, TensorHook
+from opacus_shuffle.engine.weights.optimizers import after_each_update, innermost, refuse_optimizer, run_first
 from opacus_shuffle.engine.weights.released_state import moving_tensors, permute_state, permuted_optimizer_state
+from opacus_shuffle.engine.weights.secret import Secret
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 from opacus_shuffle.permutation.network import unwrap
 
@@ -83,8 +84,11 @@ class WeightShuffler:
         if not any(id(tensor) in trained for tensor in tensors.values()):
             raise ValueError(f"optimizer {type(self._optimizer).__name__} trains none of the parameters that would move")
         spec.followers(tensors, self._optimizer)
-        self._generator = generator
-        self._keys = KeyChain()
+        for previous in (_attached(self._network), _attached(self._optimizer)):
+            if previous is not None and (mode == "every_step" or previous._network is not self._network):
+                previous.release()  # we do not look at what would leave of it before the next update
+        self._known = {name for name, _ in self._network.named_parameters(remove_duplicate=False)}
+        self._secret = Secret(generator)
         self._changed = False  # since the last release
         self._warned = -1
         self._plan: PermutationPlan | None = None  # from the run itself to what was released last
@@ -92,9 +96,10 @@ class WeightShuffler:
         self._hooks: weakref.WeakSet[PartHook] = weakref.WeakSet()
         self._handles: list[Any] = []
         self._synchronised = synchronise
-        self._versions: list[int] = []  # of the parameters when the plan was drawn
+        self._versions: list[tuple[int, int]] = []  # of the parameters when the plan was drawn
+        self._tables = [part._parameters for part in self._network.modules() if part._parameters]
         if synchronise:
-            self._synchronise()
+            self._secret.share()
         for each in (self._network, self._optimizer):
             if (previous := _attached(each)) is not None:
                 self._changed |= previous._private
@@ -119,7 +124,15 @@ class WeightShuffler:
         )
 
     def shuffle_(self) -> None:
-        """Draws a permutation and moves everything by it, now."""
+        """Draws a permutation and moves everything by it, now.
+
+        Raises:
+            ValueError: In the middle of a batch.
+        """
+        self._refuse_middle("shuffle_()", "step")
+        self._shuffle()
+
+    def _shuffle(self) -> None:
         followers = self._followers()
         self.spec.move(followers, self._draw())
         self._changed, self._plan = False, None
@@ -133,15 +146,14 @@ class WeightShuffler:
             ValueError: In the middle of a batch.
         """
         if self._private:
-            if self._in_the_middle():
-                raise ValueError("release() in the middle of a batch: its gradients would be left behind; step first")
+            self._refuse_middle("release()", "step")
             followers = self._followers()
             plan: Any = self._released()
             if self._synchronised:  # another rank may have shown another one, or none
                 data: list[Any] = [plan, self.shuffles]
                 torch.distributed.broadcast_object_list(data, 0)
                 plan, self.shuffles = data
-                self._synchronise()
+                self._secret.share()
             self.spec.move(followers, plan)
         self._changed, self._plan = False, None
 
@@ -187,6 +199,7 @@ class WeightShuffler:
         for hook in self._hooks:
             hook.forget()
         for part, place in [*_parts(self._network), *self._averages.items()]:
+            CopyHook.forget(part)
             for _, tensor in self._moving(part, place):
                 TensorHook.forget(tensor)
         vars(self._optimizer).pop("__reduce_ex__", None)
@@ -199,35 +212,20 @@ class WeightShuffler:
 
         By default it tells none that were drawn; the state of a generator of your own can be run backwards to them.
         """
-        return {
-            "key": self._keys.key,
-            "generator": None if self._generator is None else self._generator.get_state(),
-            "steps": self.steps,
-            "shuffles": self.shuffles,
-        }
+        return {**self._secret.state(), "steps": self.steps, "shuffles": self.shuffles}
 
     def check_state_dict(self, state: Any) -> None:
         """Refuses what :meth:`load_state_dict` could not load."""
         if not isinstance(state, dict) or set(state) != {"key", "generator", "steps", "shuffles"}:
             raise ValueError(f"state must come from WeightShuffler.state_dict(), got {type(state).__name__}")
-        if (state["generator"] is None) != (self._generator is None):
-            raise ValueError("state was saved with a generator of your own and loaded without, or the reverse: use the same")
         for name in ("steps", "shuffles"):
             integer(f"{name} in state", state[name], minimum=0)
-        if not isinstance(state["key"], bytes) or len(state["key"]) != len(self._keys.key):  # which no message shows
-            raise ValueError(f"key in state must be {len(self._keys.key)} bytes, got something else: the state was damaged")
-        if state["generator"] is not None:
-            try:
-                torch.Generator().set_state(state["generator"])
-            except (TypeError, RuntimeError) as error:
-                raise ValueError(f"generator in state must be a generator's state ({error}): it was damaged") from None
+        self._secret.check(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from :meth:`state_dict`, if it passes :meth:`check_state_dict`, with the weights that were released then."""
         self.check_state_dict(state)
-        if self._generator is not None:
-            self._generator.set_state(state["generator"])
-        self._keys = KeyChain(state["key"])
+        self._secret.load(state)
         self.steps, self.shuffles = state["steps"], state["shuffles"]
         self._changed, self._plan = False, None
 
@@ -235,33 +233,40 @@ class WeightShuffler:
         """Returns what puts everything back as it is now: the secret, what is due, and where tensors would be moved, these."""
         tensors = [each for moved in self._followers().values() for each in moved] if self._private else []
         values = [each.detach().clone() for each in tensors]
-        attributes, keys, generator = dict(self.__dict__), self._keys.key, self._generator
-        state: Any = None if generator is None else generator.get_state()
+        attributes, secret = dict(self.__dict__), self._secret.state()
 
         def undo() -> None:
             with torch.no_grad():
                 for tensor, value in zip(tensors, values, strict=True):
                     tensor.copy_(value)
             self.__dict__.update(attributes)
-            self._keys.key = keys
-            if generator is not None:
-                generator.set_state(state)
-            if self._plan is not None:
-                self._versions = [tensor._version for tensor in self._network.parameters()]
+            self._secret.load(secret)
+            self._versions = self._now()
 
         return undo
 
     def _draw(self) -> PermutationPlan:
         self.shuffles += 1
-        return self.spec.sample(self._keys.next_generator() if self._generator is None else self._generator)
+        return self.spec.sample(self._secret.next_generator())
 
     def _followers(self) -> dict[str, list[torch.Tensor]]:
         """Returns all that moves; buffers may be other tensors than at the start."""
-        found = self.spec.followers(self.spec.tensors(self._network), self._optimizer)
+        found = self.spec.followers(self._tensors(), self._optimizer)
         for part, place in [*self._averages.items()]:
             for name, tensor in self._moving(part, place):
                 if not any(tensor is each for each in found[name]):
                     found[name].append(tensor)
+        return found
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Returns what moves of the network; refuses one whose layers are others than when its permutations were found."""
+        names = [name for name, _ in self._network.named_parameters(remove_duplicate=False) if name not in self._known]
+        found = self.spec.tensors(self._network)
+        if names:
+            raise ValueError(
+                f"module has got new parameters since its permutations were found, {', '.join(names)}, which may not fit the "
+                "units that move: take them out, or call make_private again"
+            )
         return found
 
     def _moving(self, part: nn.Module, place: str) -> list[tuple[str, torch.Tensor]]:
@@ -272,7 +277,7 @@ class WeightShuffler:
         self._handles += after_each_update(self._optimizer, self._after_update)
         if self.mode == "on_release":
             self._handles += [
-                self._optimizer.register_state_dict_post_hook(self._release_optimizer),
+                self._optimizer.register_state_dict_post_hook(self._release_optimizer, prepend=True),
                 self._optimizer.register_load_state_dict_pre_hook(self._before_load),
             ]
             vars(self._optimizer)["__reduce_ex__"] = self._reduce_optimizer
@@ -285,9 +290,15 @@ class WeightShuffler:
         if self.mode == "on_release":
             release = self._hook(functools.partial(self._release_part, place), part, place)
             tracing = self._hook(self._refuse_tracing, part, place)
-            self._handles.append(part.register_state_dict_post_hook(release))  # type: ignore[no-untyped-call]
+            self._handles.append(run_first(part.register_state_dict_post_hook(release)))  # type: ignore[no-untyped-call]
             self._handles.append(part.register_forward_pre_hook(tracing, prepend=True))
-            for name, tensor in self._moving(part, place):
+            self._watch_tensors(place, part)
+            CopyHook(weakref.ref(part), functools.partial(self._watch_tensors, place)).watch()
+
+    def _watch_tensors(self, place: str, part: nn.Module) -> None:
+        """Hooks what leaves of a part's own tensors: loading and conversions may have put others in their place."""
+        for name, tensor in self._moving(part, place):
+            if not TensorHook.watches(tensor):
                 TensorHook(weakref.ref(tensor), functools.partial(self._release_copy, name), self._warn_of_vector).watch()
 
     def _hook(self, act: Callable[..., None], part: nn.Module, place: str) -> PartHook:
@@ -298,6 +309,8 @@ class WeightShuffler:
     def _averaged(self, act: Callable[..., None], place: str, part: nn.Module) -> PartHook:
         """Has a part of an average follow; returns a hook of it."""
         self._averages[part] = place
+        if self.mode == "on_release":
+            CopyHook(weakref.ref(part), functools.partial(self._watch_tensors, place)).watch()
         return self._hook(act, part, place)
 
     def _after_update(self) -> None:
@@ -305,26 +318,31 @@ class WeightShuffler:
         self.steps += 1
         self._changed = True
         if self.mode == "every_step":
-            self.shuffle_()
+            self._shuffle()
         elif self.steps == 1:  # now its state is there
             self._followers()
 
     def _before_load(self, *_: Any) -> None:
         """Makes the weights in memory those that were shown, so that loading these changes nothing."""
-        if self._private and self._in_the_middle():
-            raise ValueError("loading in the middle of a batch would leave its gradients behind: call zero_grad() first")
+        if self._private:
+            self._refuse_middle("loading", "call zero_grad()")
         self.release()
 
-    def _in_the_middle(self) -> bool:
-        return any(waits_for_step(parameter) for parameter in self._network.parameters())
+    def _refuse_middle(self, what: str, remedy: str) -> None:
+        if any(waits_for_step(parameter) for parameter in self._network.parameters()):
+            raise ValueError(f"{what} in the middle of a batch would leave its gradients behind: {remedy} first")
 
     def _released(self) -> PermutationPlan | None:
         """Returns the permutation of the weights that leave now, None for none."""
-        now = [tensor._version for tensor in self._network.parameters()]
+        now = self._now()
         if self._changed or (self._plan is not None and self._versions != now):  # loaded, say: a plan must not be used twice
-            self.spec.tensors(self._network)  # refuses one whose layers were replaced meanwhile
+            self._tensors()
             self._plan, self._changed, self._versions = self._draw(), False, now
         return self._plan
+
+    def _now(self) -> list[tuple[int, int]]:
+        """Returns which parameters there are, and how often each was written to; asked for often, so without a walk."""
+        return [(id(each), each._version) for table in self._tables for each in table.values() if each is not None]
 
     def _release_part(self, place: str, part: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         permute_state(self.spec, self._released(), part, place, state, prefix)
@@ -363,14 +381,6 @@ class WeightShuffler:
             raise ValueError(
                 f"{what} would show weights that were not permuted since their last update: {remedy}, or call release() first"
             )
-
-    def _synchronise(self) -> None:
-        """Gives all ranks rank 0's secret."""
-        secret: list[Any] = [self._keys.key, None if self._generator is None else self._generator.get_state()]
-        torch.distributed.broadcast_object_list(secret, 0)
-        self._keys = KeyChain(secret[0])
-        if self._generator is not None:
-            self._generator.set_state(secret[1])
 
 
 def _parts(network: nn.Module) -> list[tuple[nn.Module, str]]:

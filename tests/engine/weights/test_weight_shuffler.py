@@ -120,7 +120,7 @@ def test_another_optimizer_for_the_same_network_ends_the_first_shuffler(found):
         each.plain_optimizer = torch.optim.SGD(each.network.parameters(), lr=0.1, momentum=0.9)
         again(each, optimizer=each.plain_optimizer, **options)
         each.loader.batch_sampler.generator.manual_seed(5)
-    run.shuffler._generator = torch.Generator().manual_seed(1)
+    run.shuffler._secret.generator = torch.Generator().manual_seed(1)
     for each in (plain, run):
         each.train(1)
     shown = left(run.model.state_dict(), run.optimizer.state_dict(), run.network)
