@@ -248,7 +248,7 @@ def kept_activations(network: nn.Module) -> list[torch.Tensor]:
         for name, value in vars(module).items()
         if name not in ATTRIBUTES
         # What torch.nn.utils computes a weight into.
-        and not {f"{name}_g", f"{name}_orig"} & set(module._parameters)
+        and not {f"{name}_g", f"{name}_orig"} & {key for key, _ in module.named_parameters(recurse=False)}
     ]
     return [leaf for leaf in tree_leaves(attributes) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)]
 
