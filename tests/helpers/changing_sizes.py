@@ -104,6 +104,17 @@ def as_many_layers_as_the_length_has() -> Case:
 
 
 @case
+def a_loop_that_goes_on_longer_than_the_sample_s() -> Case:
+    def way(net, x):
+        h, steps = torch.relu(net.enter(x)), 0
+        while h.norm() > 3 and steps < 20:
+            h, steps = 0.5 * torch.tanh(net.unit(h)), steps + 1
+        return net.leave(h.flip(-1) if steps > 15 else h)
+
+    return Net(way, **ends(), unit=unit()), 1e-3 * negative(), [*inputs((12, 4), (64, 4)), *signs()]
+
+
+@case
 def layers_that_python_leaves_out() -> Case:
     def way(net, x):
         h = torch.relu(net.enter(x))

@@ -47,7 +47,7 @@ from opacus_shuffle.permutation.sample_input import Call
 MOST_WAYS = 200
 MOST_SIZES = 3
 PYTHON_SEEDS = 16
-LOOPS = 1.25  # times as many operations on inputs of another size: a loop over the size
+LOOPS = 1.15  # times as many operations on inputs of another size: a loop over the size
 MOST_MORE = 3000  # operations of runs on many sizes
 Answers = Mapping[Place, Answer]
 
@@ -72,6 +72,9 @@ class Explorer:
         self.lost: dict[Place, Exception] = {}
         self._network, self._run, self._draws, self._frugal = network, run, draws, frugal
         self._first: dict[Place, _Meeting] = {}
+        self._throughout: dict[
+            Place, set[Answer]
+        ] = {}  # what some run has answered every time: a loop may end later than any did
         self._compared: dict[Place, set[frozenset[tuple[Any, Any]]]] = {}  # per run
         self._lengths: dict[bool, set[int]] = {True: set(), False: set()}  # of runs in operations, in training and not
         self._most_reads = self._operations = self._most_entries = self._spent = 0
@@ -121,6 +124,7 @@ class Explorer:
             self._compared.setdefault(place, set()).add(frozenset(numbers))
         for place, given in paths.met.items() if coins is None else ():
             self.met.setdefault(place, set()).update(given)
+            self._throughout.setdefault(place, set()).update(given if len(given) == 1 else ())
             first = self._first.setdefault(place, _Meeting(call, training, answers, next(iter(given), None)))
             if call is self.shortest and not answers:  # the cheapest to go on from
                 self._first[place] = dataclasses.replace(first, call=call, training=training, answers=answers)
@@ -151,7 +155,7 @@ class Explorer:
                 self._try(other, training=False)
         elsewhere = next((other for other in sizes if other is not self.shortest), call)
         tried: set[tuple[Place, Answer]] = set()
-        while waiting := [pair for pair in self._ways() if pair not in tried and pair[1] not in self.met[pair[0]]]:
+        while waiting := [pair for pair in self._ways() if pair not in tried and pair[1] not in self._throughout[pair[0]]]:
             for place, answer in waiting:
                 if len(tried) == MOST_WAYS:
                     self.lost[place] = RuntimeError(f"it has more than {MOST_WAYS} ways")
@@ -164,7 +168,7 @@ class Explorer:
                 first = self._first[place]
                 answers = {**first.answers, place: answer}
                 error = self._try(first.call, training=first.training, answers=answers)
-                if error is None or not isinstance(answer, bool) or was_raised(error):
+                if error is None or not isinstance(answer, bool) or answer in self.met[place] or was_raised(error):
                     continue
                 if place in self._compared:
                     self._at_sizes(place, answer)
