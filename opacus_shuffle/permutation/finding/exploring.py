@@ -108,7 +108,7 @@ class Explorer:
         self._most_reads = max(self._most_reads, paths.reads)
         self._spent += paths.operations
         if not answers and coins is None:
-            self._operations = max(self._operations, paths.operations)
+            self._operations = max(self._operations, 0 if self._exploring else paths.operations)
             if all(leaf.shape[:1] != (1,) for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)):
                 self._lengths[training].add(paths.operations)  # of one record, PyTorch itself copies less
         self._most_entries = max(self._most_entries, 0 if self._exploring else paths.entries)
