@@ -240,6 +240,15 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     return [tensor for each in values for tensor in tensors_in(each)]
 
 
+def storage(tensor: torch.Tensor) -> int:
+    """Returns where the tensor's memory begins, or 0 if it has none of its own."""
+    try:
+        with torch._C.DisableTorchFunction():  # to look at it here is no use of it by the network
+            return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
 def kept_activations(network: nn.Module) -> list[torch.Tensor]:
     """Returns the tensors that the modules keep as plain attributes after a run; a loss may read them."""
     attributes = [

@@ -45,7 +45,10 @@ MOST_ENTRIES = 2**26
 """In all tensors of one run on another input than the sample, or 8 times as many as on the sample: a number read from data, and
 answered with a million, may be a size."""
 
-LEAVING = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
+LEAVING = (
+    *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__),
+    *(torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__),
+)
 """How values leave PyTorch, to be read where nobody can tell."""
 
 PLUMBING = re.compile(r"(opacus_shuffle|torch(?!\.nn\.))\b")

@@ -73,7 +73,8 @@ class Tracer(InsightMode):
                 outputs = forward()
         kept = kept_activations(self._network)
         self._kept = {id(tensor) for tensor in kept}
-        label_live(self._events, [*results(outputs), *kept, *self._network.buffers()])
+        buffers = list(self._network.buffers())
+        label_live(self._events, [*results(outputs), *kept, *buffers], [*self._network.parameters(), *buffers])
         self._events = []
         return outputs
 

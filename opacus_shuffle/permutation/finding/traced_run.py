@@ -42,7 +42,7 @@ from opacus_shuffle.permutation.finding.packings import (
     first_labels,
     slices,
 )
-from opacus_shuffle.permutation.network import movable_tensors, tensors_in
+from opacus_shuffle.permutation.network import movable_tensors, storage, tensors_in
 
 VIEWS = (
     *("alias", "clone", "detach", "expand", "permute", "repeat", "reshape", "select", "slice", "split", "split_with_sizes"),
@@ -377,23 +377,15 @@ class TracedRun:
 
     def _adopt(self, tensor: torch.Tensor) -> Dimensions:
         """Labels a tensor made out of sight: a constant, unless it is the memory of a known one."""
-        pointer = _storage(tensor)
+        pointer = storage(tensor)
         shape = (tensor.shape, tensor.stride(), tensor.storage_offset())
         for known in list(self._labels.keys()) if pointer else ():  # type: ignore[no-untyped-call]
-            if _storage(known) == pointer:  # as ``.data`` makes it
+            if storage(known) == pointer:  # as ``.data`` makes it
                 if (known.shape, known.stride(), known.storage_offset()) == shape:
                     self.use([known])
                     return self.dimensions(known)
                 self.fix([known])
         return fixed_dimensions(tensor.shape)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Returns where the tensor's memory begins, or 0 if it has none of its own."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):
-        return 0
 
 
 def _size(axes: Sequence[Axis]) -> int:

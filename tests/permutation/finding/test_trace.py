@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -93,6 +95,44 @@ def test_what_returns_no_tensor_keeps_its_axes_in_place(change):
 
     with pytest.raises(ValueError, match="no axis"):
         find_permutations(Changing(), torch.randn(5, 4))
+
+
+class Dressed(torch.Tensor):
+    """A tensor under another name."""
+
+
+class Hiding(nn.Module):
+    """Where no numerical check gets, its units are hidden, and used under another name."""
+
+    def __init__(self, hide):
+        super().__init__()
+        self.hide, self.one, self.two, self.three = hide, nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        out = self.two(torch.relu(self.one(x)))
+        return out + self.three(self.hide(self.one(x))) if out.sum() > 1e6 else out
+
+
+@pytest.mark.parametrize(
+    "hide", [lambda h: h.as_subclass(Dressed).sin().as_subclass(torch.Tensor), lambda h: nn.Parameter(h).sin()]
+)
+def test_a_tensor_that_is_made_out_of_sight_moves_as_what_it_shows(hide):
+    (moving,) = find_permutations(Hiding(hide), torch.randn(5, 4)).perm_to_axes.values()
+    assert ("three.weight", 1) in moving
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        lambda h: torch.empty(0).set_(h.untyped_storage(), 0, h.shape, h.stride()).sin(),
+        lambda h: copy.deepcopy(h.detach()),
+        lambda h: pickle.loads(pickle.dumps(h.detach())),
+    ],
+    ids=["storage", "copy", "pickle"],
+)
+def test_what_is_copied_out_of_sight_stays(hide):
+    with pytest.raises(ValueError, match="no axis"):
+        find_permutations(Hiding(hide), torch.randn(5, 4))
 
 
 def test_no_warning_is_shown_of_how_the_network_is_run():
