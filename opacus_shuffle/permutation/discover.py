@@ -24,6 +24,7 @@ from opacus_shuffle.permutation.self_check import check_calls
 from opacus_shuffle.permutation.spec import PermutationSpec
 
 ROUNDS = 6  # of learning what is packed and what is written to; three are enough for all networks met
+MOST_CAUSES = 5  # in an error
 
 
 def find_permutations(
@@ -84,7 +85,7 @@ def find_on_calls(
         run.merge_slices(constant=not explorer.reads())
         spec = build_spec(run, groups, explorer.decisions())
         if not spec.blocks:
-            raise _nothing_found(run, network, groups)
+            raise _nothing_found(run, spec, network, groups)
         require_apart({**dict(network.named_parameters()), **dict(network.named_buffers())}, spec.blocks)
         if all(parameter.device.type != "meta" for parameter in network.parameters()):
             shortest = explorer.shortest or calls[0]
@@ -142,12 +143,13 @@ def _not_followed(network: nn.Module, place: Place, error: Exception) -> ValueEr
     )
 
 
-def _nothing_found(run: TracedRun, network: nn.Module, groups: str) -> ValueError:
+def _nothing_found(run: TracedRun, spec: PermutationSpec, network: nn.Module, groups: str) -> ValueError:
     """Returns an error that says what was looked at, and why none of it may be permuted."""
     looked_at = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in list(run.tensors.items())[:20]) or "nothing"
-    because = "It has no hidden axis, or something along its hidden axes has fixed places (a constant, an order, an output)."
+    stay = "; ".join(f"{name}: {cause}" for name, cause in list(spec.causes.items())[:MOST_CAUSES] if cause)
+    because = f"What fixed them: {stay}." if stay else "It has no hidden axis."
     if unknown := ", ".join(f"{name} ({count} calls)" for name, count in run.unknown.items()):
-        because = f"Operations without a rule keep what they touch in place: {unknown} (see register_permutation)."
+        because += f" Operations without a rule keep what they touch in place: {unknown} (see register_permutation)."
     return ValueError(
         f"module {type(network).__name__} has no axis that may be permuted at groups={groups!r}. Looked at: {looked_at}. "
         + because

@@ -135,6 +135,15 @@ def test_what_is_copied_out_of_sight_stays(hide):
         find_permutations(Hiding(hide), torch.randn(5, 4))
 
 
+def test_the_error_for_a_network_in_which_nothing_moves_says_what_fixed_its_tensors_and_where():
+    class Largest(nn.Module):
+        def forward(self, x):
+            return x * (x.argsort(-1) > 2)
+
+    with pytest.raises(ValueError, match=r"0\.weight: axis 0: test_trace\.py:\d+ \(sort\) of 1"):
+        find_permutations(nn.Sequential(nn.Linear(4, 6), Largest(), nn.Linear(6, 3)), torch.randn(5, 4))
+
+
 def test_no_warning_is_shown_of_how_the_network_is_run():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
