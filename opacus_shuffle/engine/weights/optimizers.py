@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -35,6 +36,22 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and id(leaf) not in own]
         if not known and any(leaf.numel() > 1 for leaf in tensors):
             raise ValueError(f"{keeps} tensors in its attribute {name!r}, outside of its state, where they {cannot_follow}")
+
+
+def keeps_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether an optimizer keeps something of single units, such as momentum."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return any(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values)
+
+
+def warn_of_state_that_stays(optimizer: torch.optim.Optimizer) -> None:
+    """Says that a step was made with loaded weights and the state of others."""
+    warnings.warn(
+        f"weights were loaded, and the state of {type(optimizer).__name__} was not: if this run has shown them before, "
+        "their units are in another order than those of its momentum and the like; load the state that was saved with "
+        "them, or begin with optimizer.state.clear()",
+        stacklevel=2,
+    )
 
 
 def after_each_update(optimizer: torch.optim.Optimizer, then: Callable[[], None]) -> list[RemovableHandle]:

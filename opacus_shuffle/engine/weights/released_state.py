@@ -11,6 +11,11 @@ from torch import nn
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 
 
+def parts_of(network: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Returns all modules of a network, with their places in it."""
+    return [(part, place) for place, part in network.named_modules()]
+
+
 def moving_tensors(
     spec: PermutationSpec, part: nn.Module, place: str, *, recurse: bool = True
 ) -> list[tuple[str, torch.Tensor]]:

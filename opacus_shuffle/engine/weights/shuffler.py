@@ -16,16 +16,23 @@ from torch.optim.swa_utils import AveragedModel
 from opacus_shuffle.core.opacus_compat import waits_for_step
 from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.validation import instance_of, integer, one_of
+from opacus_shuffle.engine.weights.attached import ATTACHED, attached
 from opacus_shuffle.engine.weights.averages import bring_up_to_date, refuse_begun
 from opacus_shuffle.engine.weights.copies import CopyHook, PartHook, TensorHook
-from opacus_shuffle.engine.weights.optimizers import after_each_update, innermost, refuse_optimizer, run_first
-from opacus_shuffle.engine.weights.released_state import moving_tensors, permute_state, permuted_optimizer_state
+from opacus_shuffle.engine.weights.optimizers import (
+    after_each_update,
+    innermost,
+    keeps_state,
+    refuse_optimizer,
+    run_first,
+    warn_of_state_that_stays,
+)
+from opacus_shuffle.engine.weights.released_state import moving_tensors, parts_of, permute_state, permuted_optimizer_state
 from opacus_shuffle.engine.weights.secret import Secret
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 from opacus_shuffle.permutation.network import unwrap
 
 MODES = ("every_step", "on_release")
-_ATTACHED: weakref.WeakKeyDictionary[Any, weakref.ref[WeightShuffler]] = weakref.WeakKeyDictionary()
 
 
 class WeightShuffler:
@@ -84,12 +91,13 @@ class WeightShuffler:
         if not any(id(tensor) in trained for tensor in tensors.values()):
             raise ValueError(f"optimizer {type(self._optimizer).__name__} trains none of the parameters that would move")
         spec.followers(tensors, self._optimizer)
-        for previous in (_attached(self._network), _attached(self._optimizer)):
+        for previous in (attached(self._network), attached(self._optimizer)):
             if previous is not None and (mode == "every_step" or previous._network is not self._network):
                 previous.release()  # we do not look at what would leave of it before the next update
         self._known = {name for name, _ in self._network.named_parameters(remove_duplicate=False)}
         self._secret = Secret(generator)
         self._changed = False  # since the last release
+        self._loaded: frozenset[str] = frozenset()  # since the last update
         self._warned = -1
         self._plan: PermutationPlan | None = None  # from the run itself to what was released last
         self._averages: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # their parts, with places
@@ -101,15 +109,15 @@ class WeightShuffler:
         if synchronise:
             self._secret.share()
         for each in (self._network, self._optimizer):
-            if (previous := _attached(each)) is not None:
+            if (previous := attached(each)) is not None:
                 self._changed |= previous._private
                 previous.end()
                 previous._changed, previous._plan = False, None  # it is ours now
                 if previous._network is self._network:
                     self._averages.update(previous._averages)
-            _ATTACHED[each] = weakref.ref(self)
+            ATTACHED[each] = weakref.ref(self)
         self._watch_optimizer()
-        for part, place in [*_parts(self._network), *self._averages.items()]:
+        for part, place in [*parts_of(self._network), *self._averages.items()]:
             self._watch(part, place)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -175,7 +183,7 @@ class WeightShuffler:
         Raises:
             ValueError: If it is no copy.
         """
-        for part, place in _parts(bring_up_to_date(average, self._network)):
+        for part, place in parts_of(bring_up_to_date(average, self._network)):
             if part not in self._averages:
                 self._averages[part] = place
                 self._watch(part, place)
@@ -198,14 +206,14 @@ class WeightShuffler:
         self._handles = []
         for hook in self._hooks:
             hook.forget()
-        for part, place in [*_parts(self._network), *self._averages.items()]:
+        for part, place in [*parts_of(self._network), *self._averages.items()]:
             CopyHook.forget(part)
             for _, tensor in self._moving(part, place):
                 TensorHook.forget(tensor)
         vars(self._optimizer).pop("__reduce_ex__", None)
         for each in (self._network, self._optimizer):
-            if _attached(each) is self:
-                del _ATTACHED[each]
+            if attached(each) is self:
+                del ATTACHED[each]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to draw the same permutations: secret, since it tells all that are to come.
@@ -275,11 +283,9 @@ class WeightShuffler:
     def _watch_optimizer(self) -> None:
         """Hooks the updates of the optimizer, and what leaves of it."""
         self._handles += after_each_update(self._optimizer, self._after_update)
+        self._handles.append(self._optimizer.register_load_state_dict_pre_hook(self._before_load))
         if self.mode == "on_release":
-            self._handles += [
-                self._optimizer.register_state_dict_post_hook(self._release_optimizer, prepend=True),
-                self._optimizer.register_load_state_dict_pre_hook(self._before_load),
-            ]
+            self._handles.append(self._optimizer.register_state_dict_post_hook(self._release_optimizer, prepend=True))
             vars(self._optimizer)["__reduce_ex__"] = self._reduce_optimizer
 
     def _watch(self, part: nn.Module, place: str) -> None:
@@ -317,16 +323,21 @@ class WeightShuffler:
         """Shuffles after an update, or notes that the weights have changed."""
         self.steps += 1
         self._changed = True
+        if self._loaded == {"weights"}:
+            warn_of_state_that_stays(self._optimizer)
+        self._loaded = frozenset()
         if self.mode == "every_step":
             self._shuffle()
         elif self.steps == 1:  # now its state is there
             self._followers()
 
-    def _before_load(self, *_: Any) -> None:
+    def _before_load(self, owner: Any, *_: Any) -> None:
         """Makes the weights in memory those that were shown, so that loading these changes nothing."""
         if self._private:
             self._refuse_middle("loading", "call zero_grad()")
         self.release()
+        if owner not in self._averages and (owner is self._optimizer or keeps_state(self._optimizer)):
+            self._loaded |= {"state" if owner is self._optimizer else "weights"}
 
     def _refuse_middle(self, what: str, remedy: str) -> None:
         if any(waits_for_step(parameter) for parameter in self._network.parameters()):
@@ -381,19 +392,3 @@ class WeightShuffler:
             raise ValueError(
                 f"{what} would show weights that were not permuted since their last update: {remedy}, or call release() first"
             )
-
-
-def _parts(network: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Returns all modules of a network, with their places in it."""
-    return [(part, place) for place, part in network.named_modules()]
-
-
-def detach_shuffler(owner: nn.Module | torch.optim.Optimizer) -> None:
-    """Detaches the shuffler that an earlier set-up has left at this network or optimizer, if there is one."""
-    if (previous := _attached(owner)) is not None:
-        previous.detach()
-
-
-def _attached(owner: nn.Module | torch.optim.Optimizer) -> WeightShuffler | None:
-    reference = _ATTACHED.get(owner)
-    return None if reference is None else reference()

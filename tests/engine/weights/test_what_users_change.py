@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -196,3 +197,24 @@ def test_showing_a_network_walks_through_it_a_fixed_number_of_times(monkeypatch)
         return calls[0]
 
     assert walks(4) == walks(8)
+
+
+@both_modes
+def test_a_step_with_loaded_weights_and_the_state_of_others_comes_with_a_warning(shuffle_mode):
+    network = build("mlp")
+    _, optimizer, step = begin(network, shuffle_mode)
+    best = copy.deepcopy((network.state_dict(), optimizer.state_dict()))
+    step()
+    network.load_state_dict(best[0])
+    with pytest.warns(UserWarning, match=r"weights were loaded.*SGD.*another order.*state\.clear\(\)"):
+        step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+        for order in (1, -1):
+            for owner, state in [(network, best[0]), (optimizer, best[1])][::order]:
+                owner.load_state_dict(state)
+            step()
+        optimizer.state.clear()
+        network.load_state_dict(best[0])
+        step()
