@@ -60,9 +60,9 @@ def of_size(call: Call, target: float, near: int = 1) -> Iterator[Call]:
                 yield _resized(call, dims, {size: new})
 
 
-def many_sizes(call: Call) -> Iterator[Call]:
-    """Yields inputs of many other lengths and numbers of records, the largest first along each axis."""
-    for size in LENGTHS:
+def many_sizes(call: Call, lengths: Iterable[int]) -> Iterator[Call]:
+    """Yields inputs of these lengths and numbers of records."""
+    for size in lengths:
         yield from of_size(call, size, near=0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,13 +41,14 @@ from opacus_shuffle.permutation.network import (
     seed_python,
     state_kept,
 )
-from opacus_shuffle.permutation.other_inputs import many_sizes, of_size, other_sizes, other_values
+from opacus_shuffle.permutation.other_inputs import LENGTHS, many_sizes, of_size, other_sizes, other_values
 from opacus_shuffle.permutation.sample_input import Call
 
 MOST_WAYS = 200
 MOST_SIZES = 3
 PYTHON_SEEDS = 16
 LOOPS = 1.15  # times as many operations on inputs of another size: a loop over the size
+SMALL = 20_000  # entries that all results of a run on the sample have: one on a large input takes no time
 MOST_MORE = 3000  # operations of runs on many sizes
 Answers = Mapping[Place, Answer]
 
@@ -144,10 +145,9 @@ class Explorer:
         self.shortest = other if _entries(other) < _entries(call) and not self._fails(other, training=True) else call
         # What is cut at these sizes and was not at the sample's is cut elsewhere at others.
         fix_all((atom for atom in entire if atom.kind != "atom"), cause="cut at a place that depends on the input's size")
-        if any(
-            max(each) > LOOPS * min(each) for each in self._lengths.values() if each
-        ):  # at some place it may do something else
-            self._try_many_sizes(call)
+        loops = any(max(each) > LOOPS * min(each) for each in self._lengths.values() if each)
+        if loops or self._most_entries < SMALL:  # at some place a loop may do something else
+            self._try_many_sizes(call, LENGTHS if loops else LENGTHS[-1:])
         if self._python_draws:
             self._draw_in_python(self.shortest)
         if any(place not in self._compared for place in self.met):
@@ -188,10 +188,10 @@ class Explorer:
         values = {place: given for place, given in self.met.items() if place not in self._compared}
         return [place for place, given in values.items() if not all(isinstance(each, str) for each in given) or not given]
 
-    def _try_many_sizes(self, call: Call) -> None:
+    def _try_many_sizes(self, call: Call, lengths: Sequence[int]) -> None:
         """Traces inputs of many sizes, as long as that takes few operations."""
         self._spent = 0
-        for other in many_sizes(call):
+        for other in many_sizes(call, lengths):
             if self._spent > MOST_MORE:
                 break
             self._try(other, training=False)
