@@ -107,6 +107,7 @@ class Tracer(InsightMode):
             call = bind(func, args, kwargs, result)
             inputs = [] if call.name in SHAPES_ONLY else call.inputs
             matters = bool(call.written) or not call.outputs
+            self.run.follow(call)
             self.note(Event(inputs, call.outputs, lambda: self._label(call, constant), self._cause(func), matters, call.unread))
         return result
 
@@ -116,7 +117,6 @@ class Tracer(InsightMode):
         return f"{place_of(func, outside=True)}" + (f" of {part}" if part else "")
 
     def _label(self, call: Call, constant: bool) -> None:
-        self.run.follow(call)
         self.run.label(call, find_rule(call))
         # A mask that is drawn once and kept is noise no more.
         self.run.stay(call.outputs if constant else [tensor for tensor in call.outputs if id(tensor) in self._kept])

@@ -131,7 +131,9 @@ class TracedRun:
         self._labels: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._shown: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # which of them a tensor is a view or a copy of
+        self._shown: WeakTensorKeyDictionary = (
+            WeakTensorKeyDictionary()
+        )  # which of them a tensor is made of, and of nothing else
         self._contractions = 0
         for name, tensor in movable_tensors(module):
             if tensor in self._names:
@@ -368,12 +370,13 @@ class TracedRun:
         return labels.alternatives
 
     def follow(self, call: Call) -> None:
-        """Notes which parameters an operation uses, or shows."""
-        if call.views is not None:
-            for tensor in call.outputs if call.views in self._shown else ():
-                self._shown[tensor] = self._shown[call.views]
-        elif any(tensor.numel() for tensor in call.outputs):
-            self.use(call.inputs)
+        """Notes which parameters an operation uses with something else, or shows by themselves."""
+        shown = [tensor for tensor in call.inputs if tensor in self._shown]
+        if len(shown) < len(call.inputs):
+            self.use(shown if any(tensor.numel() for tensor in call.outputs) else [])
+        else:
+            for tensor in call.outputs if shown else ():
+                self._shown[tensor] = frozenset[str]().union(*(self._shown[each] for each in shown))
 
     def _adopt(self, tensor: torch.Tensor) -> Dimensions:
         """Labels a tensor made out of sight: a constant, unless it is the memory of a known one."""
