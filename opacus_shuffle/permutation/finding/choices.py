@@ -14,6 +14,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from opacus_shuffle.permutation.finding.labels import Axis, Dimensions, Factors, atoms, only, unify
+from opacus_shuffle.permutation.network import storage
 
 
 @dataclasses.dataclass(eq=False)
@@ -57,8 +58,9 @@ class Choices:
         return [[self._made.among]] if self._made and self._made.among.root in present else []
 
     def forget(self, written: Sequence[torch.Tensor]) -> None:
-        """Forgets index tensors where one was written to: it chooses other entries now."""
-        if not all(tensor.is_floating_point() for tensor in written):
+        """Forgets index tensors where one was written to, by whatever name: it chooses other entries now."""
+        memories = {storage(index) for index in self._indices} if written else set()
+        if any(not tensor.is_floating_point() or storage(tensor) in memories for tensor in written):
             self._indices = WeakTensorKeyDictionary()
 
     def follow(

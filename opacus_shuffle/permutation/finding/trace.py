@@ -147,6 +147,7 @@ def _show(run: TracedRun, tensor: torch.Tensor, source: torch.Tensor) -> None:
     else:
         run.fix([tensor, source])
     run.use([source])
+    run.choices.forget([tensor])
 
 
 def _same_entries(args: Sequence[Any], strides: Sequence[int]) -> bool:

@@ -223,10 +223,10 @@ class TracedRun:
 
     def leaves(self, tensor: torch.Tensor, way: str) -> None:
         """Fixes a tensor whose values leave PyTorch, so that nobody knows what becomes of them; notes by which call."""
+        self.choices.forget([tensor])  # who has its memory may write to it
         if not self.is_constant(tensor):
             self.unknown[way] += 1
-            self.fix([tensor])
-            self.occurrences.append(self.dimensions(tensor))
+            self.stay([tensor])
 
     def set(self, tensor: torch.Tensor, labels: Dimensions | Stacked) -> None:
         """Labels a result; if it has labels already (an in-place operation), both must agree."""

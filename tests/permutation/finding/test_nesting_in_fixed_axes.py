@@ -181,6 +181,42 @@ def groups_as_many_as_rows():
     return Net(way, enter=weight(3, 7, 4), leave=weight(3, 7)), inputs((2, 4))[0]
 
 
+def chosen_twice(write):
+    """Takes the matrix and the vector of a record's expert, and writes to the index tensor in between."""
+
+    def way(net, x):
+        number = (x[:, :2] > 0).sum(1)
+        units = torch.relu(torch.einsum("bd,bjd->bj", x, net.enter[number]))
+        if x.sum() > 1e6:  # no numerical check gets here
+            write(number)
+        return (units * net.leave[number]).sum(1)[:, None]
+
+    return Net(way, enter=weight(3, 7, 4), leave=weight(3, 7)), inputs((2, 4))[0]
+
+
+@own
+def experts_chosen_by_numbers_that_stay():
+    return *chosen_twice(lambda number: None), factorials(7, 7, 7)
+
+
+@shared
+def experts_chosen_by_new_numbers_in_the_same_memory():
+    return chosen_twice(lambda number: number.view(torch.float64).mul_(0))
+
+
+@shared
+def experts_chosen_by_numbers_of_another_tensor():
+    def write(number):
+        number.data = torch.zeros_like(number)
+
+    return chosen_twice(write)
+
+
+@shared
+def experts_chosen_by_numbers_of_an_array():
+    return chosen_twice(lambda number: number.numpy().fill(0))
+
+
 # Slices that are used one by one ----------------------------------------------------------------------------------------------
 
 

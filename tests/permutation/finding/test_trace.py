@@ -77,13 +77,22 @@ def written_to_in_a_list(net, h):
     return h
 
 
+def filled_as_an_array(net, h):
+    places = torch.zeros(6)
+    if h.sum() > 1e6:
+        places.numpy()[:] = range(6)
+    return h * (1 + places)
+
+
 def shown_in_place_of_a_weight(net, h):
     if h.sum() > 1e6:
         net.shift.data = torch.arange(6.0)
     return h
 
 
-@pytest.mark.parametrize("change", [compared_with_a_pattern, written_to_in_a_list, shown_in_place_of_a_weight])
+@pytest.mark.parametrize(
+    "change", [compared_with_a_pattern, written_to_in_a_list, filled_as_an_array, shown_in_place_of_a_weight]
+)
 def test_what_returns_no_tensor_keeps_its_axes_in_place(change):
     class Changing(nn.Module):
         def forward(self, x):
