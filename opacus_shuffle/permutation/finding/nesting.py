@@ -87,9 +87,14 @@ def build_spec(run: TracedRun, level: str, decisions: Mapping[str, int] | None =
 def _keep_unreached(run: TracedRun) -> None:
     """Fixes every axis that a tensor which was not reached may share with others: all of a size that it has.
 
-    Nobody knows what such a parameter does on inputs that reach it. A view may make an axis of factors side by side.
+    Nobody knows what such a parameter does on inputs that reach it. If something was made of it that nobody used, how it was
+    made is known, and what is not is how the result is used. A view may make an axis of factors side by side.
     """
-    sizes = {size: name for name in reversed(run.unreached()) for size in run.tensors[name].shape if size > 1}
+    sizes = {size: f"something made at {where}, which nobody used" for size, where in run.unused.sizes(run.used).items()}
+    for name in reversed(run.unreached()):
+        if name not in run.unused.made_into:
+            sizes |= dict.fromkeys(run.tensors[name].shape, f"{name}, which was not reached")
+    sizes.pop(1, None)
     rows = {tuple(axis for each in dimensions for axis in factors(each)) for dimensions in run.occurrences if sizes}
     waiting = [*rows, *(tuple(axis for each in dims for axis in factors(each)) for dims in run.parameters.values() if sizes)]
     while waiting:
@@ -99,7 +104,7 @@ def _keep_unreached(run: TracedRun) -> None:
             for stop in range(start, len(row)):
                 size *= row[stop].size
                 if size in sizes:
-                    fix_all(row[start : stop + 1], cause=f"as long as an axis of {sizes[size]}, which was not reached")
+                    fix_all(row[start : stop + 1], cause=f"as long as an axis of {sizes[size]}")
         waiting += [tuple(factors([part])) for axis in row if axis.kind == "sum" for part in axis.parts]
 
 
@@ -204,7 +209,7 @@ def _assemble(run: TracedRun, inside: Mapping[Axis, set[Axis]], level: str, kind
         },
         aliases={name: tuple(run.aliases[name]) for name in blocks if name in run.aliases},
         unknown=dict(run.unknown),
-        unreached=tuple(run.unreached()),
+        unreached=tuple(name for name in run.unreached() if name not in blocks),
         causes={name: _causes(run.parameters[name]) for name in run.parameters if name in run.parameter_names - set(blocks)},
         level=level,
     )

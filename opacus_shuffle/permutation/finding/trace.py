@@ -20,7 +20,7 @@ from opacus_shuffle.permutation.finding import (  # noqa: F401  (they register t
 )
 from opacus_shuffle.permutation.finding.draws import Draws
 from opacus_shuffle.permutation.finding.labels import unify_dimensions
-from opacus_shuffle.permutation.finding.liveness import SHAPES_ONLY, Event, label_all, label_live
+from opacus_shuffle.permutation.finding.liveness import SHAPES_ONLY, Event, depending, label_all, label_live
 from opacus_shuffle.permutation.finding.paths import LEAVING, Paths, frames, place_of
 from opacus_shuffle.permutation.finding.rules import find_rule
 from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun, bind
@@ -74,8 +74,12 @@ class Tracer(InsightMode):
         kept = kept_activations(self._network)
         self._kept = {id(tensor) for tensor in kept}
         buffers = list(self._network.buffers())
-        label_live(self._events, [*results(outputs), *kept, *buffers], [*self._network.parameters(), *buffers])
+        rest = label_live(self._events, [*results(outputs), *kept, *buffers], [*self._network.parameters(), *buffers])
         self._events = []
+        unreached = {name: self.run.tensors[name] for name in self.run.unreached()}
+        for event, names in depending(rest, unreached) if unreached else ():
+            with self.run.unused.made_of(names):
+                label_all([event])
         return outputs
 
     def note(self, event: Event) -> None:
@@ -107,7 +111,6 @@ class Tracer(InsightMode):
             call = bind(func, args, kwargs, result)
             inputs = [] if call.name in SHAPES_ONLY else call.inputs
             matters = bool(call.written) or not call.outputs
-            self.run.follow(call)
             self.note(Event(inputs, call.outputs, lambda: self._label(call, constant), self._cause(func), matters, call.unread))
         return result
 
@@ -117,6 +120,7 @@ class Tracer(InsightMode):
         return f"{place_of(func, outside=True)}" + (f" of {part}" if part else "")
 
     def _label(self, call: Call, constant: bool) -> None:
+        self.run.follow(call)
         self.run.label(call, find_rule(call))
         # A mask that is drawn once and kept is noise no more.
         self.run.stay(call.outputs if constant else [tensor for tensor in call.outputs if id(tensor) in self._kept])

@@ -33,6 +33,7 @@ from opacus_shuffle.permutation.finding.labels import (
     summands,
     unify_dimensions,
 )
+from opacus_shuffle.permutation.finding.liveness import Unused
 from opacus_shuffle.permutation.finding.packings import (
     MOST_SLICES,
     Packing,
@@ -126,14 +127,13 @@ class TracedRun:
         self.traces = 0
         self._chosen: dict[tuple[Axis, int], Counter[int]] = {}  # how often each slice was used, by its marker and the trace
         self.used: set[str] = set()  # parameters and buffers that went, entire or a part of them, into something not empty
+        self.unused = Unused()
         self._written = None if written is None else frozenset(written)
         self._equal_entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._labels: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._shown: WeakTensorKeyDictionary = (
-            WeakTensorKeyDictionary()
-        )  # which of them a tensor is made of, and of nothing else
+        self._shown: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # which of them a tensor is a view or a copy of
         self._contractions = 0
         for name, tensor in movable_tensors(module):
             if tensor in self._names:
@@ -266,7 +266,11 @@ class TracedRun:
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes that parameters or buffers, or views of them, were used."""
-        self.used |= frozenset[str]().union(*(self._shown[tensor] for tensor in tensors if tensor in self._shown))
+        if not self.unused.labelled:
+            self.used |= self._showing(tensors)
+
+    def _showing(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
+        return frozenset[str]().union(*(self._shown[tensor] for tensor in tensors if tensor in self._shown))
 
     def unreached(self) -> list[str]:
         """Returns the parameters, and buffers of numbers, that the run has not reached: nobody knows what they do."""
@@ -370,13 +374,13 @@ class TracedRun:
         return labels.alternatives
 
     def follow(self, call: Call) -> None:
-        """Notes which parameters an operation uses with something else, or shows by themselves."""
-        shown = [tensor for tensor in call.inputs if tensor in self._shown]
-        if len(shown) < len(call.inputs):
-            self.use(shown if any(tensor.numel() for tensor in call.outputs) else [])
-        else:
-            for tensor in call.outputs if shown else ():
-                self._shown[tensor] = frozenset[str]().union(*(self._shown[each] for each in shown))
+        """Notes which parameters an operation uses, or shows."""
+        if call.views is not None:
+            for tensor in call.outputs if call.views in self._shown else ():
+                self._shown[tensor] = self._shown[call.views]
+        elif any(tensor.numel() for tensor in call.outputs):
+            self.use(call.inputs)
+            self.unused.note(call.outputs, self._showing(call.inputs), self.traces)
 
     def _adopt(self, tensor: torch.Tensor) -> Dimensions:
         """Labels a tensor made out of sight: a constant, unless it is the memory of a known one."""
