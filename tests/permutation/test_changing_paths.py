@@ -55,6 +55,35 @@ def test_what_is_never_reached_stays_with_every_axis_of_its_sizes_and_is_listed(
     assert PermutationSpec.from_dict(spec.to_dict()) == spec
 
 
+class Asked(nn.Module):
+    """A network with a second head of one or two layers, whose results it computes always and gives only where it is asked."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.enter, self.unit, self.leave = nn.Linear(4, 6), nn.Linear(6, 7), nn.Linear(7, 3)
+        self.head, self.after, self.layers = nn.Linear(7, 5), nn.Linear(5, 9), layers
+
+    def forward(self, x, asked=False):
+        h = self.unit(self.enter(x).relu()).relu()
+        one = self.head(h)
+        two = self.after(one.relu()) if self.layers == 2 else one
+        return [self.leave(h), one, two] if asked else self.leave(h)
+
+
+@pytest.mark.parametrize(("layers", "free"), [(1, 720 * 5040), (2, 720 * 5040)])
+def test_a_head_that_is_not_used_follows_its_inputs_and_gives_the_same_where_it_is_asked_for(layers, free):
+    network, x = build(lambda: (Asked(layers).double(), torch.randn(2, 4).double()))
+    if layers == 1:
+        del network.after
+    spec = find_permutations(network, x)
+    assert round(2 ** spec.log2_size()) == free
+    assert ("head.weight", 1) in spec.perm_to_axes["units of unit"]
+    before = network(x, asked=True)
+    spec.apply_(network, spec.sample())
+    for one, other in zip(before, network(x, asked=True), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 def test_samples_that_reach_it_let_it_move():
     module, sample = on_its_sample("a_token_for_masked_places")
     reached = find_permutations(module, sample, more_samples=[{"x": sample, "mask": sample[..., 0] > 0}])

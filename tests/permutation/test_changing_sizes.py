@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import copy
 import random
 
@@ -15,6 +17,7 @@ from helpers.zoo import DOUBLE, distance, found_if_any
 from torch import nn
 
 from opacus_shuffle.permutation import find_permutations
+from opacus_shuffle.permutation.finding.comparisons import _lengths_noticed
 
 FREE = 40320  # 8!
 
@@ -144,3 +147,12 @@ def test_compiled_parts_are_traced_as_before():
     part = torch.compile(nn.Identity(), backend="eager")
     spec = find_permutations(*build(lambda: (Net(way, **ends(), part=part), negative())))
     assert round(2 ** spec.log2_size()) == FREE
+
+
+def test_len_is_itself_again_however_the_threads_that_look_at_networks_overlap():
+    before = builtins.len
+    with contextlib.ExitStack() as later:
+        with _lengths_noticed():
+            later.enter_context(_lengths_noticed())
+        assert builtins.len is not before
+    assert builtins.len is before

@@ -17,6 +17,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -81,20 +82,31 @@ class Noticing(TorchFunctionMode):
         return self._read(func.__name__, args[0], result) if func in READS else result
 
 
+_LENGTH = builtins.len
+_LOCK = threading.Lock()
+_NOTICING = [0]
+"""In how many threads networks are looked at."""
+
+
+def _noticed_length(thing: Any) -> int:
+    """Does what ``len`` does; what a tensor itself may return there becomes a plain number on its way."""
+    count = _LENGTH(thing)
+    return noticed(count, by_values=False) if isinstance(thing, torch.Tensor) and _ASK.get() is not None else count
+
+
 @contextlib.contextmanager
 def _lengths_noticed() -> Iterator[None]:
-    """Has ``len(tensor)`` notice, too: what a tensor itself may return there becomes a plain number on its way."""
-    length = builtins.len
-
-    def noticing(thing: Any) -> int:
-        count = length(thing)
-        return noticed(count, by_values=False) if isinstance(thing, torch.Tensor) and _ASK.get() is not None else count
-
-    builtins.len = noticing
+    """Has ``len(tensor)`` notice, too, in this thread: others get what they always do."""
+    with _LOCK:
+        _NOTICING[0] += 1
+        builtins.len = _noticed_length
     try:
         yield
     finally:
-        builtins.len = length
+        with _LOCK:
+            _NOTICING[0] -= 1
+            if not _NOTICING[0]:
+                builtins.len = _LENGTH
 
 
 class Count(int):

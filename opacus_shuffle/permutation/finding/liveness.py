@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import torch
 
-from opacus_shuffle.permutation.finding.labels import CAUSE, because
+from opacus_shuffle.permutation.finding.labels import Dimensions, atoms, because, fix_all
 from opacus_shuffle.permutation.network import storage
 
 SHAPES_ONLY = frozenset(f"aten.{name}_like" for name in ("zeros", "ones", "full", "empty")) | frozenset(
@@ -69,13 +70,15 @@ def label_live(events: Sequence[Event], results: Iterable[torch.Tensor], known: 
     return rest[::-1]
 
 
-def depending(events: Iterable[Event], named: Mapping[str, torch.Tensor]) -> Iterator[tuple[Event, frozenset[str]]]:
-    """Yields those of these events, in order, that depend on some of these tensors, with the names of these."""
+def depending(events: Iterable[Event], named: Mapping[str, torch.Tensor]) -> list[tuple[Event, frozenset[str]]]:
+    """Returns those of these events, in order, that depend on some of these tensors, with the names of these."""
     made = {id(tensor): frozenset([name]) for name, tensor in named.items()}
+    found = []
     for event in events:
         if names := frozenset[str]().union(*(made.get(id(tensor), ()) for tensor in event.inputs)):
             made.update((id(tensor), names) for tensor in event.outputs)
-            yield event, names
+            found.append((event, names))
+    return found
 
 
 def label_all(events: Iterable[Event]) -> None:
@@ -90,31 +93,44 @@ class Unused:
 
     Attributes:
         made_into: Names of tensors that such a thing was made of, not empty.
-        labelled: Names of the tensors of which that is made which is labelled now, if it is such a thing.
+        labelling: Whether such a thing is labelled now.
     """
 
     def __init__(self) -> None:
         self.made_into: set[str] = set()
-        self.labelled: frozenset[str] = frozenset()
-        self._sizes: dict[tuple[str, frozenset[str]], dict[int, set[int]]] = {}  # by where it is made, and the trace
+        self.labelling = False
+        self._made: list[tuple[str, frozenset[str], bool, Dimensions]] = []  # where, of what, is more made of it, its labels
+        self._occurrences: list[range] = []
 
-    @contextlib.contextmanager
-    def made_of(self, names: frozenset[str]) -> Iterator[None]:
-        """Takes what is labelled inside for something that is made of these tensors."""
-        self.labelled = names
+    def label(
+        self,
+        events: Sequence[tuple[Event, frozenset[str]]],
+        occurrences: Sequence[Dimensions],
+        dimensions: Callable[[torch.Tensor], Dimensions],
+    ) -> None:
+        """Labels such things, each with the names of what it is made of."""
+        start, read = len(occurrences), {id(tensor) for event, _ in events for tensor in event.inputs}
+        self.labelling = True
         try:
-            yield
+            label_all(event for event, _ in events)
         finally:
-            self.labelled = frozenset()
+            self.labelling = False
+        self._occurrences.append(range(start, len(occurrences)))
+        for event, names in events:
+            self._made += [(event.cause, names, id(tensor) in read, dimensions(tensor)) for tensor in event.outputs]
 
-    def note(self, results: Iterable[torch.Tensor], shown: Iterable[str], trace: int) -> None:
-        """Notes the results of an operation on views or entries of these tensors, in one of the traces."""
-        if self.labelled:
-            self.made_into.update(shown)
-            sizes = self._sizes.setdefault((CAUSE.get(), self.labelled), {}).setdefault(trace, set())
-            sizes.update(size for tensor in results for size in tensor.shape)
+    def fix(self, used: Set[str], occurrences: Sequence[Dimensions]) -> dict[int, str]:
+        """Fixes axes that such things alone have; returns the sizes of those of which nothing more is made, and where they are.
 
-    def sizes(self, used: Set[str]) -> dict[int, str]:
-        """Returns the sizes of results that all traces have made, so none of a batch, and where; but of ``used`` tensors."""
-        found = [(where, by_trace) for (where, names), by_trace in self._sizes.items() if not names <= used]
-        return {size: where for where, by_trace in found for size in set.intersection(*by_trace.values())}
+        What is made of ``used`` tensors alone is none of them.
+        """
+        aside = set(itertools.chain(*self._occurrences))
+        met = {atom for i, rows in enumerate(occurrences) if i not in aside for each in rows for atom in atoms(each)}
+        found = {}
+        for where, names, more, rows in self._made:
+            for each in rows if not names <= used else ():
+                if alone := [atom for atom in atoms(each) if atom not in met]:
+                    fix_all(alone, cause=f"nobody used what is made of it at {where}")
+                    size = math.prod(axis.root.size for axis in each)
+                    found |= {} if more else dict.fromkeys([size, *(atom.size for atom in atoms(each))], where)
+        return found

@@ -88,9 +88,13 @@ def _keep_unreached(run: TracedRun) -> None:
     """Fixes every axis that a tensor which was not reached may share with others: all of a size that it has.
 
     Nobody knows what such a parameter does on inputs that reach it. If something was made of it that nobody used, how it was
-    made is known, and what is not is how the result is used. A view may make an axis of factors side by side.
+    made is known, and what is not is how the result is used: only axes that it has alone are such. A view may make an axis of
+    factors side by side.
     """
-    sizes = {size: f"something made at {where}, which nobody used" for size, where in run.unused.sizes(run.used).items()}
+    sizes = {
+        size: f"something made at {where}, which nobody used"
+        for size, where in run.unused.fix(run.used, run.occurrences).items()
+    }
     for name in reversed(run.unreached()):
         if name not in run.unused.made_into:
             sizes |= dict.fromkeys(run.tensors[name].shape, f"{name}, which was not reached")

@@ -77,9 +77,8 @@ class Tracer(InsightMode):
         rest = label_live(self._events, [*results(outputs), *kept, *buffers], [*self._network.parameters(), *buffers])
         self._events = []
         unreached = {name: self.run.tensors[name] for name in self.run.unreached()}
-        for event, names in depending(rest, unreached) if unreached else ():
-            with self.run.unused.made_of(names):
-                label_all([event])
+        if unreached:
+            self.run.unused.label(depending(rest, unreached), self.run.occurrences, self.run.dimensions)
         return outputs
 
     def note(self, event: Event) -> None:

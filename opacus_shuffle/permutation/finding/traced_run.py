@@ -266,7 +266,7 @@ class TracedRun:
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes that parameters or buffers, or views of them, were used."""
-        if not self.unused.labelled:
+        if not self.unused.labelling:
             self.used |= self._showing(tensors)
 
     def _showing(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
@@ -380,7 +380,8 @@ class TracedRun:
                 self._shown[tensor] = self._shown[call.views]
         elif any(tensor.numel() for tensor in call.outputs):
             self.use(call.inputs)
-            self.unused.note(call.outputs, self._showing(call.inputs), self.traces)
+            if self.unused.labelling:
+                self.unused.made_into |= self._showing(call.inputs)
 
     def _adopt(self, tensor: torch.Tensor) -> Dimensions:
         """Labels a tensor made out of sight: a constant, unless it is the memory of a known one."""
