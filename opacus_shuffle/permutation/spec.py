@@ -29,8 +29,8 @@ class PermutationSpec(GroupAction):
             which applies permutations; :class:`~opacus_shuffle.permutation.group.PermutationGroup` draws and composes them.
         unmoved: Names of the parameters that stay, with their sizes.
         unknown: Operations without a rule that were met, with their numbers of calls: what they touched stays.
-        unreached: Parameters and buffers that the sample did not reach: nobody knows what they do, so they stay, with every axis
-            whose size they have. Also those that stay because nobody used what was made of them.
+        unreached: Parameters and buffers that the sample did not reach: nobody knows what they do, so they stay, with every
+            axis whose size they have. Also those that stay because nobody used what was made of them.
         causes: Why parameters stay that do, by name: per axis the operation that has fixed it, where it is in the network, and
             the line of code.
         decisions: Places where values, or sizes of inputs, decide what the network does next, with the number of ways that

@@ -126,7 +126,7 @@ class Unused:
         """
         aside = set(itertools.chain(*self._occurrences))
         met = {atom for i, rows in enumerate(occurrences) if i not in aside for each in rows for atom in atoms(each)}
-        found = {}
+        found: dict[int, str] = {}
         for where, names, more, rows in self._made:
             for each in rows if not names <= used else ():
                 if alone := [atom for atom in atoms(each) if atom not in met]:
