@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 
+from opacus_shuffle.core.progress import enter_phase
 from opacus_shuffle.engine.mixed_records import has_records, untouched
 from opacus_shuffle.engine.optimizers.usable_records import HALF
 from opacus_shuffle.permutation.network import results, seed_draws
@@ -117,6 +118,7 @@ def _rows_of_layers(
     network: nn.Module, call: Call, factors: torch.Tensor, axis: int, batch_first: bool
 ) -> dict[str, torch.Tensor]:
     """By name of the parameter: what Opacus takes for gradients of records, where outputs are multiplied by theirs' factor."""
+    enter_phase("whether layers see them in order")
     records = len(factors)
     parameters = [each for each in network.parameters() if each.requires_grad]
     with untouched(network), torch.enable_grad(), warnings.catch_warnings():

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from opacus_shuffle.core.progress import enter_phase
 from opacus_shuffle.permutation.network import results, seed_draws, state_kept
 from opacus_shuffle.permutation.sample_input import Call
 
@@ -186,6 +187,7 @@ def _repeated(value: torch.Tensor, axis: int, kept: int) -> torch.Tensor:
 
 def _rows(network: nn.Module, call: Call, records: int, axis: int, kept: int) -> tuple[list[torch.Tensor], Gradients]:
     """One record's outputs, and the gradient of some combination of them."""
+    enter_phase("whether they mix")
     parameters = [each for each in network.parameters() if each.requires_grad]
     watched = hasattr(network, "autograd_grad_sample_hooks")  # Opacus's hooks look at passes with gradients alone
     with untouched(network), torch.set_grad_enabled(not watched):

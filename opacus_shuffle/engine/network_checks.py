@@ -28,6 +28,7 @@ from opacus_shuffle.core.opacus_compat import (
     thawed_since,
     wrapped_network,
 )
+from opacus_shuffle.core.progress import progress
 from opacus_shuffle.engine.misplaced_rows import refuse_misplaced_rows
 from opacus_shuffle.engine.mixed_records import UnprobedError, first_rows, refuse_mixed_records
 from opacus_shuffle.engine.prepare_model import check_position_ids
@@ -244,8 +245,9 @@ class FirstBatch:
             ValueError: There are some.
             UnprobedError: The network does not run on these records.
         """
-        refuse_mixed_records(network, call_of, axis=self.axis, more=[n for n in (batch,) if n])
-        refuse_misplaced_rows(network, call_of, axis=self.axis, batch_first=self.axis == 0, ghost=self.ghost)
+        with progress("looking at records"):
+            refuse_mixed_records(network, call_of, axis=self.axis, more=[n for n in (batch,) if n])
+            refuse_misplaced_rows(network, call_of, axis=self.axis, batch_first=self.axis == 0, ghost=self.ghost)
         embeddings = any(isinstance(each, nn.Embedding) for each in network.modules())
         if self.axis == 0 and embeddings:
             check_position_ids(network, *call_of(2)[1], trained=self.trained)
