@@ -65,7 +65,8 @@ def find_permutations(
     one_of("groups", groups, LEVELS)
     network = unwrap(module)
     require_ready(network)
-    more = [normalise(each) for each in instance_of("more_samples", more_samples, (list, tuple))]
+    instance_of("more_samples", more_samples, (list, tuple))
+    more = [normalise(each, f"more_samples[{place}]") for place, each in enumerate(more_samples)]
     with progress("finding permutations"):
         return find_on_calls(network, [call_of(network, sample_input), *more], groups, every_way=bool(more))
 
@@ -112,9 +113,10 @@ def _traced(network: nn.Module, calls: list[Call], draws: Draws) -> tuple[Traced
         run = TracedRun(network, packings, None if last else written)
         explorer = Explorer(network, run, draws, frugal)
         with state_kept(network):
-            for call in calls:
+            for place, call in enumerate(calls):
+                name = f"more_samples[{place - 1}]" if place else "sample_input"
                 for training in (True, False):
-                    explorer.trace(call, training=training)
+                    explorer.trace(call, training=training, name=name)
         learnt = _learn(run, packings) or bool(run.newly_written)
         if last or not learnt:
             with state_kept(network):  # a short sample may have changed the network for good
@@ -150,6 +152,8 @@ def _nothing_found(run: TracedRun, spec: PermutationSpec, network: nn.Module, gr
     because = f"What fixed them: {stay}." if stay else "It has no hidden axis."
     if unknown := ", ".join(f"{name} ({count} calls)" for name, count in run.unknown.items()):
         because += f" Operations without a rule keep what they touch in place: {unknown} (see register_permutation)."
+    if spec.unreached:
+        because += f" {spec.describe_unreached()}"
     return ValueError(
         f"module {type(network).__name__} has no axis that may be permuted at groups={groups!r}. Looked at: {looked_at}. "
         + because

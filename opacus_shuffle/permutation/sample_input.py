@@ -24,7 +24,7 @@ _CONVOLUTIONS = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.Conv
 _REMEDY = "pass shuffle_weights=find_permutations(module, sample_input) with an input that module(...) accepts"
 
 
-def normalise(sample_input: Any) -> Call:
+def normalise(sample_input: Any, name: str = "sample_input") -> Call:
     """Returns the arguments that a tensor (the only one), a tuple or list (positional) or a mapping (by keyword) stands for."""
     if isinstance(sample_input, torch.Tensor):
         return (sample_input,), {}
@@ -33,7 +33,7 @@ def normalise(sample_input: Any) -> Call:
     if isinstance(sample_input, Mapping) and sample_input and all(isinstance(name, str) for name in sample_input):
         return (), dict(sample_input)
     raise ValueError(
-        "sample_input must be a tensor, a non-empty tuple or list of positional arguments, or a non-empty mapping from "
+        f"{name} must be a tensor, a non-empty tuple or list of positional arguments, or a non-empty mapping from "
         f"names to keyword arguments, got {_describe(sample_input)}"
     )
 

@@ -135,17 +135,22 @@ class PermutationSpec(GroupAction):
             met = ", ".join(f"{name} ({count} calls)" for name, count in self.unknown.items())
             lines.append(f"Kept in place by operations without a rule (see register_permutation): {met}.")
         if self.unreached:
-            lines.append(
-                f"Not reached by the sample: {', '.join(self.unreached)}. They stay, with every axis whose size they have, "
-                "since nobody knows what they do (pass more_samples that reach them)."
-            )
+            lines.append(self.describe_unreached())
         if self.decisions:
-            places = ", ".join(f"{place} ({count} ways followed)" for place, count in self.decisions.items())
+            ways = {place: f"{count} way{'s' * (count != 1)} followed" for place, count in self.decisions.items()}
+            places = ", ".join(f"{place} ({count})" for place, count in ways.items())
             lines.append(f"Values or sizes decide what the network does at {places}.")
         if self.buffers:
             names = ", ".join(self.buffers)
             lines.append(f"Buffers move too ({names}): where their values are known, they show the permutation.")
         return "\n".join(lines)
+
+    def describe_unreached(self) -> str:
+        """Says what no sample has reached, what stays for that, and what can be done about it."""
+        return (
+            f"Not reached by the sample: {', '.join(self.unreached)}. They stay, with every axis whose size they have, "
+            "since nobody knows what they do (pass more_samples to find_permutations that reach them, or delete them)."
+        )
 
     def check(self, module: nn.Module, sample_input: Any = None) -> None:
         """Runs the network in double precision with perturbed and permuted weights: its outputs must stay as they are.

@@ -122,7 +122,25 @@ def test_a_way_that_the_network_itself_refuses_needs_no_sample():
         return net.leave(torch.relu(net.enter(x)))
 
     module, x = build(lambda: (Net(way, **ends()), negative()))
-    assert find_permutations(module, x).log2_size() > 15
+    spec = find_permutations(module, x)
+    assert spec.log2_size() > 15
+    assert "(1 way followed)" in spec.describe()
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(2, 7), "x"])
+def test_an_error_says_which_of_more_samples_is_wrong(wrong):
+    module, x = on_its_sample("one_of_two_layers")
+    with pytest.raises(ValueError, match=r"^more_samples\[1\] (must be a tensor|does not run through)"):
+        find_permutations(module, x, more_samples=[2 * x, wrong])
+
+
+def test_where_what_was_not_reached_lets_nothing_move_the_error_says_what_to_do():
+    network = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    network[1].spare = nn.Linear(6, 4)
+    with pytest.raises(ValueError, match=r"1\.spare\.weight: not reached; .*1\.spare\.bias\. .*pass more_samples .*or delete"):
+        find_permutations(network, torch.randn(5, 4))
+    del network[1].spare
+    assert round(2 ** find_permutations(network, torch.randn(5, 4)).log2_size()) == 720
 
 
 @pytest.mark.parametrize("wrong", [None, 3, torch.zeros(2, 4), "x"])

@@ -376,7 +376,7 @@ class WeightShuffler:
 
     def _refuse_tracing(self, *_: Any) -> None:
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-            self._refuse("exporting or tracing the network itself", "export copy.deepcopy(model)")
+            self._refuse("exporting or tracing the network itself", "export copy.deepcopy(model).to_standard_module()")
 
     def _warn_of_vector(self) -> None:
         if self._private and self._warned != self.steps:

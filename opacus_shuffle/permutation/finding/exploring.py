@@ -83,8 +83,19 @@ class Explorer:
         self._settled: list[Any] = []  # runs in which nothing depends on values
         self.shortest: Call | None = None
 
-    def trace(self, call: Call, *, training: bool, answers: Answers | None = None, coins: int | None = None) -> None:
-        """Traces one run of the network, unless one like it was traced in which nothing depends on values."""
+    def trace(
+        self,
+        call: Call,
+        *,
+        training: bool,
+        answers: Answers | None = None,
+        coins: int | None = None,
+        name: str = "sample_input",
+    ) -> None:
+        """Traces one run of the network, unless one like it was traced in which nothing depends on values.
+
+        An error calls the input by its ``name``.
+        """
         answers = answers or {}
         enter_phase("tracing")
         form = [training, *_form(call)]
@@ -99,8 +110,7 @@ class Explorer:
         except Exception as error:
             mode = "training" if training else "evaluation"
             raise ValueError(
-                f"sample_input does not run through {type(self._network).__name__} in {mode} mode: "
-                f"{type(error).__name__}: {error}"
+                f"{name} does not run through {type(self._network).__name__} in {mode} mode: {type(error).__name__}: {error}"
             ) from error
         with because("an output of the network"):
             self._run.fix(results(outputs))

@@ -203,6 +203,9 @@ def _assemble(run: TracedRun, inside: Mapping[Axis, set[Axis]], level: str, kind
         )
         for atom in numbers
     )
+    unreached = [name for name in run.unreached() if name not in blocks]
+    stay = {name: dimensions for name, dimensions in run.parameters.items() if name in run.parameter_names - set(blocks)}
+    unknown = set(unreached) - run.unused.made_into
     return PermutationSpec(
         factors=factors,
         blocks=blocks,
@@ -213,8 +216,8 @@ def _assemble(run: TracedRun, inside: Mapping[Axis, set[Axis]], level: str, kind
         },
         aliases={name: tuple(run.aliases[name]) for name in blocks if name in run.aliases},
         unknown=dict(run.unknown),
-        unreached=tuple(name for name in run.unreached() if name not in blocks),
-        causes={name: _causes(run.parameters[name]) for name in run.parameters if name in run.parameter_names - set(blocks)},
+        unreached=tuple(unreached),
+        causes={name: "not reached" if name in unknown else _causes(dimensions) for name, dimensions in stay.items()},
         level=level,
     )
 

@@ -201,6 +201,8 @@ def test_the_run_itself_is_exported_only_when_it_was_released_and_a_copy_at_any_
             trace(run.network)
         with torch.no_grad():
             assert float((trace(copy.deepcopy(run.network))(x) - outputs).abs().max()) <= EXACT
+    for trace in (*traces, lambda network: torch.jit.trace(network, (x,))):  # as the error advises
+        assert float((trace(copy.deepcopy(run.model).to_standard_module())(x) - outputs).detach().abs().max()) <= EXACT
     with pytest.raises(ValueError, match="exporting"):
         torch.export.export(run.network[0], (x,))
     assert run.shuffler.shuffles == 1
