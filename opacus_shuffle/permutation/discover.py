@@ -151,10 +151,10 @@ def _nothing_found(run: TracedRun, spec: PermutationSpec, network: nn.Module, gr
     stay = "; ".join(f"{name}: {cause}" for name, cause in list(spec.causes.items())[:MOST_CAUSES] if cause)
     because = f"What fixed them: {stay}." if stay else "It has no hidden axis."
     if unknown := ", ".join(f"{name} ({count} calls)" for name, count in run.unknown.items()):
-        because += f" Operations without a rule keep what they touch in place: {unknown} (see register_permutation)."
+        because += f" Operations without a rule keep what they touch in place: {unknown}."
     if spec.unreached:
         because += f" {spec.describe_unreached()}"
     return ValueError(
         f"module {type(network).__name__} has no axis that may be permuted at groups={groups!r}. Looked at: {looked_at}. "
-        + because
+        + f"{because} Leave shuffle_weights out, or declare axes that tracing cannot see by register_permutation."
     )
