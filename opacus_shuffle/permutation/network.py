@@ -124,7 +124,8 @@ def state_kept(network: nn.Module) -> Iterator[None]:
         for buffer in [*network.buffers(), *_renormalised(network)]
         if buffer.device.type != "meta" and buffer.layout == torch.strided
     ]
-    attributes = [(vars(each), _plain_attributes(each)) for each in network.modules()]
+    seen: set[int] = set()
+    attributes = [(vars(each), _plain_attributes(each, seen)) for each in network.modules()]
     try:
         with random_states_kept():
             yield
@@ -159,13 +160,18 @@ ATTRIBUTES = frozenset(vars(nn.Module()))
 CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 
-def _plain_attributes(module: nn.Module) -> dict[str, tuple[Any, Callable[[], object]]]:
-    """Returns a module's own attributes, and what puts back what those contained that are containers or tensors."""
-    return {name: (value, _kept(value, set())) for name, value in vars(module).items() if name not in ATTRIBUTES}
+def _plain_attributes(module: nn.Module, seen: set[int]) -> dict[str, tuple[Any, Callable[[], object]]]:
+    """Returns a module's own attributes, and what puts back what those contained that are containers, tensors or helpers."""
+    return {name: (value, _kept(value, seen)) for name, value in vars(module).items() if name not in ATTRIBUTES}
 
 
-def _kept(value: Any, seen: set[int]) -> Callable[[], object]:
-    """Returns what puts back into a container what it contains now, also inside of what it contains, and into a tensor."""
+def _kept(value: Any, seen: set[int], *, helpers: bool = True) -> Callable[[], object]:
+    """Returns what puts back into a container what it contains now, also inside of what it contains, and into a tensor.
+
+    Other objects get their attributes back, unless they are Python's own, or are held by such ``helpers``: those may be others'.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return lambda: None
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type != "meta":
         content = value.detach().clone()
         return lambda: None if torch.equal(value, content) else _overwrite(value, content)
@@ -177,11 +183,16 @@ def _kept(value: Any, seen: set[int]) -> Callable[[], object]:
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, np.random.RandomState):
         return functools.partial(value.set_state, value.get_state())
-    if type(value) not in CONTAINERS or id(value) in seen:
+    if id(value) in seen:
+        return lambda: None
+    if helpers and not isinstance(value, CLOSED) and type(value).__module__.partition(".")[0] not in sys.stdlib_module_names:
+        seen.add(id(value))
+        return _kept(getattr(value, "__dict__", None), seen, helpers=False)
+    if type(value) not in CONTAINERS:
         return lambda: None
     seen.add(id(value))
     held = value.copy()
-    inside = [_kept(each, seen) for each in (held.values() if isinstance(held, dict) else held)]
+    inside = [_kept(each, seen, helpers=helpers) for each in (held.values() if isinstance(held, dict) else held)]
 
     def refill() -> None:
         value.clear()

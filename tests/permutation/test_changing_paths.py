@@ -236,6 +236,33 @@ def test_what_a_network_writes_into_its_attributes_is_taken_back():
     assert not hasattr(module, "part")
 
 
+class Positions:
+    """Factors of positions, made anew for longer inputs, as many networks keep them outside of any module."""
+
+    def __init__(self):
+        self.factors, self.lengths = torch.empty(0), []
+
+    def up_to(self, length):
+        if length > len(self.factors):
+            self.lengths.append(length)
+            self.factors = torch.ones(length) if length < 9 else torch.arange(float(length))
+        return self.factors[:length, None]
+
+
+def test_what_a_network_writes_into_its_helpers_is_taken_back():
+    def builder():
+        network = Net(lambda net, x: net.leave((torch.relu(net.enter(x)) * net.positions.up_to(x.shape[1])).sum(1)), **ends())
+        network.positions = Positions()
+        return network, torch.ones(2, 5, 4)
+
+    module, x = build(builder)
+    before = copy.deepcopy(module)(x)
+    find_permutations(module, x)
+    assert not module.positions.factors.numel()
+    assert module.positions.lengths == []
+    assert torch.equal(module(x), before)
+
+
 def test_a_generator_that_only_one_branch_draws_from_stays_where_it_was():
     generator = torch.Generator().manual_seed(3)
 
