@@ -168,7 +168,7 @@ def _plain_attributes(module: nn.Module, seen: set[int]) -> dict[str, tuple[Any,
 def _kept(value: Any, seen: set[int], *, helpers: bool = True) -> Callable[[], object]:
     """Returns what puts back into a container what it contains now, also inside of what it contains, and into a tensor.
 
-    Other objects get their attributes back, unless they are Python's own, or are held by such ``helpers``: those may be others'.
+    Other objects get their attributes back, unless they are Python's own, or held by such ``helpers``: those may be others'.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return lambda: None
