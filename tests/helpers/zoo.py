@@ -22,7 +22,7 @@ VARIED = ["mlp", "maxout", "mixture_of_experts", "conv_net", "grouped_conv", "ti
 """Of every kind of nesting and packing one."""
 
 AT_EVERY_LEVEL = {*VARIED, "resnet", "nano_gpt", "BertForMaskedLM", "GPT2LMHeadModel"}
-"""The default tests take these at all levels, all other networks at level "residual"."""
+"""The default tests take these at all levels, and at level "residual" all others but those of Hugging Face."""
 
 # Roundings: sums of up to 400 terms, 20 one after the other, lose at most 8000 units of 1.1e-16 in double precision. In single
 # precision, as roundings have either sign, expect sqrt(8000) units of 6e-8, and twice that between two evaluations.
@@ -37,7 +37,8 @@ ROUNDS_TO_SINGLE = {
 
 def marked(name: str, *values: object, level: str = "all") -> object:
     """A cell of a table of tests about a network at a level, in the zoo's tests unless the default ones take it."""
-    marks = () if level == "residual" or name in AT_EVERY_LEVEL else (pytest.mark.zoo,)
+    by_default = name in AT_EVERY_LEVEL or (level == "residual" and name not in HUGGING_FACE)
+    marks = () if by_default else (pytest.mark.zoo,)
     return pytest.param(name, *values, id="-".join(map(str, (name, *values))), marks=marks)
 
 

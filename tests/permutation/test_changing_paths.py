@@ -14,6 +14,7 @@ from helpers.zoo import DOUBLE, distance, found_if_any
 from torch import nn
 
 from opacus_shuffle.permutation import PermutationSpec, find_permutations
+from opacus_shuffle.permutation.finding import exploring
 
 
 @pytest.mark.parametrize("name", CHANGING)
@@ -202,7 +203,9 @@ def test_what_stays_is_listed_with_what_has_fixed_it_and_where():
     assert "(cumsum)" in spec.describe()
 
 
-def test_a_number_of_steps_is_not_tried_beyond_what_can_be_waited_for():
+def test_a_number_of_steps_is_not_tried_beyond_what_can_be_waited_for(monkeypatch):
+    monkeypatch.setattr(exploring, "MOST_OPERATIONS", 300)
+
     def way(net, x):
         h = net.enter(x)
         for _ in range(int(x.abs().sum())):
