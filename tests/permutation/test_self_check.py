@@ -257,3 +257,19 @@ def test_constants_made_in_single_precision_are_no_reason_to_refuse(hide):
 
     network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), Hiding(), nn.Linear(6, 3))
     assert find_permutations(network, X).log2_size() == pytest.approx(by_hand.symmetric(5))
+
+
+def test_constants_that_python_keeps_by_length_stay_in_single_precision():
+    kept = {}
+
+    class Net(nn.Sequential):
+        def forward(self, x):
+            if x.shape[1] not in kept:
+                kept[x.shape[1]] = torch.ones(x.shape[1], 1)
+            return super().forward(x * kept[x.shape[1]])
+
+    module = Net(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    spec = find_permutations(module, torch.ones(2, 5, 4))
+    kept.clear()
+    spec.check(module, torch.ones(2, 5, 4))
+    assert kept[5].dtype == torch.float32
