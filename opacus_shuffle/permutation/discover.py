@@ -35,7 +35,8 @@ def find_permutations(
     The network runs on the sample, in training and in evaluation mode, under a tracer that follows every axis through
     every operation; an operation that it does not know keeps whatever it touches in place. It runs again on fewer and on more
     records, and on shorter and longer ones; where values decide what it does next, they are made to decide otherwise, too. What
-    is never reached stays, with all that it may share. The network is left as it was.
+    is never reached stays, with all that it may share. The network is left as it was; what its ``forward`` writes to globals
+    and classes is not taken back.
 
     Args:
         module: The network, or Opacus's, a distributed or a compiled wrapper of it.
