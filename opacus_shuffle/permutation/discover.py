@@ -58,10 +58,11 @@ def find_permutations(
     Formal Guarantees:
         Every permutation of the specification leaves the function of ``forward`` as it is, for all values of the parameters and
         all inputs that take a traced way: those of the samples, of other sizes of them, and of every decision in PyTorch's
-        sight taken otherwise, one at a time and the first three in every combination; comparisons of sizes and of numbers
-        that were read count as such. Not seen are sizes and numbers that decide as something else (a text, a count that
-        Python keeps, an array of NumPy's), sizes of which one way breaks on all inputs tried (``decisions`` lists them with
-        one way), and other methods than ``forward``. Noise that treats entries alike stays the same in distribution.
+        sight taken otherwise, one at a time and the first three in every combination; comparisons of sizes and of numbers that
+        were read count as such. Not seen are optional arguments that no sample gives, sizes and numbers that decide as
+        something else (a text, a count that Python keeps, an array of NumPy's), sizes of which one way breaks on all inputs
+        tried (``decisions`` lists them with one way), and other methods than ``forward``. Noise that treats entries alike stays
+        the same in distribution.
     """
     one_of("groups", groups, LEVELS)
     network = unwrap(module)
