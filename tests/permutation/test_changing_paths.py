@@ -203,6 +203,7 @@ def test_what_stays_is_listed_with_what_has_fixed_it_and_where():
     assert "(cumsum)" in spec.describe()
 
 
+@pytest.mark.zoo
 def test_a_number_of_steps_is_not_tried_beyond_what_can_be_waited_for(monkeypatch):
     monkeypatch.setattr(exploring, "MOST_OPERATIONS", 300)
 

@@ -75,6 +75,7 @@ class Flexible(nn.Module):
         return self.out(flex_attention(*packed.movedim(-3, 0).transpose(-2, -3), score_mod=score).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize(("apart", "heads"), [(False, symmetric(2)), (True, 0.0)])
 def test_flexible_attention_is_plain_attention_with_its_own_scores(apart, heads):
     spec = find_permutations(Flexible(2, 3, apart=apart), torch.randn(2, 8, 4))

@@ -8,18 +8,21 @@ import pytest
 import torch
 from helpers.model_zoo import entry_moves
 from helpers.zoo import (
+    LEVELS,
     VARIED,
     draw,
     entry,
     found,
+    marked,
     some_networks,
 )
 
 from opacus_shuffle.permutation import PermutationSpec
 
 
-@pytest.mark.parametrize("level", ["paper", "heads", "residual"])
-@pytest.mark.parametrize("name", [*VARIED, "lstm", "nano_gpt", "BertForMaskedLM"])
+@pytest.mark.parametrize(
+    ("name", "level"), [marked(name, level, level=level) for name in [*VARIED, "lstm", "nano_gpt"] for level in LEVELS]
+)
 def test_json_keeps_everything(name, level):
     module, spec = entry(name)[0], found(name, level)
     again = PermutationSpec.from_dict(json.loads(json.dumps(spec.to_dict())))

@@ -300,6 +300,7 @@ def test_the_wrapper_offers_what_the_network_does_and_training_is_not_disturbed(
         _ = run.model.nothing_like_it
 
 
+@pytest.mark.zoo
 def test_hugging_face_models_are_saved_permuted_and_come_back_with_the_same_function(tmp_path):
     run = unreleased("gpt2")
     own, ids = weights(run.network), torch.tensor([[1, 2, 3]])
