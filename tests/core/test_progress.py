@@ -80,5 +80,12 @@ def test_nothing_is_shown_where_there_is_no_terminal(clock, monkeypatch):
     do()
 
 
-def test_a_phase_outside_of_a_task_is_nothing():
-    enter_phase("tracing")
+def test_a_phase_outside_of_a_task_is_nothing(clock, caplog, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with caplog.at_level(logging.INFO, logger="opacus_shuffle"):
+        do()
+        said = terminal.getvalue(), list(caplog.messages)
+        clock["step"] = 100.0
+        enter_phase("tracing")
+        enter_phase("checking")
+    assert (terminal.getvalue(), caplog.messages) == said

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterable
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,7 +16,7 @@ from torch import nn
 from helpers.attention_zoo import TRANSFORMERS
 from helpers.convolution_zoo import CONVOLUTIONS
 from helpers.hugging_face_zoo import HUGGING_FACE
-from helpers.model_zoo import NETWORKS, build
+from helpers.model_zoo import NETWORKS, build, run
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec, find_permutations
 
 ZOO = NETWORKS | CONVOLUTIONS | TRANSFORMERS | HUGGING_FACE
@@ -77,6 +81,34 @@ def found_if_any(module: nn.Module, sample: object) -> PermutationSpec | None:
         if "no axis" not in str(error):
             raise
         return None
+
+
+def outputs_stay(case: Callable[[], tuple[nn.Module, Any, list[Any]]]) -> bool:
+    """Whether what is found on a sample, if anything, keeps the outputs on it and on others, from the same random states."""
+    others: list[Any] = []
+
+    def builder() -> tuple[nn.Module, Any]:
+        module, sample, others[:] = case()
+        return module, sample
+
+    def outputs(network: nn.Module, x: Any, seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        with torch.no_grad():
+            return run(network, x)
+
+    module, sample = build(builder)
+    if (spec := found_if_any(module, sample)) is None:
+        return True
+    for seed, x in enumerate([sample, *others]):
+        for training in (False, True):
+            shuffled = copy.deepcopy(module).train(training)
+            spec.apply_(shuffled, draw(spec, seed))
+            expected = outputs(copy.deepcopy(module).train(training), x, seed)
+            if distance(expected, outputs(shuffled, x, seed)) > DOUBLE:
+                return False
+    return True
 
 
 def draw(spec: PermutationSpec, seed: int) -> PermutationPlan:

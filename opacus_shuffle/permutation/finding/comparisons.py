@@ -36,8 +36,8 @@ SIZES = frozenset(
 READS = frozenset((torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__))
 """What tells a tensor's values."""
 
-CHECKS = ("torch.", "opacus_shuffle.permutation.")
-"""Modules that compare sizes to check them: what they do is the same at all sizes."""
+CHECKS = ("torch.", "opacus_shuffle.permutation.", "opacus_shuffle.engine.")
+"""Modules that compare sizes to check them, or in hooks: what they do is the same at all sizes."""
 
 OPERATIONS = {f"__{side}{name}__" for name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow") for side in ("", "r")}
 COMPARISONS = {"__lt__": "<", "__le__": "<=", "__eq__": "==", "__ne__": "!=", "__gt__": ">", "__ge__": ">="}

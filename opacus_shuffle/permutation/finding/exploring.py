@@ -73,9 +73,8 @@ class Explorer:
         self.lost: dict[Place, Exception] = {}
         self._network, self._run, self._draws, self._frugal = network, run, draws, frugal
         self._first: dict[Place, _Meeting] = {}
-        self._throughout: dict[
-            Place, set[Answer]
-        ] = {}  # what some run has answered every time: a loop may end later than any did
+        # What some run has answered every time: a loop may end later than any did.
+        self._throughout: dict[Place, set[Answer]] = {}
         self._compared: dict[Place, set[frozenset[tuple[Any, Any]]]] = {}  # per run
         self._lengths: dict[bool, set[int]] = {True: set(), False: set()}  # of runs in operations, in training and not
         self._most_reads = self._operations = self._most_entries = self._spent = 0
