@@ -3,7 +3,8 @@
 ``x - x.mean(0)`` and batch statistics of one's own making look like any layer. So a few records are run through the network,
 then one of them with the others changed, or made the same: neither its output nor its gradient may change. The network is run
 as it trains, with the same random numbers each time, and left without a trace: random states, buffers, attributes and gradients
-stay as they were. The losses of ghost clipping are looked at in the same way, when the first of them are computed.
+stay as they were. The losses of ghost clipping are looked at in the same way, when the first of them are computed. A network
+of which :mod:`~opacus_shuffle.engine.records_apart` proves that it keeps records apart is spared these passes.
 
 Where the loader's first records do not run through the network, the first batch that trains it is looked at in their place.
 A network is trained unseen, with no word about it, where that batch cannot be cut into records either (packed sequences,
@@ -138,15 +139,15 @@ def _mixing_place(network: nn.Module, call: Call, records: int, axis: int) -> st
         rows, gradients = _rows(network, call, records, axis, kept)
         if not rows:
             raise UnprobedError
-        for change in (_rescaled, _repeated):
-            changed = tree_map_only(torch.Tensor, lambda leaf: _changed(leaf, records, axis, kept, change), call)  # noqa: B023
+        for change in (rescaled, _repeated):
+            changed = with_others(call, records, axis, kept, change)
             try:
                 other_rows, other_gradients = _rows(network, changed, records, axis, kept)
             except Exception:
-                if change is _rescaled:  # what the network may not take, a probability above one, say
+                if change is rescaled:  # what the network may not take, a probability above one, say
                     continue
                 raise
-            if not _all_same(rows, other_rows):
+            if not all_same(rows, other_rows):
                 return _first_difference(network, call, changed, records, axis, kept)
             # A changed record may overflow, and zero times infinity is not zero.
             finite = all(torch.isfinite(each).all() for each in other_gradients)
@@ -162,17 +163,21 @@ def has_records(value: Any, records: int, axis: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > axis and value.shape[axis] == records
 
 
-def _changed(value: torch.Tensor, records: int, axis: int, kept: int, change: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """The same record at its place, the others with other values that the network can take as well."""
-    if not has_records(value, records, axis):
-        return value
-    other = change(value, axis, kept).clone()
-    other.select(axis, kept).copy_(value.select(axis, kept))
-    return other
+def with_others(call: Call, records: int, axis: int, kept: int, change: Callable[..., torch.Tensor]) -> Call:
+    """Returns the same record at its place, the others with other values that the network can take as well."""
+
+    def changed(value: torch.Tensor) -> torch.Tensor:
+        if not has_records(value, records, axis):
+            return value
+        other = change(value, axis, kept).clone()
+        other.select(axis, kept).copy_(value.select(axis, kept))
+        return other
+
+    return tree_map_only(torch.Tensor, changed, call)  # type: ignore[no-any-return]
 
 
-def _rescaled(value: torch.Tensor, axis: int, kept: int) -> torch.Tensor:
-    """Changes all values, and leaves the order among them as it was."""
+def rescaled(value: torch.Tensor, axis: int, kept: int) -> torch.Tensor:
+    """Returns all values changed, with the order among them as it was."""
     if value.dtype == torch.bool:
         return ~value
     if value.is_floating_point() or value.is_complex():
@@ -216,7 +221,8 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=0.0, atol=close * scale, equal_nan=True)
 
 
-def _all_same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+def all_same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Whether results differ by no more than rounding."""
     return len(ones) == len(others) and all(map(_same, ones, others))
 
 
@@ -254,8 +260,8 @@ def _first_difference(network: nn.Module, call: Call, changed: Call, records: in
         for handle in handles:
             handle.remove()
     for (name, inputs, outputs), (_, other_inputs, other_outputs) in zip(*seen, strict=False):
-        if not _all_same(outputs, other_outputs):
-            inside = _all_same(inputs, other_inputs)
+        if not all_same(outputs, other_outputs):
+            inside = all_same(inputs, other_inputs)
             return _called(network, name if inside else name.rpartition(".")[0])
     return _called(network, "")
 

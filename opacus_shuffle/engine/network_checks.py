@@ -32,6 +32,7 @@ from opacus_shuffle.core.progress import progress
 from opacus_shuffle.engine.misplaced_rows import refuse_misplaced_rows
 from opacus_shuffle.engine.mixed_records import UnprobedError, first_rows, refuse_mixed_records
 from opacus_shuffle.engine.prepare_model import check_position_ids
+from opacus_shuffle.engine.records_apart import are_apart
 from opacus_shuffle.engine.run import Request
 from opacus_shuffle.engine.unseen_gradients import refuse_unseen_gradients
 from opacus_shuffle.engine.weights.weight_shuffling import PARALLEL
@@ -246,8 +247,11 @@ class FirstBatch:
             UnprobedError: The network does not run on these records.
         """
         with progress("looking at records"):
-            refuse_mixed_records(network, call_of, axis=self.axis, more=[n for n in (batch,) if n])
-            refuse_misplaced_rows(network, call_of, axis=self.axis, batch_first=self.axis == 0, ghost=self.ghost)
+            apart = are_apart(network, call_of, axis=self.axis)
+            if not apart:
+                refuse_mixed_records(network, call_of, axis=self.axis, more=[n for n in (batch,) if n])
+            if not apart or self.ghost:
+                refuse_misplaced_rows(network, call_of, axis=self.axis, batch_first=self.axis == 0, ghost=self.ghost)
         embeddings = any(isinstance(each, nn.Embedding) for each in network.modules())
         if self.axis == 0 and embeddings:
             check_position_ids(network, *call_of(2)[1], trained=self.trained)

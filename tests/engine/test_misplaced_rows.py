@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.records_together import IN_PLACE, MISPLACED, Between
 from helpers.toy import make_toy, run_epoch
 from opacus.layers import DPGRU, DPLSTM
 from torch import nn
@@ -12,47 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle import PrivacyEngine
 from opacus_shuffle.engine import misplaced_rows
-
-
-class Between(nn.Module):
-    """Three layers, of which one sees what a function makes of the batch."""
-
-    def __init__(self, way):
-        super().__init__()
-        self.first, self.middle, self.last, self.way = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3), way
-
-    def forward(self, x):
-        return self.last(self.way(self.middle, torch.tanh(self.first(x))))
-
-
-def in_order(layer, hidden, order):
-    return layer(hidden[order])[order.argsort()]
-
-
-def where(layer, hidden, mask):
-    return hidden.index_put((mask.nonzero()[:, 0],), layer(hidden[mask]))
-
-
-MISPLACED = {
-    "flipped": lambda layer, hidden: layer(hidden.flip(0)).flip(0),
-    "sorted": lambda layer, hidden: in_order(layer, hidden, hidden[:, 0].argsort()),
-    "at random": lambda layer, hidden: in_order(layer, hidden, torch.randperm(len(hidden))),
-    "gradients scaled by the largest": lambda layer, hidden: _hooked(layer(hidden), lambda each: each / each.abs().max()),
-    "some once more": lambda layer, hidden: where(layer, layer(hidden), hidden[:, 0] > 0),
-}
-IN_PLACE = {
-    "all": lambda layer, hidden: layer(hidden),
-    "twice": lambda layer, hidden: layer(torch.tanh(layer(hidden))),
-    "the first ones once more": lambda layer, hidden: where(layer, layer(hidden), torch.arange(len(hidden)) < len(hidden) // 2),
-    "gradients cut off": lambda layer, hidden: _hooked(layer(hidden), lambda each: each.clamp(-1e-3, 1e-3)),
-    "gradients of length one": lambda layer, hidden: _hooked(layer(hidden), nn.functional.normalize),
-}
-
-
-def _hooked(hidden, hook):
-    if hidden.requires_grad:
-        hidden.register_hook(hook)
-    return hidden
 
 
 def private(module, accountant="subsampled_shuffle", mode="hooks", **changes):

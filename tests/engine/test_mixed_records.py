@@ -8,6 +8,7 @@ import pickle
 import opacus
 import pytest
 import torch
+from helpers.records_together import APART, MIXING, Inside
 from helpers.toy import make_toy
 from opacus.layers import DPLSTM, DPMultiheadAttention
 from torch import nn
@@ -19,17 +20,6 @@ from opacus_shuffle.engine.network_checks import refuse_copies
 from opacus_shuffle.engine.sampling.fresh_inputs import FreshInputs
 
 
-class Inside(nn.Module):
-    """A network with one function of the hidden batch."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.first, self.last, self.function = nn.Linear(5, 6), nn.Linear(6, 3), function
-
-    def forward(self, x):
-        return self.last(self.function(self.first(x)))
-
-
 class Layer(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -37,26 +27,6 @@ class Layer(nn.Module):
 
     def forward(self, x):
         return self.function(x)
-
-
-MIXING = {
-    "centred": lambda x: x - x.mean(0),
-    "scaled": lambda x: x / (1 + x.std(0, unbiased=False)),
-    "batch norm by hand": lambda x: nn.functional.batch_norm(x, None, None, training=True),
-    "cumulative": lambda x: x.cumsum(0),
-    "reversed": lambda x: x.flip(0),
-    "attention over the batch": lambda x: torch.softmax(x @ x.T, 0) @ x,
-    "gradients alone": lambda x: x + x.mean(0) - x.mean(0).detach(),
-    "mixed up at random": lambda x: 0.7 * x + 0.3 * x[torch.randperm(len(x))],
-    "maximum": lambda x: x / x.abs().amax(),
-    "ranks": lambda x: x + x.argsort(0).argsort(0),
-}
-APART = {
-    "dropout": lambda x: nn.functional.dropout(x, 0.5),
-    "layer norm": lambda x: x - x.mean(1, keepdim=True),
-    "noise": lambda x: x + torch.randn_like(x),
-    "attributes": lambda x: x.clone(),
-}
 
 
 def private(module, accountant="subsampled_shuffle", engine=None, **options):

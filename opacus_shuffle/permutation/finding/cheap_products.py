@@ -53,20 +53,24 @@ class Frugal:
 
 
 @contextmanager
-def cheap_products() -> Iterator[None]:
+def cheap_products(zeros: LeftOutProducts | None = None, mode: InsightMode | None = None) -> Iterator[None]:
     """Has products inside give zeros, until somebody asks for a value that comes of them.
+
+    Args:
+        zeros: What leaves them out; new if not given.
+        mode: Meets the operations in its place, and hands them on to it.
 
     Raises:
         ValuesMatterError: From the operation that asks; or in the end, if it was caught on its way.
     """
-    zeros = _Zeros()
-    with _Leaving(zeros), zeros:
+    zeros = zeros or LeftOutProducts()
+    with _Leaving(zeros), mode or zeros:
         yield
     if zeros.asked:
         raise zeros.asked
 
 
-class _Zeros(InsightMode):
+class LeftOutProducts(InsightMode):
     """Knows which tensors come of products that were left out."""
 
     def __init__(self) -> None:
@@ -75,6 +79,7 @@ class _Zeros(InsightMode):
         self._unknown: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Does an operation, or leaves it out."""
         product = _zeros(func, args)
         operands = tensors_in((args, kwargs))
         if product is None and not any(map(self.is_unknown, operands)):
@@ -121,7 +126,7 @@ def _zeros(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
 
 
 class _Leaving(TorchFunctionMode):
-    def __init__(self, zeros: _Zeros) -> None:
+    def __init__(self, zeros: LeftOutProducts) -> None:
         super().__init__()
         self._zeros = zeros
 

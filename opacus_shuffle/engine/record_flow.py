@@ -1,0 +1,134 @@
+"""Follows which records each number of a run comes from, through every operation forwards and backwards.
+
+Beside the memory of each tensor lies another one, with one byte for each of its entries: bit i says that the entry may depend
+on record i. Views of a tensor see the same bytes, as they see the same numbers. An operation without a rule has all that comes
+out depend on all that went in, which is true of any.
+
+>>> x, flow = torch.zeros(2, 3), RecordFlow(2)
+>>> flow.mark(x, axis=0)
+>>> with flow:
+...     moved, centred = x + 1, x - x.mean(0)
+>>> flow.rows(moved, axis=0), flow.rows(centred, axis=0)
+([1, 2], [3, 3])
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef as _StorageWeakRef
+
+from opacus_shuffle.engine.record_flow_rules import Bits, Known
+from opacus_shuffle.permutation.finding.cheap_products import ASKING, LeftOutProducts
+from opacus_shuffle.permutation.higher_order import InsightMode
+from opacus_shuffle.permutation.network import tensors_in
+
+MOST_RECORDS = 8
+
+StorageWeakRef: Any = _StorageWeakRef
+
+_SWEEP = 256
+"""After how many new memories those are forgotten that are no more."""
+
+
+class UnfollowedError(Exception):
+    """Raised where values leave what can be followed."""
+
+
+class RecordFlow(InsightMode):
+    """A mode that knows of each tensor which records its entries may depend on.
+
+    Args:
+        records: How many there are, eight at most.
+        products: Leaves products out, as nothing but their shapes matters here.
+    """
+
+    def __init__(self, records: int, products: LeftOutProducts | None = None) -> None:
+        if not 0 < records <= MOST_RECORDS:
+            raise ValueError(f"records must be 1 to {MOST_RECORDS}, a bit of a byte for each, got {records}")
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.failed: UnfollowedError | None = None  # which a network may have caught
+        self.decided = False  # by a yes or no that was read
+        self._records, self._products = records, products
+        self._bytes: dict[StorageWeakRef, tuple[Bits, int]] = {}
+        self._sweep_at = _SWEEP
+
+    def mark(self, tensor: torch.Tensor, axis: int) -> None:
+        """Has each row of a tensor come from the record of its number."""
+        rows = (1 << torch.arange(self._records, device=tensor.device)).to(torch.uint8)
+        self._keep(tensor, rows.view(-1, *[1] * (tensor.dim() - axis - 1)))
+
+    def origins(self, tensor: torch.Tensor) -> Bits:
+        """Returns the bits of a tensor's entries, in its shape."""
+        found = self._bits(tensor)
+        return torch.zeros(tensor.shape, dtype=torch.uint8, device=tensor.device) if found is None else found
+
+    def rows(self, tensor: torch.Tensor, axis: int) -> list[int]:
+        """Returns the bits of each row of a tensor along an axis."""
+        bits = self.origins(tensor).movedim(axis, 0).flatten(1)
+        return [sum(1 << record for record in range(self._records) if bool((row & (1 << record)).any())) for row in bits]
+
+    def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Does an operation, and notes which records its results come from."""
+        operands = tensors_in((args, kwargs))
+        with torch._C.DisableTorchFunction():
+            bits: dict[int, Bits | None] = {id(each): found for each in operands if (found := self._bits(each)) is not None}
+            if bits and ASKING & set(func.tags) and not self._tells_one_bit(func, args):
+                self.leave(str(func))
+            result = func(*args, **kwargs) if self._products is None else self._products.meet(func, args, kwargs)
+            if bits and torch.Tag.inplace_view not in func.tags:
+                try:
+                    self._follow(Known(func, args, kwargs, result, bits, self._records), operands, func._schema.is_mutable)
+                except (RuntimeError, NotImplementedError, IndexError, ValueError) as error:  # bytes are no numbers to all
+                    self.leave(f"{func}: {error}")
+        return result
+
+    def leave(self, how: str) -> NoReturn:
+        """Ends the run, as values leave what can be followed."""
+        self.failed = UnfollowedError(how)
+        raise self.failed
+
+    def _tells_one_bit(self, func: Any, args: Any) -> bool:
+        """Whether a yes or no is read; or nothing, where an operation picks entries by places."""
+        if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten._unsafe_index):
+            return all(each is None or each.dtype != torch.bool or self._bits(each) is None for each in args[1])
+        self.decided = True
+        return func.overloadpacket is torch.ops.aten._local_scalar_dense and args[0].dtype == torch.bool
+
+    def _follow(self, known: Known, operands: list[torch.Tensor], writes: bool) -> None:
+        memories = {StorageWeakRef(each.untyped_storage()) for each in operands}
+        fresh = [writes or StorageWeakRef(each.untyped_storage()) not in memories for each in known.results]
+        if any(fresh):  # others show what is there already
+            for tensor, bits, new in zip(known.results, known.flow(), fresh, strict=True):
+                if new:
+                    self._keep(tensor, bits)
+
+    def _bits(self, tensor: torch.Tensor) -> Bits | None:
+        """Returns the bytes beside a tensor's entries, None if no record ever came there."""
+        if tensor.layout != torch.strided:
+            self.leave("a sparse tensor")
+        with torch._C.DisableTorchFunction():
+            found = self._bytes.get(StorageWeakRef(tensor.untyped_storage()))
+            if found is None or not tensor.numel():
+                return None
+            beside, size = found
+            if size != tensor.element_size() or len(beside) * size != tensor.untyped_storage().nbytes():
+                self.leave("memory that is read as other numbers")
+            return beside.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _keep(self, tensor: torch.Tensor, bits: Bits) -> None:
+        """Notes the bits of a tensor's entries, in a shape that expands to its own."""
+        if not tensor.numel():
+            return
+        memory, size = tensor.untyped_storage(), tensor.element_size()
+        key = StorageWeakRef(memory)
+        if key in self._bytes:
+            beside = self._bytes[key][0]
+        else:
+            beside = torch.zeros(memory.nbytes() // size, dtype=torch.uint8, device=tensor.device)
+            if len(self._bytes) > self._sweep_at:
+                self._bytes = {each: found for each, found in self._bytes.items() if not each.expired()}
+                self._sweep_at = len(self._bytes) + _SWEEP
+            self._bytes[key] = beside, size
+        beside.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(bits)

@@ -1,0 +1,299 @@
+"""Which records the results of PyTorch's operations may depend on, given those of their arguments.
+
+Bits never miss a record. They may name one too many: wherever that is so, a network is looked at in another way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from opacus_shuffle.permutation.finding.traced_run import Call, bind
+
+Bits: TypeAlias = torch.Tensor
+"""A byte for each entry of a tensor: bit i stands for record i."""
+
+
+class Known:
+    """One operation that was done, and what its operands come from.
+
+    Args:
+        func: The operation.
+        args: What it was given.
+        kwargs: Likewise.
+        result: What it gave.
+        bits: Those of each operand, by identity; None where no record matters.
+        records: How many there are.
+    """
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, result: Any, bits: dict[int, Bits | None], records: int) -> None:
+        self.call: Call = bind(func, args, kwargs, result)
+        self._done, self._bits, self._records = (func, args, kwargs), bits, records
+        seen = set(map(id, self.call.outputs))
+        self.results = [*self.call.outputs, *(each for each in self.call.written if id(each) not in seen)]
+
+    def flow(self) -> list[Bits]:
+        """Returns the bits of all results, those that are written to included, in shapes that expand to theirs."""
+        rule = RULES.get(self.call.name, _entry_by_entry if self.call.pointwise else _everything)
+        found = list(rule(self))
+        return [*found, *[self.together()] * (len(self.results) - len(found))]
+
+    def of(self, tensor: Any) -> Bits | None:
+        """Returns the bits of an operand."""
+        return self._bits.get(id(tensor))
+
+    def full(self, tensor: torch.Tensor) -> Bits:
+        """Returns the bits of an operand that may have none."""
+        found = self.of(tensor)
+        return torch.zeros(tensor.shape, dtype=torch.uint8, device=tensor.device) if found is None else found
+
+    def met(self) -> list[Bits]:
+        """Returns the bits of all operands that come from records."""
+        return [found for each in self.call.inputs if (found := self.of(each)) is not None]
+
+    def pooled(self, bits: Bits, axes: Iterable[int] | None = None) -> Bits:
+        """Returns what the entries along some axes come from together; these axes have length one then."""
+        chosen = sorted({axis % bits.dim() for axis in (range(bits.dim()) if axes is None else axes)}) if bits.dim() else []
+        if not chosen:
+            return bits
+        if not bits.numel():
+            return bits.new_zeros([1 if axis in chosen else size for axis, size in enumerate(bits.shape)])
+        highest = bits.amax(chosen, keepdim=True)
+        if bool((highest == bits.amin(chosen, keepdim=True)).all()):
+            return highest
+        return united((bits & (1 << record)).amax(chosen, keepdim=True) for record in range(self._records))
+
+    def together(self) -> Bits:
+        """Returns one number: all records that any operand comes from."""
+        return united(self.pooled(each).reshape(()) for each in self.met())
+
+    def again(self, bits_of: Callable[[torch.Tensor], torch.Tensor], **instead: Any) -> Bits:
+        """Does the operation once more, on other tensors than its operands; arguments by name are others as well."""
+        func = self._done[0]
+        arguments = {**self.call.arguments, **instead}
+        names = [each.name for each in func._schema.arguments]
+        values = tree_map_only(torch.Tensor, bits_of, [arguments[name] for name in names])
+        positional = sum(not each.kwarg_only for each in func._schema.arguments)
+        return func(*values[:positional], **dict(zip(names[positional:], values[positional:], strict=True)))  # type: ignore[no-any-return]
+
+
+Rule: TypeAlias = Callable[[Known], Sequence[Bits]]
+"""Returns the bits of each result, in shapes that expand to theirs; those of the last may be missing, and are of everything."""
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers the rule of some operations."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys((f"aten.{name}" for name in names), function))
+        return function
+
+    return register
+
+
+def united(bits: Iterable[Bits]) -> Bits:
+    """Returns what may come from any of these."""
+    return functools.reduce(torch.bitwise_or, bits)
+
+
+def _everything(known: Known) -> list[Bits]:
+    return []
+
+
+@rule("_to_copy", "clone", "native_dropout", "native_dropout_backward", "bernoulli", "masked_fill_", "masked_fill")
+def _entry_by_entry(known: Known) -> list[Bits]:
+    return [united(known.met())] * len(known.call.outputs)
+
+
+@rule("copy_", "copy", "fill_", "fill", "bernoulli_")
+def _filled(known: Known) -> list[Bits]:
+    """What lay there before does not matter."""
+    return [united([_nothing(known)[0], *(known.full(each) for each in known.call.inputs[1:])])]
+
+
+@rule(
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "zero_", "normal_"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "uniform_", "random_", "exponential_"),
+)
+def _nothing(known: Known) -> list[Bits]:
+    return [torch.zeros((), dtype=torch.uint8, device=each.device) for each in known.call.outputs]
+
+
+@rule(
+    *("cat", "stack", "repeat", "roll", "flip", "tril", "triu", "slice_backward", "select_backward", "slice_scatter"),
+    *("select_scatter", "diagonal_scatter", "diagonal_backward", "pixel_shuffle", "pixel_unshuffle", "im2col"),
+    *(
+        "reflection_pad1d",
+        "reflection_pad2d",
+        "reflection_pad3d",
+        "replication_pad1d",
+        "replication_pad2d",
+        "replication_pad3d",
+    ),
+)
+def _moved(known: Known) -> list[Bits]:
+    """Does with the bits what was done with the numbers: brings them to places that no number decides, or leaves zeros."""
+    return [known.again(known.full)]
+
+
+@rule("constant_pad_nd")
+def _padded(known: Known) -> list[Bits]:
+    return [known.again(known.full, value=0)]
+
+
+@rule("embedding")
+def _looked_up(known: Known) -> list[Bits]:
+    found = known.full(known.call["indices"]).unsqueeze(-1)
+    table = known.of(known.call["weight"])
+    return [found if table is None else found | known.pooled(table).reshape(())]
+
+
+@rule("gather", "index_select")
+def _picked(known: Known) -> list[Bits]:
+    """Where records decide which entries are picked, any along that axis may be."""
+    source, index, axis = known.call["self"], known.call["index"], known.call["dim"]
+    chosen = known.of(index)
+    data = known.full(source)
+    if chosen is None:
+        return [known.again(lambda each: data if each is source else each)]
+    if not source.dim() or (chosen.dim() > 1 and known.call.name == "aten.index_select"):
+        return []
+    data = known.pooled(data, [axis]).expand(source.shape).contiguous()
+    if known.call.name == "aten.index_select":
+        chosen = chosen.view([-1 if place == axis % source.dim() else 1 for place in range(source.dim())])
+    return [known.again(lambda each: data if each is source else each) | chosen]
+
+
+@rule("index", "_unsafe_index")
+def _indexed(known: Known) -> list[Bits]:
+    source, indices = known.call["self"], known.call["indices"]
+    if any(each is not None and each.dtype == torch.bool and known.of(each) is not None for each in indices):
+        return []
+    data = known.full(source)
+    decided = [axis for axis, each in enumerate(indices) if each is not None and known.of(each) is not None]
+    if decided and any(each is not None and each.dtype == torch.bool for each in indices):
+        return []  # axes that a mask takes more than one of are not counted here
+    if decided:
+        data = known.pooled(data, decided).expand(source.shape)
+    found = known.again(lambda each: data if each is source else each)
+    if not decided:
+        return [found]
+    given = [axis for axis, each in enumerate(indices) if each is not None]
+    together = given == list(range(given[0], given[-1] + 1))
+    after = source.dim() - 1 - given[-1] if together else source.dim() - len(given)
+    chosen = united(known.full(indices[axis]) for axis in decided)
+    return [found | chosen.reshape(*chosen.shape, *[1] * after)]
+
+
+def _along(known: Known, axes: Any) -> Bits:
+    """What slices along some axes come from together."""
+    return known.pooled(united(known.met()), None if axes is None or axes == [] else [axes] if isinstance(axes, int) else axes)
+
+
+@rule(
+    *("sum", "mean", "prod", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "any", "all", "logsumexp"),
+    *("argmax", "argmin", "norm", "linalg_vector_norm", "median", "nanmedian", "mode", "kthvalue", "nansum", "count_nonzero"),
+)
+def _reduced(known: Known) -> list[Bits]:
+    axes = known.call.arguments.get("dim")
+    if len(known.call.inputs) > 1 or known.call.out.dim() not in (known.call.inputs[0].dim(), _left(known, axes)):
+        return []  # the maximum of two tensors, which is another operation
+    found = _along(known, axes)
+    if found.dim() != known.call.out.dim():
+        chosen = range(found.dim()) if axes is None or axes == [] else [axes] if isinstance(axes, int) else axes
+        found = found.squeeze([axis % found.dim() for axis in chosen])
+    return [found] * len(known.call.outputs)
+
+
+def _left(known: Known, axes: Any) -> int:
+    dim: int = known.call.inputs[0].dim()
+    return 0 if axes is None or axes == [] else dim - (1 if isinstance(axes, int) else len(set(axes)))
+
+
+@rule(
+    *("_softmax", "_log_softmax", "_safe_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "cumsum", "cumprod"),
+    *("logcumsumexp", "cummax", "cummin", "sort", "topk"),
+)
+def _along_axis(known: Known) -> list[Bits]:
+    return [_along(known, known.call["dim"])] * len(known.call.outputs)
+
+
+@rule("mm", "bmm")
+def _product(known: Known) -> list[Bits]:
+    left, right = (known.of(each) for each in known.call.inputs[:2])
+    return [united(_sides(known, left, right))]
+
+
+def _sides(known: Known, left: Bits | None, right: Bits | None) -> list[Bits]:
+    rows = [] if left is None else [known.pooled(left, [-1])]
+    return rows if right is None else [*rows, known.pooled(right, [-2])]
+
+
+@rule("addmm", "baddbmm")
+def _sum_with_product(known: Known) -> list[Bits]:
+    bias, left, right = (known.of(each) for each in known.call.inputs)
+    return [united([*_sides(known, left, right), *([] if bias is None else [bias])])]
+
+
+@rule("mv")
+def _rows_by_vector(known: Known) -> list[Bits]:
+    matrix, vector = known.full(known.call["self"]), known.full(known.call["vec"])
+    return [known.pooled(matrix, [-1]).squeeze(-1) | known.pooled(vector)]
+
+
+@rule("native_layer_norm", "_fused_rms_norm")
+def _normed(known: Known) -> list[Bits]:
+    return [_along(known, range(-len(known.call["normalized_shape"]), 0))] * len(known.call.outputs)
+
+
+@rule("native_layer_norm_backward", "_fused_rms_norm_backward")
+def _norm_s_gradient(known: Known) -> list[Bits]:
+    if not known.call["output_mask"][0]:
+        return []
+    return [_along(known, range(-len(known.call["normalized_shape"]), 0))]
+
+
+LIES_IN_ROWS = frozenset(
+    ("self", "input", "grad_output", "grad_out", "query", "key", "value", "out", "logsumexp", "indices", "mean", "rstd", "grid")
+)
+"""Names of arguments whose first axis is the batch's, in operations that keep it apart."""
+
+
+@rule(
+    *("convolution", "native_group_norm", "max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d"),
+    *("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward", "avg_pool2d_backward", "avg_pool3d_backward"),
+    *("_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "adaptive_max_pool2d", "adaptive_max_pool2d_backward"),
+    *("_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "grid_sampler_2d", "grid_sampler_3d", "upsample_nearest1d"),
+    *("upsample_nearest2d", "upsample_bilinear2d", "upsample_linear1d", "upsample_bicubic2d", "upsample_nearest1d_backward"),
+    *("upsample_nearest2d_backward", "upsample_bilinear2d_backward", "upsample_linear1d_backward"),
+    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"),
+    *("convolution_backward", "native_group_norm_backward"),
+)
+def _row_by_row(known: Known) -> list[Bits]:
+    """Row n of a result comes from row n of what has the batch's rows, and from all the rest."""
+    mask = known.call.arguments.get("output_mask")
+    first = known.call.outputs[0]
+    if first.dim() < 2 or (mask is not None and not mask[0]):
+        return []  # without the first result, which is the one that has rows
+    rows = first.shape[0]
+    found = []
+    for name, each in known.call.arguments.items():
+        if not isinstance(each, torch.Tensor) or (bits := known.of(each)) is None:
+            continue
+        apart = (name in LIES_IN_ROWS or (name.startswith("attn_") and each.dim() == 4)) and each.dim() > 1
+        apart = apart and each.shape[0] == rows
+        found.append(known.pooled(bits, range(1, bits.dim())).reshape(-1) if apart else known.pooled(bits).reshape(1))
+    of_rows = united(found)
+    outputs = known.call.outputs if mask is None or "scaled_dot" in known.call.name else [first]
+    return [
+        of_rows.view(-1, *[1] * (each.dim() - 1)) if each.dim() > 1 and each.shape[0] == rows else known.together()
+        for each in outputs
+    ]

@@ -1,0 +1,252 @@
+"""Proves, where it can, that a network keeps records apart, by following them through one forward and one backward pass.
+
+What is proved: no output of a record comes from another one, and every layer with parameters finds in its i-th row what comes
+of record i alone, and gradients that come of it alone. Then a record's gradient is its own whatever the others are. A yes or no
+that was read from records (is any of them padded?) is taken as it came; so the outputs of one record are compared besides, with
+others beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from opacus.layers import DPGRU, DPLSTM, DPRNN
+from opacus.layers.dp_rnn import RNNLinear
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from opacus_shuffle.core.progress import enter_phase
+from opacus_shuffle.engine.mixed_records import (
+    all_same,
+    has_records,
+    rescaled,
+    untouched,
+    with_others,
+)
+from opacus_shuffle.engine.record_flow import RecordFlow
+from opacus_shuffle.permutation.finding.cheap_products import ASKING, LeftOutProducts, cheap_products
+from opacus_shuffle.permutation.finding.paths import LEAVING
+from opacus_shuffle.permutation.higher_order import InsightMode
+from opacus_shuffle.permutation.network import results, seed_draws, tensors_in
+from opacus_shuffle.permutation.sample_input import Call
+
+RECORDS = 4
+
+
+def are_apart(network: nn.Module, call_of: Callable[[int], tuple[int, Call]], *, axis: int = 0) -> bool:
+    """Returns whether it is proved that a network keeps records apart, for its outputs and for gradients of each record.
+
+    Args:
+        network: As it trains; left without a trace.
+        call_of: The arguments for so many records, or as many as there are, and how many they are.
+        axis: Where tensors have their records.
+
+    Returns:
+        True if it is proved; False if it is not, which says nothing.
+    """
+    enter_phase("whether they stay apart")
+    try:
+        records, call = call_of(RECORDS)
+        if records < 2:
+            return False
+        followed = _followed(network, call, records, axis)
+        return followed.apart and _others_do_not_matter(network, call, records, axis, decided=followed.decided)
+    except Exception:  # which the numerical comparison meets as well, or does not
+        return False
+
+
+def _followed(network: nn.Module, call: Call, records: int, axis: int) -> _Following:
+    """Runs the network without its products if no value of theirs matters, and in full otherwise."""
+    if all(each.device.type == "cpu" for each in (*network.parameters(), *network.buffers())):
+        with contextlib.suppress(Exception):  # zeros may be the reason
+            return _Following(network, call, records, axis, LeftOutProducts())
+    return _Following(network, call, records, axis, None)
+
+
+def _others_do_not_matter(network: nn.Module, call: Call, records: int, axis: int, *, decided: bool) -> bool:
+    """Returns whether a record's outputs stay beside several others, one at a time, and its gradients where those decide."""
+
+    def pair(kept: int, other: int) -> Call:
+        def cut(leaf: torch.Tensor) -> torch.Tensor:
+            return leaf.index_select(axis, torch.tensor([kept, other], device=leaf.device))
+
+        return tree_map_only(torch.Tensor, lambda leaf: cut(leaf) if has_records(leaf, records, axis) else leaf, call)  # type: ignore[no-any-return]
+
+    beside = [pair(0, records - 1), pair(0, 0), with_others(pair(0, 1), 2, axis, 0, rescaled)]
+    if decided:
+        also = [pair(1, records - 1), pair(1, 1), with_others(pair(1, 0), 2, axis, 0, rescaled)]
+        ways = max((_by_answers(network, each) for each in (beside, also)), key=len)
+        beside = ways if len(ways) > 1 else beside
+    found: list[list[torch.Tensor]] = []
+    for number, each in enumerate(beside):
+        try:
+            found.append(_first_rows(network, each, axis, backward=decided))
+        except Exception:
+            if number < 2:
+                return False
+            # The last may be what the network does not take, a probability above one, say.
+    return all(all_same(found[0], each) for each in found)
+
+
+def _by_answers(network: nn.Module, calls: list[Call]) -> list[Call]:
+    """Returns one call for each of the ways that a network goes, told by the values that it reads."""
+    ways: dict[tuple[Any, ...], Call] = {}
+    for each in calls:
+        with contextlib.suppress(Exception), untouched(network), torch.no_grad(), cheap_products(), _Answers() as answers:
+            seed_draws(0)
+            network(*each[0], **each[1])
+            ways.setdefault(tuple(answers.met), each)
+    return list(ways.values())
+
+
+def _first_rows(network: nn.Module, call: Call, axis: int, *, backward: bool) -> list[torch.Tensor]:
+    """Returns what a network gives for the first of two records, and the gradients at its layers where they are asked for."""
+    watched = hasattr(network, "autograd_grad_sample_hooks")  # Opacus's hooks look at passes with gradients alone
+    given: list[torch.Tensor] = []
+    layers = layers_with_parameters(network)
+    handles = [each.register_forward_hook(lambda _layer, _inputs, output: given.extend(results(output))) for each in layers]
+    try:
+        with untouched(network), torch.set_grad_enabled(backward and not watched):
+            seed_draws(0)
+            rows = [each for each in results(network(*call[0], **call[1])) if has_records(each, 2, axis)]
+            total = sum(each.select(axis, 0).sin().sum() for each in rows if each.requires_grad)
+            places = [each for each in given if each.requires_grad and has_records(each, 2, axis)]
+            if isinstance(total, torch.Tensor):
+                rows += [each for each in torch.autograd.grad(total, places, allow_unused=True) if each is not None]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [each.detach().select(axis, 0).clone() for each in (*rows, *places)]
+
+
+def layers_with_parameters(network: nn.Module) -> list[nn.Module]:
+    """Returns the modules that have parameters of their own to train; of a recurrent one, its cells."""
+    candidates = [each for each in network.modules() if type(each) not in (DPRNN, DPLSTM, DPGRU)]
+    return [each for each in candidates if any(own.requires_grad for own in each.parameters(recurse=False))]
+
+
+class _Answers(InsightMode):
+    """Notes the values that a network reads."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.met: list[Any] = []
+
+    def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Does an operation."""
+        result = func(*args, **kwargs)
+        if ASKING & set(func.tags) and not isinstance(result, torch.Tensor):
+            self.met.append(result)
+        return result
+
+
+class _Following:
+    """A run of a network in which records are followed.
+
+    Args:
+        network: It runs.
+        call: On these arguments.
+        records: How many there are.
+        axis: Where tensors have them.
+        products: Leaves products out.
+
+    Attributes:
+        apart: Whether no output has another record's values, and no row of a layer has.
+        decided: Whether a yes or no was read.
+    """
+
+    def __init__(self, network: nn.Module, call: Call, records: int, axis: int, products: LeftOutProducts | None) -> None:
+        self._network, self._records, self._axis = network, records, axis
+        self._products, self._flow = products, RecordFlow(records, products)
+        self._misplaced = False
+        self.apart = self._follow(call)
+        self.decided = self._flow.decided
+
+    def _follow(self, call: Call) -> bool:
+        copied = tree_map_only(torch.Tensor, lambda each: each.clone() if self._has_rows(each) else each, call)
+        for each in tensors_in(list(copied)):
+            if self._has_rows(each):
+                self._flow.mark(each, self._axis)
+        backward = not hasattr(
+            self._network, "autograd_grad_sample_hooks"
+        )  # Opacus's hooks look at passes with gradients alone
+        with untouched(self._network), torch.set_grad_enabled(backward), warnings.catch_warnings(), self._watched():
+            warnings.simplefilter("ignore")
+            seed_draws(0)
+            with self._modes():
+                outputs = [each for each in results(self._network(*copied[0], **copied[1])) if self._has_rows(each)]
+                told = [self._flow.rows(each, self._axis) for each in outputs]
+                if backward:
+                    self._go_back(outputs)
+        if self._flow.failed:
+            raise self._flow.failed
+        own = [1 << record for record in range(self._records)]
+        return not self._misplaced and own in told and all(map(self._apart, told))
+
+    def _has_rows(self, value: Any) -> bool:
+        return has_records(value, self._records, self._axis)
+
+    def _apart(self, rows: list[int]) -> bool:
+        return all(row in (0, 1 << record) for record, row in enumerate(rows))
+
+    def _go_back(self, outputs: list[torch.Tensor]) -> None:
+        """Computes gradients of a sum in which each record's outputs have weights of its own."""
+        total = torch.zeros(())
+        for each in outputs:
+            if each.requires_grad:
+                weights = torch.ones(each.shape, dtype=each.dtype, device=each.device)
+                self._flow.mark(weights, self._axis)
+                total = total.to(each) + (each * weights).sum()
+        parameters = [each for each in self._network.parameters() if each.requires_grad]
+        torch.autograd.grad(total, parameters, allow_unused=True)
+
+    @contextlib.contextmanager
+    def _modes(self) -> Iterator[None]:
+        with _Leaving(self._flow), self._flow if self._products is None else cheap_products(self._products, self._flow):
+            yield
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Looks at what layers with parameters get, and at gradients where Opacus takes them: behind all other hooks."""
+        handles = []
+        for each in layers_with_parameters(self._network):
+            handles += [each.register_forward_hook(self._look), each.register_full_backward_hook(self._look_back)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _look(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+        self._see(layer, inputs)
+        seen = (output,) if isinstance(output, torch.Tensor) else output
+        # Gradients of what lies in other results come to no hook, nor do those of a parameter that is one.
+        if not isinstance(seen, tuple) or len(results(output)) != len(seen) or any(each.is_leaf for each in results(output)):
+            self._misplaced = self._misplaced or any(each.requires_grad for each in results(output))
+
+    def _look_back(self, layer: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._see(layer, outputs)
+
+    def _see(self, layer: nn.Module, values: Any) -> None:
+        axis = 0 if isinstance(layer, RNNLinear) else self._axis  # one step of a recurrent layer
+        for each in tensors_in(values):
+            placed = has_records(each, self._records, axis) and self._apart(self._flow.rows(each, axis))
+            self._misplaced = self._misplaced or not placed
+
+
+class _Leaving(TorchFunctionMode):
+    """Notices values that leave PyTorch."""
+
+    def __init__(self, flow: RecordFlow) -> None:
+        super().__init__()
+        self._flow = flow
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in LEAVING and bool(self._flow.origins(args[0]).any()):
+            self._flow.leave(func.__name__)
+        return func(*args, **(kwargs or {}))

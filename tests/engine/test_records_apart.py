@@ -1,0 +1,203 @@
+"""What keeps records apart is proved to do so without many passes; what does not is never said to."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers.records_together import APART, MISPLACED, MIXING, Between, Inside
+from opacus.layers import DPLSTM, DPMultiheadAttention
+from torch import nn
+
+from opacus_shuffle.engine import records_apart
+from opacus_shuffle.engine.records_apart import are_apart
+
+
+def proved(network, *args, **keywords):
+    """Whether it is proved on the first rows of these arguments."""
+
+    def call_of(records):
+        def cut(value):
+            return value[:records] if isinstance(value, torch.Tensor) else value
+
+        return records, (tuple(map(cut, args)), {name: cut(value) for name, value in keywords.items()})
+
+    return are_apart(network.train(), call_of)
+
+
+class Reading(nn.Module):
+    """A network in which something is read from all records, and does something to each."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(5, 6), nn.Linear(6, 3), function
+
+    def forward(self, x, mask):
+        return self.last(self.function(torch.tanh(self.first(x)), mask))
+
+
+def convolutional():
+    return nn.Sequential(
+        *(nn.Conv2d(1, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3, stride=2)),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.3), nn.Linear(4, 3)),
+    )
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside, self.outside = DPMultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.outside(self.inside(x, x, x)[0].mean(1))
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.last = DPLSTM(5, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.last(self.cell(x)[0][:, -1])
+
+
+PLAIN = {
+    "a convolutional network": (convolutional, lambda: torch.randn(6, 1, 12, 12)),
+    "attention": (Attending, lambda: torch.randn(6, 5, 8)),
+    "a recurrent network": (Remembering, lambda: torch.randn(6, 5, 5)),
+    **{name: (lambda function=function: Inside(function), lambda: torch.randn(6, 5)) for name, function in APART.items()},
+}
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_networks_are_proved(name):
+    build, data = PLAIN[name]
+    assert proved(build(), data())
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "llama"])
+def test_transformers_are_proved(name):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 12, "num_labels": 2}
+    ids, mask = torch.randint(1, 30, (6, 7)), (torch.arange(7) < torch.tensor([[7], [4], [7], [5], [7], [3]])).long()
+    if name == "vit":
+        network = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=8, patch_size=4))
+        assert proved(network, pixel_values=torch.randn(6, 3, 8, 8))
+        return
+    from opacus_shuffle import prepare_model
+
+    if name == "bert":
+        network = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, vocab_size=30))
+    elif name == "gpt2":
+        network = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=30, n_embd=8, n_layer=1, n_head=2))
+    else:
+        config = transformers.LlamaConfig(**sizes, vocab_size=30, num_key_value_heads=1)
+        network = transformers.LlamaForCausalLM(config)
+    assert proved(prepare_model(network), input_ids=ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_records_that_mix_are_never_proved_apart(name):
+    assert not proved(Inside(MIXING[name]), torch.randn(6, 5))
+
+
+@pytest.mark.parametrize("name", MISPLACED)
+def test_layers_that_see_records_elsewhere_are_never_proved(name):
+    assert not proved(Between(MISPLACED[name]), torch.randn(6, 5))
+
+
+class HookedFirst(nn.Module):
+    """The gradients of its first layer, before which there is none, are scaled by the batch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda each: each / each.abs().max())
+        return self.last(hidden.tanh())
+
+
+def test_gradients_that_are_mixed_behind_the_first_layer_are_not_proved_apart():
+    assert not proved(HookedFirst(), torch.randn(6, 5))
+
+
+class MixedBackwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient - gradient.mean(0)
+
+
+READ = {
+    "a number": lambda h, mask: h / h.abs().max().item(),
+    "NumPy": lambda h, mask: h + torch.from_numpy(h.detach().numpy().mean(0)),
+    "a list": lambda h, mask: h * max(map(max, h.detach().tolist())),
+    "a deep copy": lambda h, mask: h + copy.deepcopy(h.detach()).mean(0),
+    "a length": lambda h, mask: h * len(h[h[:, 0] > 0]),
+    "a yes or no about masks": lambda h, mask: h if bool(mask.all()) else 2 * h,
+    "a yes or no about masks, in gradients alone": lambda h, mask: (
+        h.detach() + 0.1 * h - 0.1 * h.detach() if bool(mask.all()) else h
+    ),
+    "mixed backwards": lambda h, mask: MixedBackwards.apply(h),
+    "a matrix of all": lambda h, mask: h @ (h.T @ h),
+    "a sum that is exactly zero": lambda h, mask: h + 0 * h.sum(),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_read_from_all_records_and_returned_is_never_proved_apart(name):
+    masks = torch.tensor([[1, 1], [1, 1], [1, 0], [1, 0], [1, 1], [1, 0]]).bool()
+    assert not proved(Reading(READ[name]), torch.randn(6, 5), masks)
+
+
+def test_a_yes_or_no_that_changes_nothing_is_no_obstacle():
+    masks = torch.tensor([[1, 1], [1, 1], [1, 0], [1, 0], [1, 1], [1, 0]]).bool()
+    network = Reading(lambda h, mask: h if bool(mask.all()) else h * torch.ones_like(mask[:, :1]))
+    assert proved(network, torch.randn(6, 5), masks)
+
+
+def test_outputs_without_rows_prove_nothing():
+    class Summed(Inside):
+        def forward(self, x):
+            return super().forward(x).sum()
+
+    assert not proved(Summed(torch.tanh), torch.randn(6, 5))
+
+
+def test_looking_leaves_no_trace():
+    network = convolutional().train()
+    network.register_buffer("seen", torch.zeros(2))
+    network.register_forward_pre_hook(lambda module, inputs: (*inputs, module.seen.add_(1))[:-1])
+    before, draws = copy.deepcopy(network.state_dict()), torch.get_rng_state()
+    assert proved(network, torch.randn(6, 1, 12, 12, generator=torch.Generator().manual_seed(0)))
+    assert all(torch.equal(each, before[name]) for name, each in network.state_dict().items())
+    assert torch.equal(draws, torch.get_rng_state())
+    assert all(each.grad is None for each in network.parameters())
+    assert not any(each._backward_hooks or each._forward_hooks for each in network.modules())  # the pre-hook is the test's
+
+
+def test_products_are_computed_where_their_values_are_read(monkeypatch):
+    """The mean of products decides, but only of one record's: nothing is proved of zeros."""
+    runs = []
+    follow = records_apart._Following.__init__
+
+    def noted(self, network, call, records, axis, products):
+        runs.append(products is None)
+        follow(self, network, call, records, axis, products)
+
+    monkeypatch.setattr(records_apart._Following, "__init__", noted)
+    network = Reading(lambda h, mask: h if bool((h.mean() > -5).all()) else h - h.mean(0))
+    assert proved(network, torch.randn(6, 5), torch.ones(6, 2))
+    assert runs == [False, True]
