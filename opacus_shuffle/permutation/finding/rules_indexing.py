@@ -26,19 +26,20 @@ from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun
 @rule("index")
 def indexed(run: TracedRun, call: Call) -> None:
     """Chooses by positions or by a mask along some dimensions: fixed there, untouched elsewhere."""
-    left, place = _untouched(run, call)
+    source = run.dimensions(call["self"])
+    left, place = _untouched(run, call, source)
     chosen = fixed_dimensions(call.out.shape[place : place + call.out.dim() - len(left)])
     dims = [(dim, index) for dim, index in enumerate(call["indices"]) if index is not None]
     if len(dims) == 1 and dims[0][1].dtype not in MASKS:
-        run.choices.choose(dims[0][1], [axis for each in chosen for axis in each], run.dimensions(call["self"])[dims[0][0]])
+        run.choices.choose(dims[0][1], [axis for each in chosen for axis in each], source[dims[0][0]])
     run.set(call.out, [*left[:place], *chosen, *left[place:]])
 
 
 @rule("index_put _index_put_impl")
 def index_put(run: TracedRun, call: Call) -> None:
     """Writes at positions along some dimensions: fixed there; elsewhere the values' axes are those of the target."""
-    values = call["values"]
-    left, place = _untouched(run, call)
+    target, values = run.dimensions(call["self"]), call["values"]
+    left, place = _untouched(run, call, target)
     chosen = max(1 if index.dtype in MASKS else index.dim() for index in call["indices"] if index is not None)
     labels: list[Factors | None] = [*left[:place], *[None] * chosen, *left[place:]]
     for dim in range(-values.dim(), 0):
@@ -47,16 +48,16 @@ def index_put(run: TracedRun, call: Call) -> None:
                 fix_all(run.dimensions(values)[dim])
             else:
                 unify_all(run.dimensions(values)[dim], meant)
-    run.set(call.out, run.dimensions(call["self"]))
+    run.set(call.out, target)
     run.occurrences.append(left)
 
 
 MASKS = (torch.bool, torch.uint8)
 
 
-def _untouched(run: TracedRun, call: Call) -> tuple[Dimensions, int]:
+def _untouched(run: TracedRun, call: Call, dims: Dimensions) -> tuple[Dimensions, int]:
     """Fixes where ``self[indices]`` chooses; returns the other dimensions, and before which of them the chosen ones come."""
-    dims, used = run.dimensions(call["self"]), []
+    used: list[int] = []
     dim = 0
     for index in call["indices"]:
         width = index.dim() if index is not None and index.dtype in MASKS else 1

@@ -49,6 +49,7 @@ def parity(h: torch.Tensor) -> torch.Tensor:
 
 SCATTERED = {
     "rows are summed": (lambda h: h.new_zeros(2, HIDDEN).scatter_add(0, parity(h), h)[parity(h)[:, 0]], FREE),
+    "rows are put into zeros": (lambda h: h.new_zeros(len(h), HIDDEN).index_put((torch.arange(2),), h[:2]), FREE),
     "rows overwrite": (lambda h: h.new_zeros(2, HIDDEN).scatter(0, parity(h), h)[parity(h)[:, 0]], FREE),
     "units are summed by sign": (lambda h: two(h).scatter_add(1, positive(h), h), FREE),
     "units are multiplied by sign": (lambda h: two(h).scatter_reduce(1, positive(h), h, "prod", include_self=False), FREE),
