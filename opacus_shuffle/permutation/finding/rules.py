@@ -47,6 +47,10 @@ def find_rule(call: Call) -> Rule | None:
 @rule("copy fill zero native_dropout _fused_dropout bernoulli rand_like randn_like uniform exponential cauchy geometric")
 @rule("log_normal poisson binomial _standard_gamma")
 @rule("rrelu_with_noise hardswish log_sigmoid_forward _prelu_kernel prelu polar complex")
+@rule("fake_quantize_per_tensor_affine_cachemask _fake_quantize_per_tensor_affine_cachemask_tensor_qparams")
+@rule("softplus_backward elu_backward leaky_relu_backward hardtanh_backward hardswish_backward hardsigmoid_backward")
+@rule("log_sigmoid_backward softshrink_backward mish_backward rrelu_with_noise_backward _prelu_kernel_backward")
+@rule("mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward binary_cross_entropy_backward")
 # Of these PyTorch does not mark every variant as working entry by entry.
 @rule("masked_fill rsub threshold gelu mish abs eq ne ge gt le lt copysign gcd lcm heaviside")
 def elementwise(run: TracedRun, call: Call) -> None:

@@ -147,6 +147,17 @@ def embedded(run: TracedRun, call: Call) -> None:
     run.contraction(call.out)
 
 
+@rule("embedding_dense_backward")
+def embedding_backward(run: TracedRun, call: Call) -> None:
+    """Adds up what comes to each row: fixed; columns are free."""
+    *places, columns = run.dimensions(call["grad_output"])
+    run.fix([call["indices"]])
+    fix_all(*places)
+    run.set(call.out, [fixed_factors(call.out.shape[0]), columns])
+    run.occurrences.append([columns])
+    run.contraction(call.out)
+
+
 @rule("embedding_renorm")
 def embedding_renorm(run: TracedRun, call: Call) -> None:
     """Shortens the rows that the input chooses to a norm, to which all columns contribute alike."""

@@ -1,8 +1,7 @@
-"""Rules of the operations that sum: products, convolutions, normalisation, softmax, reductions, pooling."""
+"""Rules of the operations that sum: products, normalisation, softmax, reductions."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from opacus_shuffle.permutation.finding.labels import (
@@ -18,12 +17,13 @@ from opacus_shuffle.permutation.finding.labels import (
     split_sum,
     unify,
     unify_all,
+    unify_dimensions,
 )
 from opacus_shuffle.permutation.finding.rules import as_list, broadcast, elementwise, rule
 from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun
 
 
-@rule("mm bmm matmul mv dot vdot addmm baddbmm addmv _sparse_addmm linear")
+@rule("mm bmm matmul mv dot vdot addmm baddbmm addbmm addmv _sparse_addmm linear")
 def matrix_product(run: TracedRun, call: Call) -> None:
     """Makes the contracted axes one, and batch axes too; a bias follows the result."""
     name = call.name.removesuffix("_").removeprefix("aten.")
@@ -39,7 +39,7 @@ def matrix_product(run: TracedRun, call: Call) -> None:
     if batched:
         unify_all(left[0], right[0])
     columns = right[-1:] if len(right) > 1 else []
-    result = [*left[:-1], *columns]
+    result = [*left[name == "addbmm" : -1], *columns]
     if bias is not None:
         for dim in range(-bias.dim(), 0):
             if bias.shape[dim] > 1:
@@ -55,7 +55,7 @@ def matrix_product(run: TracedRun, call: Call) -> None:
     run.contraction(call.out)
 
 
-@rule("_cdist_forward _euclidean_dist _pdist_forward")
+@rule("_cdist_forward _cdist_backward _euclidean_dist _pdist_forward")
 def distances(run: TracedRun, call: Call) -> None:
     """Measures rows against rows: every norm treats the coordinates alike. Of pairs in one tensor the rows are fixed."""
     if call.name == "aten._pdist_forward":
@@ -66,16 +66,26 @@ def distances(run: TracedRun, call: Call) -> None:
     else:
         left, right = run.dimensions(call["x1"]), run.dimensions(call["x2"])
         unify_all(left[-1], right[-1])
-        result = [*broadcast([left[:-2], right[:-2]], call.out.dim() - 2), left[-2], right[-2]]
+        batch = broadcast([left[:-2], right[:-2]], call.out.dim() - 2)
+        result = [*batch, left[-2], right[-2]]
         run.occurrences.append([*result, left[-1]])
-        run.set(call.out, result)
+        for name in ("grad", "cdist") if "grad" in call.arguments else ():
+            unify_dimensions(run.dimensions(call[name]), result)
+        run.set(call.out, [*batch, *left[-2:]] if "grad" in call.arguments else result)
     run.contraction(call.out)
 
 
-@rule("mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits")
+@rule("addr")
+def outer_product(run: TracedRun, call: Call) -> None:
+    """Adds the products of two vectors' entries."""
+    (rows,), (columns,) = run.dimensions(call["vec1"]), run.dimensions(call["vec2"])
+    run.set(call.out, broadcast([[rows, columns], run.dimensions(call["self"])], 2))
+
+
+@rule("dist mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits")
 def loss(run: TracedRun, call: Call) -> None:
-    """Compares entry by entry, and takes the sum or the mean of all if told to."""
-    if call["reduction"] == 0:
+    """Compares entry by entry, and takes the sum, the mean or a norm of all if told to."""
+    if call.arguments.get("reduction") == 0:
         elementwise(run, call)
     else:
         run.occurrences.append(broadcast(map(run.dimensions, call.inputs), max(tensor.dim() for tensor in call.inputs)))
@@ -100,38 +110,6 @@ def grouped_product(run: TracedRun, call: Call) -> None:
     run.contraction(call.out)
 
 
-@rule("convolution _convolution cudnn_convolution mkldnn_convolution")
-def convolution(run: TracedRun, call: Call) -> None:
-    """Links channels in and out, group by group; kernel taps and places are fixed."""
-    source, kernel, groups = call.inputs[0], call.inputs[1], int(call["groups"])
-    places = kernel.dim() - 2
-    dims, weight = run.dimensions(source), run.dimensions(kernel)
-    channels = dims[-places - 1]
-    fix_all(*weight[2:], *dims[-places:])
-    result, entering = weight[:2]
-    if groups == 1:
-        if call.arguments.get("transposed"):
-            entering, result = result, entering
-        unify_all(channels, entering)
-        run.occurrences.append([dims[0], channels, result])
-    elif call.arguments.get("transposed"):  # input (group, in), kernel ((group, in), out), result (group, out)
-        unify_all(channels, result)
-        group, inside = regroup(channels, [groups, kernel.shape[0] // groups])
-        run.occurrences.append([dims[0], group, inside, entering])
-        result = [*group, *entering]
-    else:  # input (group, in), kernel ((group, out), in), result (group, out)
-        group_in, inside = regroup(channels, [groups, source.shape[-places - 1] // groups])
-        group_out, outside = regroup(result, [groups, kernel.shape[0] // groups])
-        unify_all(group_in, group_out)
-        unify_all(inside, entering)
-        run.occurrences.append([dims[0], group_in, inside, outside])
-    for bias in call.inputs[2:3]:
-        unify_all(run.dimensions(bias)[0], result)
-    head = [dims[0]] if source.dim() == places + 2 else []
-    run.set(call.out, [*head, result, *fixed_dimensions(call.out.shape[-places:])])
-    run.contraction(call.out)
-
-
 @rule("native_layer_norm rms_norm _fused_rms_norm layer_norm")
 def layer_norm(run: TracedRun, call: Call) -> None:
     """Treats the normalised axes alike; scale and shift follow them."""
@@ -141,6 +119,17 @@ def layer_norm(run: TracedRun, call: Call) -> None:
         for dim in normalised:
             unify_all(run.dimensions(parameter)[dim], dims[dim])
     _symmetric(run, call, dims, normalised)
+
+
+@rule("native_layer_norm_backward _fused_rms_norm_backward")
+def layer_norm_backward(run: TracedRun, call: Call) -> None:
+    """Treats the normalised axes alike; gradients of scale and shift are summed over all others."""
+    dims = broadcast(map(run.dimensions, call.inputs), call["input"].dim())
+    count = len(call["normalized_shape"])
+    run.reduced(dims, range(-count, 0))
+    for tensor in call.outputs:
+        run.set(tensor, dims if tensor.dim() == len(dims) else dims[-count:])
+    run.contraction(*call.outputs)
 
 
 @rule("native_group_norm")
@@ -158,24 +147,47 @@ def group_norm(run: TracedRun, call: Call) -> None:
         run.set(tensor, [dims[0], group])
 
 
+@rule("native_group_norm_backward")
+def group_norm_backward(run: TracedRun, call: Call) -> None:
+    """Treats the channels of a group alike, and the groups."""
+    dims, groups = run.dimensions(call["input"]), int(call["group"])
+    unify_dimensions(run.dimensions(call["grad_out"]), dims)
+    group, inside = regroup(dims[1], [groups, int(call["C"]) // groups])
+    statistics = [dims[0], group]
+    for tensor in call.inputs[2:]:
+        unify_dimensions(run.dimensions(tensor), statistics if tensor.dim() == 2 else [dims[1]])
+    run.occurrences.append(statistics)
+    for tensor in call.outputs:
+        run.set(tensor, [dims[0], [*group, *inside], *dims[2:]] if tensor.dim() == len(dims) else [dims[1]])
+    run.contraction(*call.outputs)
+
+
 @rule("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm")
-@rule("_batch_norm_with_update _batch_norm_no_update batch_norm")
+@rule("_batch_norm_with_update _batch_norm_no_update batch_norm native_batch_norm_backward cudnn_batch_norm_backward")
 def batch_norm(run: TracedRun, call: Call) -> None:
-    """Works channel by channel; scale, shift and running statistics follow."""
-    source, *statistics = call.inputs
+    """Works channel by channel; scale, shift, statistics and gradients follow."""
+    source = call["input"]
     dims = run.dimensions(source)
-    for parameter in statistics:
-        unify_all(run.dimensions(parameter)[0], dims[1])
+    for tensor in call.inputs:
+        unify_dimensions(run.dimensions(tensor), dims if tensor.dim() == len(dims) else [dims[1]])
     run.reduced(dims, [i for i in range(len(dims)) if i != 1])
-    run.set(call.out, dims)
-    for tensor in call.outputs[1:]:
-        run.set(tensor, [dims[1]] if tensor.shape == source.shape[1:2] else fixed_dimensions(tensor.shape))
+    for tensor in call.outputs:
+        each = dims if tensor.shape == source.shape else [dims[1]]
+        run.set(tensor, each if tensor.shape in (source.shape, source.shape[1:2]) else fixed_dimensions(tensor.shape))
 
 
 @rule("_softmax _log_softmax _safe_softmax softmax log_softmax")
 def softmax(run: TracedRun, call: Call) -> None:
     """Treats all entries along its dimension alike."""
     _symmetric(run, call, run.dimensions(call["self"]), [call["dim"]])
+
+
+@rule("_softmax_backward_data _log_softmax_backward_data")
+def softmax_backward(run: TracedRun, call: Call) -> None:
+    """Treats all entries along its dimension alike."""
+    dims = run.dimensions(call["output"])
+    unify_dimensions(run.dimensions(call["grad_output"]), dims)
+    _symmetric(run, call, dims, [call["dim"]])
 
 
 @rule("linalg_vector_norm norm mean sum nansum prod amax amin any all _is_all_true _is_any_true logsumexp aminmax")
@@ -195,67 +207,18 @@ def reduction(run: TracedRun, call: Call) -> None:
         run.set(tensor, [[] if dim in gone else each for dim, each in enumerate(dims) if keep or dim not in gone])
 
 
-@rule("glu")
+@rule("glu glu_backward")
 def glu(run: TracedRun, call: Call) -> None:
     """Multiplies two halves of one axis."""
     dims = list(run.dimensions(call["self"]))
     dim = call["dim"] % len(dims)
-    half = call.out.shape[dim]
+    half = call["self"].shape[dim] // 2
     one, other = split_sum(product(factors(dims[dim])), [half, half])
     unify(one, other)
-    dims[dim] = [one]
-    run.set(call.out, dims)
-
-
-@rule("max_pool2d_with_indices max_pool3d_with_indices max_pool2d max_pool1d avg_pool1d avg_pool2d avg_pool3d")
-@rule("_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d")
-@rule("upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d")
-@rule("upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa grid_sampler_3d")
-@rule("_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d replication_pad3d")
-@rule("_upsample_bicubic2d_aa replication_pad1d replication_pad2d grid_sampler_2d cudnn_grid_sampler mkldnn_max_pool2d")
-def pooling(run: TracedRun, call: Call) -> None:
-    """Works channel by channel; places are fixed."""
-    source = call.inputs[0]
-    places = 1 if "1d" in call.name else 3 if "3d" in call.name else 2
-    dims = run.dimensions(source)
-    fix_all(*dims[-places:])
-    for grid in call.inputs[1:]:
-        records, *rest = run.dimensions(grid)
-        unify_all(records, dims[0])
-        fix_all(*rest)
-    for tensor in call.outputs:
-        run.set(tensor, [*dims[:-places], *fixed_dimensions(tensor.shape[-places:])])
-
-
-@rule("fractional_max_pool2d fractional_max_pool3d")
-def fractional_pooling(run: TracedRun, call: Call) -> None:
-    """Works channel by channel, in windows drawn for each channel of each record."""
-    source, draws = run.dimensions(call["self"]), run.dimensions(call["random_samples"])
-    places = call["random_samples"].shape[-1]
-    fix_all(*source[-places:], draws[-1])
-    for one, other in zip(source[:-places], draws[places - len(source) - 1 : -1], strict=True):
-        unify_all(one, other)
-    for tensor in call.outputs:
-        run.set(tensor, [*source[:-places], *fixed_dimensions(tensor.shape[-places:])])
-
-
-@rule("im2col")
-def unfolded(run: TracedRun, call: Call) -> None:
-    """Makes patches: (channel, tap) by place."""
-    dims = run.dimensions(call["self"])
-    fix_all(*dims[-2:])
-    taps = fixed_factors(math.prod(call["kernel_size"]))
-    run.set(call.out, [*dims[:-3], [*dims[-3], *taps], fixed_factors(call.out.shape[-1])])
-
-
-@rule("col2im")
-def folded(run: TracedRun, call: Call) -> None:
-    """Adds up patches, (channel, tap) by place, where they came from."""
-    dims = run.dimensions(call["self"])
-    taps = math.prod(call["kernel_size"])
-    channels, inside = regroup(dims[-2], [call["self"].shape[-2] // taps, taps])
-    fix_all(inside, dims[-1])
-    run.set(call.out, [*dims[:-2], channels, *fixed_dimensions(call.out.shape[-2:])])
+    result = [*dims[:dim], [one], *dims[dim + 1 :]]
+    if "grad_output" in call.arguments:
+        unify_dimensions(run.dimensions(call["grad_output"]), result)
+    run.set(call.out, dims if "grad_output" in call.arguments else result)
 
 
 @rule("renorm")
@@ -263,6 +226,16 @@ def renorm(run: TracedRun, call: Call) -> None:
     """Shortens the slices along one axis to a norm, to which all their entries contribute alike."""
     dims = run.dimensions(call["self"])
     _symmetric(run, call, dims, [dim for dim in range(len(dims)) if dim != call["dim"] % len(dims)])
+
+
+@rule("fake_quantize_per_channel_affine_cachemask")
+def quantised(run: TracedRun, call: Call) -> None:
+    """Rounds entry by entry, with a step and a zero for each place of one axis."""
+    dims = run.dimensions(call["self"])
+    for parameter in call.inputs[1:]:
+        unify_all(run.dimensions(parameter)[0], dims[call["axis"]])
+    for tensor in call.outputs:
+        run.set(tensor, dims)
 
 
 @rule("_weight_norm_interface _weight_norm")

@@ -6,7 +6,15 @@ after has fixed places. Where they stood before depends on their order, and with
 
 from __future__ import annotations
 
-from opacus_shuffle.permutation.finding.labels import fix_all, fixed_factors
+import torch
+
+from opacus_shuffle.permutation.finding.labels import (
+    IncompatibleError,
+    fix_all,
+    fixed_dimensions,
+    fixed_factors,
+    unify_dimensions,
+)
 from opacus_shuffle.permutation.finding.rules import as_list, rule, with_fixed
 from opacus_shuffle.permutation.finding.rules_layers import reduction
 from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun
@@ -33,6 +41,38 @@ def ranked(run: TracedRun, call: Call) -> None:
         dims[dim : dim + 1] = [fixed_factors(values.shape[dim])] if values.dim() == len(dims) else []
     for tensor in call.outputs:
         run.set(tensor, dims)
+
+
+@rule("histc histogram bincount")
+def counted(run: TracedRun, call: Call) -> None:
+    """Counts entries by their values, whatever their order was; each weight belongs to the entry at its own place."""
+    weights = call.arguments.get("weights", call.arguments.get("weight"))
+    if weights is not None:
+        unify_dimensions(run.dimensions(weights), run.dimensions(call["self"]))
+    run.fix([call["bins"]] if isinstance(call.arguments.get("bins"), torch.Tensor) else [])
+    for tensor in call.outputs:
+        run.set(tensor, fixed_dimensions(tensor.shape))
+
+
+@rule("_unique2")
+def different(run: TracedRun, call: Call) -> None:
+    """Lists the values that occur, in order. Of several NaN, which all differ, it depends on their order which is which."""
+    values, places, counts = call.outputs
+    entries = run.dimensions(call["self"])
+    if not call["sorted"] or (call.reads(places) and call["self"].is_floating_point()):
+        fix_all(*entries)
+    run.set(places, entries if call["return_inverse"] else fixed_dimensions(places.shape))
+    for tensor in (values, counts):
+        run.set(tensor, fixed_dimensions(tensor.shape))
+
+
+@rule("isin")
+def contained(run: TracedRun, call: Call) -> None:
+    """Says of each entry whether it is one of some values, in whatever order these are."""
+    if call["assume_unique"]:
+        raise IncompatibleError
+    elements = call.arguments.get("elements")
+    run.set(call.out, [] if elements is None else run.dimensions(elements))
 
 
 @rule("flip roll cumsum cumprod logcumsumexp cummax cummin _fft_c2c _fft_r2c _fft_c2r tril triu index_select")

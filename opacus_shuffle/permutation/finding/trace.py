@@ -13,9 +13,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from opacus_shuffle.permutation.finding import (  # noqa: F401  (they register their rules)
+    rules_algebra,
     rules_indexing,
     rules_layers,
     rules_order,
+    rules_places,
     rules_shapes,
 )
 from opacus_shuffle.permutation.finding.draws import Draws
@@ -29,6 +31,10 @@ from opacus_shuffle.permutation.network import kept_activations, plain_attention
 
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 RESTRIDE = (torch.ops.aten.as_strided, torch.ops.aten.as_strided_)
+REPLACING = (torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_)
+"""What gives a tensor another memory, or more of it."""
+
+Strides = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Tracer(InsightMode):
@@ -48,6 +54,7 @@ class Tracer(InsightMode):
         self._draws = Draws() if draws is None else draws
         self._paused = False
         self._events: list[Event] = []
+        self._reshaped: list[tuple[torch.Tensor, Strides, Strides]] = []  # in place: before and after
         self._kept: set[int] = set()
         # Fused kernels would make of a recurrent layer one operation that nobody can look into.
         self._recurrent = any(isinstance(each, nn.RNNBase) for each in network.modules())
@@ -74,12 +81,25 @@ class Tracer(InsightMode):
         kept = kept_activations(self._network)
         self._kept = {id(tensor) for tensor in kept}
         buffers = list(self._network.buffers())
-        rest = label_live(self._events, [*results(outputs), *kept, *buffers], [*self._network.parameters(), *buffers])
-        self._events = []
-        unreached = {name: self.run.tensors[name] for name in self.run.unreached()}
-        if unreached:
-            self.run.unused.label(depending(rest, unreached), self.run.occurrences, self.run.dimensions)
+        with self._as_before() as events:
+            rest = label_live(events, [*results(outputs), *kept, *buffers], [*self._network.parameters(), *buffers])
+            unreached = {name: self.run.tensors[name] for name in self.run.unreached()}
+            if unreached:
+                self.run.unused.label(depending(rest, unreached), self.run.occurrences, self.run.dimensions)
         return outputs
+
+    @contextlib.contextmanager
+    def _as_before(self) -> Iterator[list[Event]]:
+        """Gives what happened so far, to be labelled inside: there, tensors have the shapes that they had before all of it."""
+        events, reshaped = self._events, self._reshaped
+        self._events, self._reshaped = [], []
+        for tensor, before, _ in reversed(reshaped):
+            _restride(tensor, before)
+        try:
+            yield events
+        finally:
+            for tensor, _, after in reshaped:
+                _restride(tensor, after)
 
     def note(self, event: Event) -> None:
         """Notes what is to be labelled in the end."""
@@ -98,11 +118,16 @@ class Tracer(InsightMode):
         """Notes what an operation did."""
         strides = args[0].stride() if func.overloadpacket in RESTRIDE else None
         constant = self._draws.is_constant(func, args, kwargs)
-        if torch.Tag.inplace_view in func.tags and func.overloadpacket is not torch.ops.aten.detach_:
-            # Labels so far are of the shapes so far.
-            label_all(self._events)
-            self._events = []
+        reshapes = torch.Tag.inplace_view in func.tags and func.overloadpacket is not torch.ops.aten.detach_
+        if reshapes and func.overloadpacket in REPLACING:
+            with self._as_before() as events:  # its memory is another one from here on
+                label_all(events)
+        before = _strides(args[0]) if reshapes else None
         result = func(*args, **kwargs)
+        if before is not None and func.overloadpacket not in REPLACING:
+            after = _strides(args[0])
+            self._reshaped.append((args[0], before, after))
+            self.note(Event([], [], lambda: _restride(args[0], after), matters=True))
         if strides is not None and _same_entries(args, strides):
             if result is not args[0]:
                 self.note(Event(args[:1], [result], lambda: self.run.copy_labels(result, args[0])))
@@ -151,6 +176,16 @@ def _show(run: TracedRun, tensor: torch.Tensor, source: torch.Tensor) -> None:
         run.fix([tensor, source])
     run.use([source])
     run.choices.forget([tensor])
+
+
+def _strides(tensor: torch.Tensor) -> Strides:
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+def _restride(tensor: torch.Tensor, strides: Strides) -> None:
+    """Has a tensor show its memory in another shape."""
+    with torch.no_grad():
+        tensor.as_strided_(*strides)
 
 
 def _same_entries(args: Sequence[Any], strides: Sequence[int]) -> bool:

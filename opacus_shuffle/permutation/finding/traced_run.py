@@ -167,7 +167,8 @@ class TracedRun:
 
     def label(self, call: Call, rule: Callable[[TracedRun, Call], None] | None) -> None:
         """Labels what an operation returned by its rule; without one, fixes all that it touches."""
-        self.newly_written.update(self._equal_entries[tensor] for tensor in call.written if tensor in self._equal_entries)
+        changed = [each for tensor in call.written for each in (tensor, tensor._base) if each is not None]
+        self.newly_written.update(self._equal_entries[tensor] for tensor in changed if tensor in self._equal_entries)
         if not call.outputs and call.written:  # to lists of tensors
             rule = None
         elif not call.outputs and rule is None:

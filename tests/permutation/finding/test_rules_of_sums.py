@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.between_layers import FREE, HIDDEN, STAYS, found
 from helpers.hand_written_groups import symmetric
 from helpers.model_zoo import Apply
 from helpers.zoo import DOUBLE
 from torch import nn
 
 from opacus_shuffle.permutation import find_permutations
-
-HIDDEN, NEXT = 6, 7
-
-
-def found(*middle: nn.Module | Callable[[torch.Tensor], torch.Tensor]) -> float:
-    """What is found around these layers of six units, after a check on inputs and weights that nothing was found on."""
-    torch.manual_seed(0)
-    layers = [part if isinstance(part, nn.Module) else Apply(part) for part in middle]
-    front = nn.Sequential(nn.Linear(5, HIDDEN), nn.Tanh(), *layers).double()
-    inputs, others = torch.randn(4, 5, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
-    network = nn.Sequential(front, nn.Linear(front(inputs).shape[-1], NEXT), nn.Tanh(), nn.Linear(NEXT, 3)).double()
-    spec = find_permutations(network, inputs)
-    moved = copy.deepcopy(network)
-    spec.apply_(moved, spec.sample(torch.Generator().manual_seed(1)))
-    torch.testing.assert_close(moved(others), network(others), rtol=DOUBLE, atol=DOUBLE)
-    return spec.log2_size()
-
-
-FREE, STAYS = symmetric(HIDDEN) + symmetric(NEXT), symmetric(NEXT)
 
 
 def two(h: torch.Tensor) -> torch.Tensor:
@@ -41,6 +22,12 @@ def two(h: torch.Tensor) -> torch.Tensor:
 
 def positive(h: torch.Tensor) -> torch.Tensor:
     return (h > 0).long()
+
+
+def with_written_diagonal(h: torch.Tensor, offset: int) -> torch.Tensor:
+    matrix = h.new_zeros(HIDDEN, HIDDEN)
+    matrix.diagonal(offset).fill_(2.0)
+    return h @ matrix
 
 
 def parity(h: torch.Tensor) -> torch.Tensor:
@@ -82,6 +69,10 @@ ALONG = {
     "beside the diagonal": (lambda h: torch.diag_embed(h, offset=1).sum(-1), STAYS),
     "the diagonal of a square": (lambda h: (h.T @ h).diagonal().expand_as(h) * h, FREE),
     "beside the diagonal of a square": (lambda h: h[:, 1:] * (h.T @ h).diagonal(offset=1), STAYS),
+    "a diagonal written to zeros": (lambda h: with_written_diagonal(h, 0), FREE),
+    "written to zeros beside the diagonal": (lambda h: with_written_diagonal(h, 1), STAYS),
+    "a slope of all units": (lambda h: h * torch.func.jacrev(lambda x: x.tanh().sum(0))(h).sum(0), FREE),
+    "the slope of the first unit": (lambda h: h * torch.func.jacrev(lambda x: x.tanh().sum(0))(h)[0].sum(0), STAYS),
     "the trace of a square": (lambda h: h * torch.trace(h.T @ h), FREE),
     "masked by a tensor in place": (lambda h: h.clone().masked_fill_(h > 0, torch.tensor(0.5).double()), FREE),
     "folded": (lambda h: F.fold(h[:, :, None].expand(-1, -1, 2), (1, 3), (1, 2))[:, :, 0].flatten(1), symmetric(3) + STAYS),

@@ -1,0 +1,139 @@
+"""Rules of operations on channels at places: convolutions, pooling, resizing, patches. Places are fixed, channels are not."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from opacus_shuffle.permutation.finding.labels import (
+    Factors,
+    fix_all,
+    fixed_dimensions,
+    fixed_factors,
+    regroup,
+    unify_all,
+    unify_dimensions,
+)
+from opacus_shuffle.permutation.finding.rules import rule
+from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun
+
+
+@rule("convolution _convolution cudnn_convolution mkldnn_convolution")
+def convolution(run: TracedRun, call: Call) -> None:
+    """Links channels in and out, group by group; kernel taps and places are fixed."""
+    source, kernel = call.inputs[:2]
+    result = _link_channels(run, call, source, kernel)
+    places = kernel.dim() - 2
+    for bias in call.inputs[2:3]:
+        unify_all(run.dimensions(bias)[0], result)
+    head = run.dimensions(source)[:1] if source.dim() == places + 2 else []
+    run.set(call.out, [*head, result, *fixed_dimensions(call.out.shape[-places:])])
+    run.contraction(call.out)
+
+
+@rule("convolution_backward")
+def convolution_backward(run: TracedRun, call: Call) -> None:
+    """Links channels as the convolution did, in the gradients of its input, its kernel and its bias."""
+    source, kernel = call["input"], call["weight"]
+    result = _link_channels(run, call, source, kernel)
+    records, channels, *places = run.dimensions(call["grad_output"])
+    unify_all(channels, result)
+    unify_all(records, run.dimensions(source)[0])
+    fix_all(*places)
+    labels = (run.dimensions(source), run.dimensions(kernel), [result])
+    wanted = [each for each, asked in zip(labels, call["output_mask"], strict=True) if asked]
+    for tensor, each in zip(call.outputs, wanted, strict=True):
+        run.set(tensor, each)
+    run.contraction(*call.outputs)
+
+
+def _link_channels(run: TracedRun, call: Call, source: torch.Tensor, kernel: torch.Tensor) -> Factors:
+    """Makes the channels of a source and of a kernel agree; returns those of the result."""
+    groups, places = int(call["groups"]), kernel.dim() - 2
+    dims, weight = run.dimensions(source), run.dimensions(kernel)
+    channels = dims[-places - 1]
+    fix_all(*weight[2:], *dims[-places:])
+    result, entering = weight[:2]
+    if groups == 1:
+        if call.arguments.get("transposed"):
+            entering, result = result, entering
+        unify_all(channels, entering)
+        run.occurrences.append([dims[0], channels, result])
+    elif call.arguments.get("transposed"):  # input (group, in), kernel ((group, in), out), result (group, out)
+        unify_all(channels, result)
+        group, inside = regroup(channels, [groups, kernel.shape[0] // groups])
+        run.occurrences.append([dims[0], group, inside, entering])
+        result = [*group, *entering]
+    else:  # input (group, in), kernel ((group, out), in), result (group, out)
+        group_in, inside = regroup(channels, [groups, source.shape[-places - 1] // groups])
+        group_out, outside = regroup(result, [groups, kernel.shape[0] // groups])
+        unify_all(group_in, group_out)
+        unify_all(inside, entering)
+        run.occurrences.append([dims[0], group_in, inside, outside])
+    return result
+
+
+POOLING = (
+    "max_pool2d_with_indices max_pool3d_with_indices max_pool2d max_pool1d avg_pool1d avg_pool2d avg_pool3d "
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d "
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
+    "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
+    "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d mkldnn_max_pool2d "
+    "replication_pad1d replication_pad2d replication_pad3d"
+)
+
+
+@rule(POOLING)
+@rule(" ".join(f"{name}_backward" for name in POOLING.split()))
+@rule("reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward")
+def pooling(run: TracedRun, call: Call) -> None:
+    """Works channel by channel; places are fixed."""
+    places = 1 if "1d" in call.name else 3 if "3d" in call.name else 2
+    first, *others = map(run.dimensions, call.inputs)
+    for each in (first, *others):
+        fix_all(*each[-places:])
+        unify_dimensions(each[:-places], first[:-places])
+    for tensor in call.outputs:
+        run.set(tensor, [*first[:-places], *fixed_dimensions(tensor.shape[-places:])])
+
+
+@rule("grid_sampler_2d grid_sampler_3d cudnn_grid_sampler")
+def grid_sampler(run: TracedRun, call: Call) -> None:
+    """Works channel by channel, at places that each record has for itself."""
+    records, channels, *places = run.dimensions(call.inputs[0])
+    grids, *grid = run.dimensions(call.inputs[1])
+    unify_all(grids, records)
+    fix_all(*places, *grid)
+    run.set(call.out, [records, channels, *fixed_dimensions(call.out.shape[2:])])
+
+
+@rule("fractional_max_pool2d fractional_max_pool3d")
+def fractional_pooling(run: TracedRun, call: Call) -> None:
+    """Works channel by channel, in windows drawn for each channel of each record."""
+    source, draws = run.dimensions(call["self"]), run.dimensions(call["random_samples"])
+    places = call["random_samples"].shape[-1]
+    fix_all(*source[-places:], draws[-1])
+    for one, other in zip(source[:-places], draws[places - len(source) - 1 : -1], strict=True):
+        unify_all(one, other)
+    for tensor in call.outputs:
+        run.set(tensor, [*source[:-places], *fixed_dimensions(tensor.shape[-places:])])
+
+
+@rule("im2col")
+def unfolded(run: TracedRun, call: Call) -> None:
+    """Makes patches: (channel, tap) by place."""
+    dims = run.dimensions(call["self"])
+    fix_all(*dims[-2:])
+    taps = fixed_factors(math.prod(call["kernel_size"]))
+    run.set(call.out, [*dims[:-3], [*dims[-3], *taps], fixed_factors(call.out.shape[-1])])
+
+
+@rule("col2im")
+def folded(run: TracedRun, call: Call) -> None:
+    """Adds up patches, (channel, tap) by place, where they came from."""
+    dims = run.dimensions(call["self"])
+    taps = math.prod(call["kernel_size"])
+    channels, inside = regroup(dims[-2], [call["self"].shape[-2] // taps, taps])
+    fix_all(inside, dims[-1])
+    run.set(call.out, [*dims[:-2], channels, *fixed_dimensions(call.out.shape[-2:])])

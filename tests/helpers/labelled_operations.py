@@ -1,0 +1,71 @@
+"""Single operations on parameters, what moves of their operands and results, and whether it does so rightly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from helpers.zoo import DOUBLE
+from opacus_shuffle.permutation.finding.nesting import build_spec
+from opacus_shuffle.permutation.finding.trace import Tracer
+from opacus_shuffle.permutation.finding.traced_run import TracedRun
+from opacus_shuffle.permutation.spec import PermutationSpec
+
+Function = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
+
+
+class Operation(nn.Module):
+    """An operation on parameters."""
+
+    def __init__(self, function: Function, shapes: tuple[tuple[int, ...], ...]) -> None:
+        super().__init__()
+        self.function = function
+        self.operands = nn.ParameterList([torch.randn(shape, dtype=torch.float64) for shape in shapes])
+
+    def forward(self) -> list[torch.Tensor]:
+        results = self.function(*(1 * operand for operand in self.operands))
+        return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def labelled(operation: Operation) -> PermutationSpec:
+    """What moves, results among it, where nothing keeps results in place."""
+    written: set[int] = set()
+    for _ in range(3):
+        run = TracedRun(operation, written=written)
+        results = Tracer(operation, run).trace(operation)
+        written |= run.newly_written
+    for number, result in enumerate(results):
+        name = f"result {number}"
+        run.parameters[name], run.tensors[name] = run.dimensions(result), result
+        run.used.add(name)
+    return build_spec(run, "residual")
+
+
+def entries(shape: tuple[int, ...], generator: torch.Generator, special: float | None) -> torch.Tensor:
+    """Numbers; or whole ones, of which many are equal, and some special."""
+    if special is None:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+    numbers = torch.randint(-2, 3, shape, generator=generator).double()
+    return torch.where(torch.rand(shape, generator=generator) < 0.2, special, numbers)
+
+
+SPECIAL = (None, 0.0, float("nan"), float("inf"))
+
+
+def breaks(operation: Operation, spec: PermutationSpec, specials: Sequence[float | None] = SPECIAL) -> bool:
+    """Whether a permutation of the operands does not come out as that of the results."""
+    generator = torch.Generator().manual_seed(0)
+    for special in specials:
+        for _ in range(3):
+            for operand in operation.operands:
+                operand.data.copy_(entries(tuple(operand.shape), generator, special))
+            expected = {f"result {number}": [result.contiguous().clone()] for number, result in enumerate(operation())}
+            plan = spec.sample(generator)
+            moving = {name: [operand.data] for name, operand in operation.named_parameters()} | expected
+            spec.move({name: tensors for name, tensors in moving.items() if name in spec.blocks}, plan)
+            for got, (result,) in zip(operation(), expected.values(), strict=True):
+                if not torch.allclose(got.to(result), result, rtol=DOUBLE, atol=DOUBLE, equal_nan=True):
+                    return True
+    return False

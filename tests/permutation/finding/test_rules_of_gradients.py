@@ -1,0 +1,81 @@
+"""A gradient that a forward pass takes, as energy models do, moves what the function itself moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.labelled_operations import Function, Operation, breaks, labelled
+
+CUBE, WIDE, IMAGES, VOLUMES = (2, 3, 4), (2, 6), (2, 3, 4, 4), (1, 2, 4, 4, 4)
+
+ENTRY_BY_ENTRY = [
+    *(F.softplus, F.elu, F.leaky_relu, F.hardtanh, F.hardswish, F.hardsigmoid, F.logsigmoid, F.softshrink, F.mish, F.silu),
+    *(torch.tanh, torch.sigmoid, F.gelu, torch.relu, lambda x: F.threshold(x, 0.1, 0.2)),
+]
+LOSSES = [F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits]
+
+FUNCTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
+    **{getattr(each, "__name__", "threshold"): (each, (CUBE,)) for each in ENTRY_BY_ENTRY},
+    **{each.__name__: (lambda x, y, loss=each: loss(x, y, reduction="none"), (CUBE, CUBE)) for each in LOSSES},
+    **{f"mean {each.__name__}": (lambda x, y, loss=each: loss(x, y), (CUBE, CUBE)) for each in LOSSES},
+    "entropy": (lambda x: F.binary_cross_entropy(x.nan_to_num().sigmoid(), x.detach().nan_to_num().tanh().square()), (CUBE,)),
+    "soft margin": (lambda x: F.soft_margin_loss(x, x.detach().sign(), reduction="none"), (CUBE,)),
+    "prelu": (F.prelu, (CUBE, (3,))),
+    "glu": (lambda x: F.glu(x, 1), (WIDE,)),
+    "softmax": (lambda x: x.softmax(1), (CUBE,)),
+    "log_softmax": (lambda x: x.log_softmax(1), (CUBE,)),
+    "layer_norm": (lambda x, y, z: F.layer_norm(x, (4,), y, z), (CUBE, (4,), (4,))),
+    "layer_norm of two axes": (lambda x, y: F.layer_norm(x, (3, 4), y), (CUBE, (3, 4))),
+    "group_norm": (lambda x, y, z: F.group_norm(x, 2, y, z), ((2, 6, 4), (6,), (6,))),
+    "batch_norm": (lambda x, y, z: F.batch_norm(x, None, None, y, z, training=True), (CUBE, (3,), (3,))),
+    "distances": (lambda x, y: torch.cdist(x, y), ((3, 4), (5, 4))),
+    "select": (lambda x: x[:, 1], (CUBE,)),
+    "slice": (lambda x: x[:, 1:3], (WIDE,)),
+    "slice to the end": (lambda x: x[:, 2:], (WIDE,)),
+    "every second": (lambda x: x[:, ::2], (WIDE,)),
+    "windows": (lambda x: x.unfold(1, 2, 2), (CUBE,)),
+    "diagonal": (lambda x: x.diagonal(dim1=0, dim2=2), ((4, 3, 4),)),
+    "beside the diagonal": (lambda x: x.diagonal(1, dim1=0, dim2=2), ((4, 3, 4),)),
+    "index": (lambda x: x[torch.tensor([0, 1, 1])], (CUBE,)),
+    "embedding": (lambda x: F.embedding(torch.tensor([[0, 2], [2, 1]]), x), ((3, 4),)),
+    "convolution": (lambda x, y, z: F.conv1d(x, y, z), (CUBE, (5, 3, 2), (5,))),
+    "convolution in groups": (lambda x, y: F.conv1d(x, y, groups=2), ((2, 4, 5), (6, 2, 2))),
+    "depthwise convolution": (lambda x, y: F.conv2d(x, y, groups=3), (IMAGES, (3, 1, 2, 2))),
+    "transposed convolution": (lambda x, y, z: F.conv_transpose1d(x, y, z), (CUBE, (3, 5, 2), (5,))),
+    "transposed in groups": (lambda x, y: F.conv_transpose1d(x, y, groups=2), ((2, 4, 5), (4, 3, 2))),
+    "max_pool1d": (lambda x: F.max_pool1d(x, 2), (CUBE,)),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 2), (IMAGES,)),
+    "max_pool3d": (lambda x: F.max_pool3d(x, 2), (VOLUMES,)),
+    "avg_pool1d": (lambda x: F.avg_pool1d(x, 2), (CUBE,)),
+    "avg_pool2d": (lambda x: F.avg_pool2d(x, 2), (IMAGES,)),
+    "avg_pool3d": (lambda x: F.avg_pool3d(x, 2), (VOLUMES,)),
+    "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, 2), (IMAGES,)),
+    "adaptive_max_pool2d": (lambda x: F.adaptive_max_pool2d(x, 2), (IMAGES,)),
+    "nearest": (lambda x: F.interpolate(x, scale_factor=2), (IMAGES,)),
+    "bilinear": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), (IMAGES,)),
+    "bicubic": (lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), (IMAGES,)),
+    "reflected": (lambda x: F.pad(x, (1, 1), mode="reflect"), (CUBE,)),
+    "replicated": (lambda x: F.pad(x, (1, 1), mode="replicate"), (CUBE,)),
+}
+
+
+def gradients(function: Function) -> Function:
+    """The gradients of half the squared norm of a function's result."""
+
+    def of(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        result, pull = torch.func.vjp(function, *operands)
+        return pull(result)
+
+    return of
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_gradient_moves_what_the_function_moves(name):
+    function, shapes = FUNCTIONS[name]
+    torch.manual_seed(0)
+    forward, backward = Operation(function, shapes), Operation(gradients(function), shapes)
+    expected, spec = labelled(forward), labelled(backward)
+    assert not spec.unknown
+    assert spec.log2_size() >= expected.log2_size() - 1e-6  # zeros that surround a piece move, too
+    assert not breaks(backward, spec)
