@@ -69,7 +69,7 @@ def best_in_ball(loss, data, dimension, radius):
     return found.fun, torch.tensor(found.x)
 
 
-def mean_excesses(run, seeds, users=3000, **options):
+def mean_excesses(run, seeds, users=600, **options):
     """Excess population losses of E‖X − θ‖²/2 over fresh users and fresh noise, and the bound."""
     mean, excesses, bound = torch.tensor([0.4, -0.3, 0.2], dtype=torch.float64), [], None
     for seed in range(seeds):

@@ -82,10 +82,10 @@ def test_d_is_the_diameter_of_the_set_and_not_the_distance_from_its_centre():
 
 @pytest.mark.parametrize("run", [shuffle_sgd, shuffle_gradient_descent])
 def test_the_mean_excess_is_below_the_bound_with_the_printed_choices(run):
-    printed, budget = problem(3000, 3, 1.8, 2.0), PrivacyBudget(**BUDGET)
+    printed, budget = problem(600, 3, 1.8, 2.0), PrivacyBudget(**BUDGET)
     if run is shuffle_sgd:
         size = printed_formulas.sgd_batch_size(printed, budget)
-        step = printed_formulas.sgd_step_size(printed, budget, batch_size=size, rounds=3000 // size)
+        step = printed_formulas.sgd_step_size(printed, budget, batch_size=size, rounds=600 // size)
         choices = {"batch_size": size, "step_size": step}
     else:
         choices = {"smoothness": 1.0, "rounds": 50, "step_size": printed_formulas.descent_step_size(printed, rounds=50)}

@@ -62,8 +62,8 @@ def test_the_mean_excess_is_below_the_bound_where_the_loss_is_smoothed():
     for run, options in [(shuffle_accelerated_sgd, {}), (shuffle_gradient_descent, {"rounds": 30})]:
         excesses = []
         for seed in range(12):
-            targets = 0.1 + 0.6 * torch.rand(2000, generator=seeded(seed), dtype=torch.float64)
-            data = torch.ones(2000, 1, dtype=torch.float64), targets
+            targets = 0.1 + 0.6 * torch.rand(500, generator=seeded(seed), dtype=torch.float64)
+            data = torch.ones(500, 1, dtype=torch.float64), targets
             estimate = solve(run,
                 absolute_loss, data, constraint=Box(-1.0, 1.0, dimension=1), lipschitz=1.0, generator=seeded(seed), **BUDGET,
                 **options
@@ -76,8 +76,8 @@ def test_the_mean_excess_is_below_the_bound_where_the_loss_is_smoothed():
 
 
 def test_acceleration_beats_plain_sgd_on_a_smooth_loss():
-    plain, plain_bound = mean_excesses(shuffle_sgd, 40, users=1500)
-    fast, fast_bound = mean_excesses(shuffle_accelerated_sgd, 40, users=1500, smoothness=1.0)
+    plain, plain_bound = mean_excesses(shuffle_sgd, 40, users=300)
+    fast, fast_bound = mean_excesses(shuffle_accelerated_sgd, 40, users=300, smoothness=1.0)
     assert fast_bound < plain_bound
     error = math.sqrt((plain.var() + fast.var()) / 40)
     assert plain.mean() - fast.mean() > ERRORS * error
