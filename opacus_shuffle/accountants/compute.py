@@ -4,9 +4,9 @@
 >>> run = ShuffledCheckIn(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1)
 >>> round(compute_epsilon(run, steps=5540, delta=1e-5), 3)
 0.119
->>> sigma = compute_noise_multiplier("shuffle_gauss", target_epsilon=0.1, target_delta=1e-6, num_users=5_000, steps=10)
+>>> sigma = compute_noise_multiplier("shuffle_gauss", target_epsilon=1.0, target_delta=1e-5, num_users=400, steps=10)
 >>> round(sigma, 3)
-3.727
+2.253
 """
 
 from __future__ import annotations

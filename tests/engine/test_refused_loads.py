@@ -6,9 +6,6 @@ import copy
 import io
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 
 import opacus
 import pytest
@@ -209,41 +206,35 @@ def test_what_a_module_keeps_beside_its_tensors_is_put_back_too():
     assert torch.equal(layer.bias, bias)
 
 
-KILLED = """
-    import os, signal, sys
-    import torch
-    from helpers.toy import make_toy, run_epoch
-    from opacus_shuffle import PrivacyEngine
-
-    class Fatal:
-        def __reduce__(self):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    engine = PrivacyEngine(accountant="shuffled_checkin")
-    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, local_noise=True)
-    run_epoch(model, optimizer, loader)
-    engine.save_checkpoint(path=sys.argv[1], module=model, optimizer=optimizer)
-    run_epoch(model, optimizer, loader)
-    print("saved", flush=True)
-    weights = torch.zeros(1000, 1000)  # which are written before the end
-    engine.save_checkpoint(path=sys.argv[1], module=model, optimizer=optimizer, checkpoint_dict={"a": weights, "b": Fatal()})
-"""
+class Fatal:
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.skipif(os.name == "nt", reason="there is no SIGKILL")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_process_killed_while_saving_leaves_the_earlier_checkpoint(tmp_path):
-    path = tmp_path / "run.pt"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(path)]
-    child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert child.returncode == -signal.SIGKILL, child.stderr
-    assert child.stdout == "saved\n"
-    engine = PrivacyEngine(accountant="shuffled_checkin")
-    model, optimizer, _ = engine.make_private(**make_toy(), noise_multiplier=2.0, local_noise=True)
-    engine.load_checkpoint(path=path, module=model, optimizer=optimizer)
+    def private():
+        engine = PrivacyEngine(accountant="shuffled_checkin")
+        model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, local_noise=True)
+        return engine, loader, {"path": tmp_path / "run.pt", "module": model, "optimizer": optimizer}
+
+    engine, loader, parts = private()
+    run_epoch(parts["module"], parts["optimizer"], loader)
+    engine.save_checkpoint(**parts)
+    if not (child := os.fork()):  # pragma: no cover
+        try:
+            torch.set_num_threads(1)
+            run_epoch(parts["module"], parts["optimizer"], loader)
+            weights = torch.zeros(1000, 1000)  # which are written before the end
+            engine.save_checkpoint(**parts, checkpoint_dict={"a": weights, "b": Fatal()})
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    engine, _, parts = private()
+    engine.load_checkpoint(**parts)
     assert len(engine.accountant) == 4
-    engine.save_checkpoint(path=path, module=model, optimizer=optimizer)  # what the killed one left is in nobody's way
-    engine.load_checkpoint(path=path, module=model, optimizer=optimizer, torch_load_kwargs={"mmap": True})
+    engine.save_checkpoint(**parts)  # what the killed one left is in nobody's way
+    engine.load_checkpoint(**parts, torch_load_kwargs={"mmap": True})
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_one(tmp_path):

@@ -25,8 +25,11 @@ LEVELS = ("paper", "heads", "residual")
 VARIED = ["mlp", "maxout", "mixture_of_experts", "conv_net", "grouped_conv", "timm_vit", "llama_by_hand", "einsum_attention"]
 """Of every kind of nesting and packing one."""
 
-AT_EVERY_LEVEL = {*VARIED, "resnet", "nano_gpt", "BertForMaskedLM", "GPT2LMHeadModel"}
-"""The default tests take these at all levels, and at level "residual" all others but those of Hugging Face."""
+AT_EVERY_LEVEL = {*VARIED, "resnet", "nano_gpt"}
+"""The default tests take these at all levels."""
+
+AT_ONE_LEVEL = {*NETWORKS, *CONVOLUTIONS, *TRANSFORMERS, "BertForMaskedLM", "GPT2LMHeadModel"}
+"""The default tests take these at level "residual": of Hugging Face's two."""
 
 # Roundings: sums of up to 400 terms, 20 one after the other, lose at most 8000 units of 1.1e-16 in double precision. In single
 # precision, as roundings have either sign, expect sqrt(8000) units of 6e-8, and twice that between two evaluations.
@@ -41,7 +44,7 @@ ROUNDS_TO_SINGLE = {
 
 def marked(name: str, *values: object, level: str = "all") -> object:
     """A cell of a table of tests about a network at a level, in the zoo's tests unless the default ones take it."""
-    by_default = name in AT_EVERY_LEVEL or (level == "residual" and name not in HUGGING_FACE)
+    by_default = name in AT_EVERY_LEVEL or (level == "residual" and name in AT_ONE_LEVEL)
     marks = () if by_default else (pytest.mark.zoo,)
     return pytest.param(name, *values, id="-".join(map(str, (name, *values))), marks=marks)
 

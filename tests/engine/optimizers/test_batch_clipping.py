@@ -77,7 +77,7 @@ MODES = [
     ("mlp", {"mode": "ghost"}, 3),
     ("mlp", {"clipping": "per_layer", "max_grad_norm": [0.3, 0.2, 0.5, 0.4, 0.6, 0.1]}, 3),
     ("conv", {"mode": "functorch", "wrap_model": False}, 3),
-    ("gpt2", {"mode": "hooks"}, 3),
+    pytest.param("gpt2", {"mode": "hooks"}, 3, marks=pytest.mark.zoo),
 ]
 
 

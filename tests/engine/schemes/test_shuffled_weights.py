@@ -221,7 +221,7 @@ def test_the_fallback_is_decided_by_the_noise():
 # ---- what counts as permuted ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mlp", "conv", "encoder", "low rank", "gpt2"])
+@pytest.mark.parametrize("name", ["mlp", "conv", "encoder", "low rank", pytest.param("gpt2", marks=pytest.mark.zoo)])
 def test_the_dimension_is_the_number_of_trainable_entries_that_move(name):
     run = algorithm(name)
     spec, generator = run.shuffler.spec, torch.Generator().manual_seed(5)

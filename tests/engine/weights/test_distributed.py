@@ -103,7 +103,8 @@ def worker(rank: int, folder: str) -> None:
 def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     """What each rank found."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(worker, (str(folder),), nprocs=RANKS)
+    start = "spawn" if torch.cuda.is_available() else "fork"  # which imports nothing anew, and which CUDA forbids
+    torch.multiprocessing.start_processes(worker, (str(folder),), nprocs=RANKS, start_method=start)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
