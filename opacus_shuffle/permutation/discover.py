@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from opacus_shuffle.core.progress import enter_phase, progress
@@ -18,7 +17,7 @@ from opacus_shuffle.permutation.finding.nesting import LEVELS, build_spec
 from opacus_shuffle.permutation.finding.packings import Packing
 from opacus_shuffle.permutation.finding.paths import Place
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
-from opacus_shuffle.permutation.network import plain_attention, require_apart, require_ready, state_kept, unwrap
+from opacus_shuffle.permutation.network import plain_attention, require_apart, require_ready, state_kept, unwrap, without_graph
 from opacus_shuffle.permutation.sample_input import Call, call_of, normalise
 from opacus_shuffle.permutation.self_check import check_calls
 from opacus_shuffle.permutation.spec import PermutationSpec
@@ -101,13 +100,13 @@ def find_on_calls(
 def _traced(network: nn.Module, calls: list[Call], draws: Draws) -> tuple[TracedRun, Explorer]:
     """Traces the network until nothing more is learnt of what is packed and what is written to."""
     frugal = Frugal(network)
-    with state_kept(network), torch.no_grad(), plain_attention(), draws.watched():
+    with state_kept(network), plain_attention(), draws.watched():
         for args, kwargs in calls:
             for training in (True, False):
                 enter_phase("tracing")
                 with contextlib.suppress(Exception):  # tracing says what is wrong with it
                     network.train(training)
-                    frugal(lambda: network(*args, **kwargs))  # noqa: B023
+                    frugal(lambda: without_graph(lambda: network(*args, **kwargs)))  # noqa: B023
     packings: dict[tuple[str, int], set[Packing]] = {}
     written: set[str] = set()
     for attempt in range(ROUNDS):

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from opacus_shuffle.core.progress import enter_phase
 from opacus_shuffle.permutation.higher_order import InsightMode
-from opacus_shuffle.permutation.network import plain_attention, results, seed_draws, state_kept
+from opacus_shuffle.permutation.network import plain_attention, results, seed_draws, state_kept, without_graph
 from opacus_shuffle.permutation.sample_input import Call
 
 NOISE = {"bernoulli": 1.0, "bernoulli_": 1.0} | dict.fromkeys(
@@ -156,17 +156,24 @@ def _outputs(network: nn.Module, tensors: Mapping[str, torch.Tensor], call: Call
     args, kwargs = call
     # cuDNN draws dropout inside of a recurrent layer.
     fused = not any(isinstance(part, nn.RNNBase) for part in network.modules())
-    with (
-        state_kept(network),
-        torch.no_grad(),
-        plain_attention(),
-        torch.backends.cudnn.flags(enabled=fused),
-        _InDouble(),  # type: ignore[no-untyped-call]
-    ):
-        seed_draws(0)
-        network.train(training)
-        outputs = torch.func.functional_call(network, dict(tensors), tree_map(_widen, args), tree_map(_widen, dict(kwargs)))
-        found = [leaf.clone() if isinstance(leaf, _Wide) else leaf for leaf in results(outputs)]
+
+    def run() -> list[torch.Tensor]:
+        with (
+            state_kept(network),
+            plain_attention(),
+            torch.backends.cudnn.flags(enabled=fused),
+            _InDouble(),  # type: ignore[no-untyped-call]
+        ):
+            seed_draws(0)
+            network.train(training)
+            own = dict(tensors)
+            if torch.is_grad_enabled():
+                trained = {name: own[name] for name, _ in network.named_parameters(remove_duplicate=False)}
+                own |= _each_once(trained, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()))
+            outputs = torch.func.functional_call(network, own, tree_map(_widen, args), tree_map(_widen, dict(kwargs)))
+            return [leaf.detach().clone() if isinstance(leaf, _Wide) else leaf.detach() for leaf in results(outputs)]
+
+    found = without_graph(run)
     found = [leaf.double() if not leaf.is_complex() else torch.view_as_real(leaf).double() for leaf in found]
     if not any(leaf.numel() for leaf in found):
         raise ValueError(f"{type(network).__name__} returns no tensor on the sample input, so nothing can be checked")

@@ -10,7 +10,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from opacus_shuffle.core.opacus_compat import WRAPPER_NAMES, WRAPPING_PACKAGES
 
+Result = TypeVar("Result")
 _WRAPPERS = re.compile(rf"^(?:(?:{'|'.join(WRAPPER_NAMES)})\.)+")
 
 
@@ -72,6 +73,18 @@ class _PlainAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with sdpa_kernel(SDPBackend.MATH) if func in self.FUSED else contextlib.nullcontext():
             return func(*args, **(kwargs or {}))
+
+
+def without_graph(run: Callable[[], Result]) -> Result:
+    """Returns what a run gives that notes nothing for gradients; if it takes gradients itself, it runs again, and may note."""
+    try:
+        with torch.no_grad():
+            return run()
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+    with torch.enable_grad():
+        return run()
 
 
 @contextlib.contextmanager

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import copy
+import json
+import math
+import pickle
 import random
+import struct
 
 import numpy as np
 import pytest
@@ -108,6 +113,52 @@ def test_generators_of_python_and_numpy_stay_where_they_were(make):
     assert find_permutations(module, x).blocks
     assert module.generator.random() == make().random()
     assert random.getstate() == before
+
+
+def test_a_forward_that_asks_for_the_exact_type_of_a_size_is_told_what_to_ask_instead():
+    def way(net, x):
+        assert type(x.shape[1]) is int
+        return net.leave(torch.relu(net.enter(x)).mean(1))
+
+    module, x = build(lambda: (Net(way, **ends()), inputs((2, 5, 4))[0]))
+    with pytest.raises(ValueError, match=r"(?s)AssertionError.*\. It runs where .* isinstance\(size, int\)$"):
+        find_permutations(module, x)
+    with pytest.raises(ValueError, match=r"in training mode: RuntimeError: .* shapes cannot be multiplied .*\d\)$"):
+        find_permutations(nn.Linear(5, 3).double(), x)
+
+
+SERVING = {
+    "a text": lambda n: f"{n:3d} {n!r} {n!s:>4} %d" % n,
+    "json": lambda n: json.dumps({"length": n, n: [n, n + 1]}),
+    "bytes": lambda n: struct.pack("iq", n, n).hex(),
+    "a key": lambda n: str({int(n): "seen"}[n]) + str(hash((n, 2))),
+    "a range": lambda n: str([*range(n), *range(0, n, 2), *reversed(range(n))]),
+    "an index": lambda n: str([*range(99)][n : 2 * n]) + "-" * n + str([0] * n),
+    "mathematics": lambda n: str([math.isqrt(n), math.comb(n, 2), math.gcd(n, 4), divmod(n, 2), pow(3, n, 7), n & 4, ~n]),
+    "numpy": lambda n: str(np.arange(n) * n) + str(np.array([n]).dtype),
+    "tensors": lambda n: str([torch.tensor(n), torch.arange(n), torch.full((n,), n), torch.tensor(torch.zeros(n).shape)]),
+    "a script": lambda n: str(doubled(n)),
+    "a copy": lambda n: str(pickle.loads(pickle.dumps(n)) + copy.deepcopy(n)),
+}
+
+
+@torch.jit.script
+def doubled(n: int) -> int:
+    return 2 * n
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_sizes_serve_as_whole_numbers_do(name):
+    found = set()
+
+    def way(net, x):
+        if x.shape[1] == 5:
+            found.add(SERVING[name](x.shape[1]))
+        return net.leave(torch.relu(net.enter(x)).mean(1))
+
+    spec = find_permutations(*build(lambda: (Net(way, **ends()), inputs((2, 5, 4))[0])))
+    assert found == {SERVING[name](5)}
+    assert round(2 ** spec.log2_size()) == FREE
 
 
 def test_lengths_are_plain_again_in_the_end():

@@ -71,7 +71,8 @@ def labelled(network, sample):
     for _ in range(3):
         run = TracedRun(network, packings)
         for training in (True, False):
-            run.fix([Tracer(network.train(training), run).trace(lambda: network(*args))])
+            with torch.no_grad():
+                run.fix([Tracer(network.train(training), run).trace(lambda: network(*args))])
         for place, found in run.new_packings.items():
             packings.setdefault(place, set()).update(found)
     assert not run.unknown

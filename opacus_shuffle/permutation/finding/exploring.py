@@ -40,6 +40,7 @@ from opacus_shuffle.permutation.network import (
     results,
     seed_python,
     state_kept,
+    without_graph,
 )
 from opacus_shuffle.permutation.other_inputs import LENGTHS, many_sizes, of_size, other_sizes, other_values
 from opacus_shuffle.permutation.sample_input import Call
@@ -50,6 +51,12 @@ PYTHON_SEEDS = 16
 LOOPS = 1.15  # times as many operations on inputs of another size: a loop over the size
 SMALL = 20_000  # entries that all results of a run on the sample have: one on a large input takes no time
 MOST_MORE = 3000  # operations of runs on many sizes
+LOOKED_AT = (
+    "It runs where it is not looked at: meanwhile sizes of tensors, and numbers read out of them, are of subclasses of int and "
+    "float that notice what they are compared with; where forward asks type(size) is int, have it ask isinstance(size, int)"
+)
+"""What to say of a network that breaks only while it is looked at."""
+
 Answers = Mapping[Place, Answer]
 
 
@@ -108,9 +115,10 @@ class Explorer:
             raise
         except Exception as error:
             mode = "training" if training else "evaluation"
-            raise ValueError(
-                f"{name} does not run through {type(self._network).__name__} in {mode} mode: {type(error).__name__}: {error}"
-            ) from error
+            why = f"{type(error).__name__}: {error}"
+            if self._runs_plainly(call):
+                why = f"{why.rstrip(' .:')}. {LOOKED_AT}"
+            raise ValueError(f"{name} does not run through {type(self._network).__name__} in {mode} mode: {why}") from error
         with because("an output of the network"):
             self._run.fix(results(outputs))
         with because("an activation that a module keeps"):
@@ -127,6 +135,16 @@ class Explorer:
         elif not answers and coins is None and all(place in paths.compared for place in paths.met):
             self._settled.append(form)
         self._note(paths, call, training, answers, coins)
+
+    def _runs_plainly(self, call: Call) -> bool:
+        """Returns whether the network runs where nobody looks, in the mode that it is in."""
+        args, kwargs = call
+        try:
+            with state_kept(self._network):
+                without_graph(lambda: self._network(*args, **kwargs))
+        except Exception:
+            return False
+        return True
 
     def _note(self, paths: Paths, call: Call, training: bool, answers: Answers, coins: int | None) -> None:
         """Notes where a run that was traced has decided, and how."""
@@ -261,15 +279,23 @@ class Explorer:
 
     def _untraced(self, call: Call, training: bool, answers: Answers, coins: int | None) -> None:
         args, kwargs = call
-        with state_kept(self._network), torch.no_grad(), plain_attention(), self._paths(call, answers, coins):  # type: ignore[no-untyped-call]
-            self._network.train(training)(*args, **kwargs)
+
+        def run() -> None:
+            with state_kept(self._network), plain_attention(), self._paths(call, answers, coins):  # type: ignore[no-untyped-call]
+                self._network.train(training)(*args, **kwargs)
+
+        without_graph(run)
 
     def _traced(self, call: Call, answers: Answers, coins: int | None) -> tuple[Any, Paths]:
         args, kwargs = call
-        paths = self._paths(call, answers, coins)
-        tracer = Tracer(self._network, self._run, self._draws)
-        with declared_axes(self._network, tracer):
-            return tracer.trace(lambda: self._network(*args, **kwargs), paths), paths
+
+        def run() -> tuple[Any, Paths]:
+            paths = self._paths(call, answers, coins)
+            tracer = Tracer(self._network, self._run, self._draws)
+            with declared_axes(self._network, tracer):
+                return tracer.trace(lambda: self._network(*args, **kwargs), paths), paths
+
+        return without_graph(run)
 
     def _paths(self, call: Call, answers: Answers, coins: int | None = None) -> Paths:
         given = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]

@@ -70,15 +70,23 @@ def label_live(events: Sequence[Event], results: Iterable[torch.Tensor], known: 
     return rest[::-1]
 
 
-def depending(events: Iterable[Event], named: Mapping[str, torch.Tensor]) -> list[tuple[Event, frozenset[str]]]:
-    """Returns those of these events, in order, that depend on some of these tensors, with the names of these."""
+def depending(events: Sequence[Event], named: Mapping[str, torch.Tensor]) -> list[tuple[Event, frozenset[str]]]:
+    """Returns those of these events, in order, that depend on some of these tensors, with the names of these.
+
+    And what else went into them, without names: nothing has labelled it.
+    """
     made = {id(tensor): frozenset([name]) for name, tensor in named.items()}
-    found = []
-    for event in events:
+    found: dict[int, frozenset[str]] = {}
+    for place, event in enumerate(events):
         if names := frozenset[str]().union(*(made.get(id(tensor), ()) for tensor in event.inputs)):
             made.update((id(tensor), names) for tensor in event.outputs)
-            found.append((event, names))
-    return found
+            found[place] = names
+    wanted: set[int] = set()
+    for place in reversed(range(len(events))):
+        if place in found or any(id(tensor) in wanted for tensor in events[place].outputs):
+            found.setdefault(place, frozenset())
+            wanted.update(map(id, events[place].inputs))
+    return [(events[place], found[place]) for place in sorted(found)]
 
 
 def label_all(events: Iterable[Event]) -> None:

@@ -178,6 +178,8 @@ def repeated(run: TracedRun, call: Call) -> None:
 @rule("select select_copy unbind unbind_copy")
 def selected(run: TracedRun, call: Call) -> None:
     """Takes one slice or all: different things where they are known to be, else the dimension is fixed."""
+    if not call.outputs:  # of an axis without entries
+        return
     source = call.inputs[0]
     dim = call["dim"] % source.dim()
     labels = run.labels(source)

@@ -60,7 +60,7 @@ class Tracer(InsightMode):
         self._recurrent = any(isinstance(each, nn.RNNBase) for each in network.modules())
 
     def trace(self, forward: Callable[[], Any], paths: Paths | None = None) -> Any:
-        """Runs the forward without gradients, and then labels what its results depend on.
+        """Runs the forward, and then labels what its results depend on.
 
         ``paths`` watches, or decides, which way it goes.
         """
@@ -69,7 +69,6 @@ class Tracer(InsightMode):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # before the flags are set: PyTorch warns of Intel GPUs when they are
             with (
-                torch.no_grad(),
                 plain_attention(),
                 torch.backends.mkldnn.flags(enabled=not self._recurrent),
                 torch.backends.cudnn.flags(enabled=not self._recurrent),

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.hand_written_groups import symmetric
 from helpers.labelled_operations import Function, Operation, breaks, labelled
+from helpers.zoo import DOUBLE
+from torch import nn
+
+from opacus_shuffle.permutation import find_permutations
 
 CUBE, WIDE, IMAGES, VOLUMES = (2, 3, 4), (2, 6), (2, 3, 4, 4), (1, 2, 4, 4, 4)
 
@@ -79,3 +86,52 @@ def test_a_gradient_moves_what_the_function_moves(name):
     assert not spec.unknown
     assert spec.log2_size() >= expected.log2_size() - 1e-6  # zeros that surround a piece move, too
     assert not breaks(backward, spec)
+
+
+class Energy(nn.Module):
+    """The slope of an energy along its input: of what the last layer adds, nothing is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.Softplus(), nn.Linear(8, 7), nn.SiLU(), nn.Linear(7, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.net(x).sum(), x, create_graph=self.training)[0]
+
+
+class Adapted(nn.Module):
+    """A network after one step on its own inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.leave(self.enter(x).relu()).square().mean()
+        slopes = torch.autograd.grad(loss, list(self.parameters()), create_graph=True)
+        weight, bias, *last = (each - 0.1 * slope for each, slope in zip(self.parameters(), slopes, strict=True))
+        return F.linear(F.linear(x, weight, bias).relu(), *last)
+
+
+class Curved(nn.Module):
+    """The diagonal of an energy's second derivatives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(torch.func.hessian(lambda each: self.net(each).sum()))(x).diagonal(dim1=1, dim2=2)
+
+
+@pytest.mark.parametrize(("kind", "units"), [(Energy, (8, 7)), (Adapted, (8,)), (Curved, (8,))])
+def test_a_network_that_takes_gradients_keeps_its_function_and_all_its_units_move(kind, units):
+    torch.manual_seed(0)
+    network = kind().double()
+    spec = find_permutations(network, torch.randn(4, 5, dtype=torch.float64))
+    assert spec.log2_size() == pytest.approx(sum(map(symmetric, units)))
+    moved, others = copy.deepcopy(network), torch.randn(6, 5, dtype=torch.float64)
+    spec.apply_(moved, spec.sample(torch.Generator().manual_seed(1)))
+    torch.testing.assert_close(moved(others), network(others), rtol=DOUBLE, atol=DOUBLE)
+    assert all(parameter.grad is None for parameter in network.parameters())
