@@ -50,6 +50,7 @@ def test_nothing_ran_costs_nothing(accountant_class, bound):
     assert len(accountant_class()) == 0
 
 
+@pytest.mark.zoo  # at one setting each, tests/accountants/test_report.py's ladders have such numbers
 @every_bound
 @settings(deadline=None, max_examples=2)
 @given(sigma=st.floats(0.3, 20), rate=st.floats(0.01, 1.0), steps=st.integers(1, 10**6), users=st.integers(100, 10**6))

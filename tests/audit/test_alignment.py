@@ -70,8 +70,14 @@ def two_layers(hidden=6, inputs=4, outputs=3):
 # What it finds ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        pytest.param(name, level, marks=() if level == "residual" or name == "opacus_encoder" else pytest.mark.zoo)
+        for name in KINDS
+        for level in LEVELS
+    ],
+)
 def test_every_row_is_put_back_after_steps_of_up_to_30_percent(name, level):
     module, spec = spec_of(name, level)
     before, aligner = copies(module), Aligner(spec)
