@@ -47,6 +47,14 @@ LENGTHS: dict[str, Callable[[torch.Tensor], object]] = {
     "many_entries": lambda x: x.numel() > 300,
     "many_in_the_first_record": lambda x: len(x[0]) / 2 >= 12.5,
     "lengths_cut_to_forty": lambda x: min(x.shape[1], 40) == 40,
+    "a_length_as_a_plain_number": lambda x: float(x.shape[1]) / 2 > 20.5,
+    "a_length_as_a_key": lambda x: {20: True}.get(x.shape[1]),
+    "a_length_in_a_text": lambda x: f"of {x.shape[1]}" == "of 20",
+    "a_length_in_an_array": lambda x: np.array([x.shape[1]]).max() == 20,
+    "parts_of_a_length": lambda x: divmod(x.shape[1], 4) == (5, 0),
+    "a_bit_of_a_length": lambda x: x.shape[1] & 64,
+    "a_logarithm_of_a_length": lambda x: math.log2(x.shape[1]) == 6,
+    "a_whole_logarithm_of_a_length": lambda x: int(math.log2(x.shape[1])) == 6,
     "deep_halvings": lambda x: math.ceil(x.shape[1] / 4) > 4,
 }
 
@@ -64,6 +72,8 @@ BATCHES: dict[str, Callable[[torch.Tensor], object]] = {
     "a_large_number_in_a_list": lambda x: max(x[:, 0].tolist()) > 5,
     "truth_in_a_list": lambda x: sum((x[0] > 0).tolist()) > 2,
     "an_array": lambda x: (x.numpy() > 5).any(),
+    "a_sum_as_a_plain_number": lambda x: int(x.sum()) // 100 == 7,
+    "a_mean_among_others": lambda x: int(x.mean().abs()) in {31, 8},
     "a_narrow_range": lambda x: 8.9 < x.mean().item() < 9.4,
 }
 

@@ -1,7 +1,8 @@
 """Noticing where a network compares numbers in Python: sizes of tensors, and values that were read out of them.
 
 ``if x.shape[1] > 6`` never reaches PyTorch. So while a network is looked at, sizes and values are numbers that work as any
-others, and so do sums and products of them; but what they compare as is asked for, and may be answered otherwise.
+others, and so do sums and products of them; but what they compare as is asked for, and may be answered otherwise. Where they
+become something else (a text, a key of a dictionary, a plain number, an array) nobody can ask any more, so that is told.
 
 >>> __name__ = "a_network"  # comparisons of this package's own are not asked for
 >>> size = Count(5)
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,7 +28,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-Ask = Callable[[str, "Count | Amount", Any, bool], bool]
+Ask = Callable[[str, "Count | Amount", Any, bool | None], Any]
+"""Is told of a comparison, and says what it shall give; or, with None for that, of a number that becomes something else."""
+
 _ASK: ContextVar[Ask | None] = ContextVar("_ASK", default=None)
 
 SIZES = frozenset(
@@ -39,7 +44,10 @@ READS = frozenset((torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, t
 CHECKS = ("torch.", "opacus_shuffle.permutation.", "opacus_shuffle.engine.")
 """Modules that compare sizes to check them, or in hooks: what they do is the same at all sizes."""
 
-OPERATIONS = {f"__{side}{name}__" for name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow") for side in ("", "r")}
+ARITHMETIC = ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "divmod", "and", "or", "xor", "lshift", "rshift")
+OPERATIONS = {f"__{side}{name}__" for name in ARITHMETIC for side in ("", "r")}
+ALONE = ("__neg__", "__pos__", "__abs__", "__round__", "__floor__", "__ceil__", "__trunc__", "__invert__", "bit_length")
+BECOMING = ("__hash__", "__str__", "__repr__", "__format__", "__int__", "__float__")  # what NumPy asks for, too
 COMPARISONS = {"__lt__": "<", "__le__": "<=", "__eq__": "==", "__ne__": "!=", "__gt__": ">", "__ge__": ">="}
 
 
@@ -82,67 +90,94 @@ class Noticing(TorchFunctionMode):
         return self._read(func.__name__, args[0], result) if func in READS else result
 
 
-_LENGTH = builtins.len
+def _noticed_length(thing: Any) -> int:
+    """Does what ``len`` does; what a tensor itself may return there becomes a plain number on its way."""
+    count = _PLAIN[builtins, "len"](thing)
+    return noticed(count, by_values=False) if isinstance(thing, torch.Tensor) and _ASK.get() is not None else count
+
+
+def _noticed_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Has a function of numbers give those that notice for those that do."""
+
+    @functools.wraps(function)
+    def of_numbers(*args: Any) -> Any:
+        result = function(*args)
+        noticing = _ASK.get() is not None and any(isinstance(each, Count | Amount) for each in args)
+        return _made_of(result, *args) if noticing else result
+
+    return of_numbers
+
+
+_PLAIN: dict[tuple[Any, str], Callable[..., Any]] = {(builtins, "len"): builtins.len}
+_PLAIN |= {(math, name): getattr(math, name) for name in ("sqrt", "isqrt", "log", "log2", "log10")}
+_NOTICED = {place: _noticed_function(function) for place, function in _PLAIN.items()} | {(builtins, "len"): _noticed_length}
 _LOCK = threading.Lock()
 _NOTICING = [0]
 """In how many threads networks are looked at."""
 
 
-def _noticed_length(thing: Any) -> int:
-    """Does what ``len`` does; what a tensor itself may return there becomes a plain number on its way."""
-    count = _LENGTH(thing)
-    return noticed(count, by_values=False) if isinstance(thing, torch.Tensor) and _ASK.get() is not None else count
-
-
 @contextlib.contextmanager
 def _lengths_noticed() -> Iterator[None]:
-    """Has ``len(tensor)`` notice, too, in this thread: others get what they always do."""
+    """Has ``len(tensor)`` and functions of numbers notice, too, in this thread: others get what they always do."""
     with _LOCK:
         _NOTICING[0] += 1
-        builtins.len = _noticed_length
+        for (module, name), function in _NOTICED.items():
+            setattr(module, name, function)
     try:
         yield
     finally:
         with _LOCK:
             _NOTICING[0] -= 1
-            if not _NOTICING[0]:
-                builtins.len = _LENGTH
+            for (module, name), function in _PLAIN.items() if not _NOTICING[0] else ():
+                setattr(module, name, function)
 
 
 class Count(int):
-    """A whole number that asks what it compares as."""
+    """A whole number that asks what it compares as, and knows the numbers that it was made ``of``."""
 
     by_values = False
-    __hash__ = int.__hash__
+    of: frozenset[float] = frozenset()
 
     def __bool__(self) -> bool:
         return _answer("bool", self, None, int.__bool__(self))
 
 
 class Amount(float):
-    """A number that asks what it compares as."""
+    """A number that asks what it compares as, and knows the numbers that it was made ``of``."""
 
     by_values = False
-    __hash__ = float.__hash__
+    of: frozenset[float] = frozenset()
 
     def __bool__(self) -> bool:
         return _answer("bool", self, None, float.__bool__(self))
 
+    def is_integer(self) -> bool:
+        """Returns whether it is a whole number, or what is answered."""
+        return _answer("is_integer", self, None, float.is_integer(self))
+
 
 def noticed(value: Any, *, by_values: bool) -> Any:
     """Returns numbers that notice in the place of numbers, also inside of lists and sizes."""
-    if isinstance(value, torch.Size):
-        return torch.Size([noticed(each, by_values=by_values) for each in value])
-    if isinstance(value, list):
-        return [noticed(each, by_values=by_values) for each in value]
+    return _noticed(value, by_values, None)
+
+
+def _noticed(value: Any, by_values: bool, of: frozenset[float] | None) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)([_noticed(each, by_values, of) for each in value])
     if not isinstance(value, int | float):
         return value
     number = Count(value) if isinstance(value, int) else Amount(value)
-    number.by_values = by_values
+    number.by_values, number.of = by_values, frozenset([value]) if of is None else of
     return number
 
 
-def _answer(operation: str, number: Count | Amount, other: Any, answer: bool) -> bool:
+def _made_of(value: Any, *numbers: Any) -> Any:
+    """Returns numbers that notice in the place of such as were computed from these, some of which do."""
+    noticing = [each for each in numbers if isinstance(each, Count | Amount)]
+    return _noticed(value, any(each.by_values for each in noticing), frozenset[float]().union(*(each.of for each in noticing)))
+
+
+def _answer(operation: str, number: Count | Amount, other: Any, answer: bool | None) -> Any:
     ask = _ASK.get()
     if ask is None or f"{sys._getframe(2).f_globals.get('__name__')}.".startswith(CHECKS):
         return answer
@@ -159,8 +194,7 @@ def _operation(name: str) -> Callable[..., Any]:
     def operation(self: Any, other: Any = None, *rest: Any) -> Any:
         if not isinstance(other, int | float) or rest:
             return NotImplemented
-        result = _plain(self, other, name)
-        return noticed(result, by_values=self.by_values or getattr(other, "by_values", False))
+        return _made_of(_plain(self, other, name), self, other)
 
     return operation
 
@@ -176,15 +210,23 @@ def _comparison(name: str, sign: str) -> Callable[[Any, Any], Any]:
 
 def _alone(name: str) -> Callable[..., Any]:
     def alone(self: Any, *digits: Any) -> Any:
-        return noticed(getattr(super(type(self), self), name)(*digits), by_values=self.by_values)
+        return _made_of(getattr(super(type(self), self), name)(*digits), self)
 
     return alone
 
 
+def _becoming(name: str) -> Callable[..., Any]:
+    def becoming(self: Any, *form: Any) -> Any:
+        _answer(name.strip("_"), self, None, None)
+        return getattr(super(type(self), self), name)(*form)
+
+    return becoming
+
+
 for _kind in (Count, Amount):
-    for _name in OPERATIONS:
-        setattr(_kind, _name, _operation(_name))
+    for _names, _make in ((OPERATIONS, _operation), (ALONE, _alone), (BECOMING, _becoming)):
+        for _name in _names:
+            if hasattr(_kind.__base__, _name):
+                setattr(_kind, _name, _make(_name))
     for _name, _sign in COMPARISONS.items():
         setattr(_kind, _name, _comparison(_name, _sign))
-    for _name in ("__neg__", "__pos__", "__abs__", "__round__", "__floor__", "__ceil__", "__trunc__"):
-        setattr(_kind, _name, _alone(_name))

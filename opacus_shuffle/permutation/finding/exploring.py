@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -50,7 +51,8 @@ MOST_SIZES = 3
 PYTHON_SEEDS = 16
 LOOPS = 1.15  # times as many operations on inputs of another size: a loop over the size
 SMALL = 20_000  # entries that all results of a run on the sample have: one on a large input takes no time
-MOST_MORE = 3000  # operations of runs on many sizes
+MOST_MORE = 3000  # operations of runs on many sizes, and on those that the code speaks of
+MOST_TARGETS = 48
 LOOKED_AT = (
     "It runs where it is not looked at: meanwhile sizes of tensors, and numbers read out of them, are of subclasses of int and "
     "float that notice what they are compared with; where forward asks type(size) is int, have it ask isinstance(size, int)"
@@ -83,6 +85,8 @@ class Explorer:
         # What some run has answered every time: a loop may end later than any did.
         self._throughout: dict[Place, set[Answer]] = {}
         self._compared: dict[Place, set[frozenset[tuple[Any, Any]]]] = {}  # per run
+        self._became: dict[Place, set[frozenset[float]]] = {}  # likewise
+        self._spoken_of: dict[Place, list[float]] = {}
         self._lengths: dict[bool, set[int]] = {True: set(), False: set()}  # of runs in operations, in training and not
         self._most_reads = self._operations = self._most_entries = self._spent = 0
         self._exploring = self._python_draws = False
@@ -124,7 +128,6 @@ class Explorer:
         with because("an activation that a module keeps"):
             self._run.fix(kept_activations(self._network))
         self._most_reads = max(self._most_reads, paths.reads)
-        self._spent += paths.operations
         if not answers and coins is None:
             self._operations = max(self._operations, 0 if self._exploring else paths.operations)
             if all(leaf.shape[:1] != (1,) for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)):
@@ -150,6 +153,9 @@ class Explorer:
         """Notes where a run that was traced has decided, and how."""
         for place, numbers in paths.compared.items():
             self._compared.setdefault(place, set()).add(frozenset(numbers))
+        for place, became in paths.became.items():
+            self._became.setdefault(place, set()).add(frozenset(became))
+        self._spoken_of = paths.spoken_of | self._spoken_of
         for place, given in paths.met.items() if coins is None else ():
             self.met.setdefault(place, set()).update(given)
             self._throughout.setdefault(place, set()).update(given if len(given) == 1 else ())
@@ -175,6 +181,7 @@ class Explorer:
         loops = any(max(each) > LOOPS * min(each) for each in self._lengths.values() if each)
         if loops or self._most_entries < SMALL:  # at some place a loop may do something else
             self._try_many_sizes(call, LENGTHS if loops else LENGTHS[-1:])
+        self._try_sizes_spoken_of(call)
         if self._python_draws:
             self._draw_in_python(self.shortest)
         if any(place not in self._compared for place in self.met):
@@ -182,6 +189,19 @@ class Explorer:
                 self._try(other, training=False)
         elsewhere = next((other for other in sizes if other is not self.shortest), call)
         tried: set[tuple[Place, Answer]] = set()
+        numbers: set[tuple[Place, Answer]] = set()
+        for _ in range(2):  # what the code speaks of may lead to other decisions, and these to other numbers
+            self._try_values_spoken_of(numbers)
+            self._try_ways(elsewhere, tried)
+        for coins in range(2 ** min(self._most_reads, COINS) if self._most_reads > 1 else 0):
+            self._try(self.shortest, training=False, coins=coins)
+        if self._run.unreached():  # what is met often, as in a loop over experts, may have gone past some every time
+            for way in (0, -1):
+                at_once = {place: self._answers(place)[way] for place in self.met if self._answers(place)}
+                self._try(self.shortest, training=False, answers=at_once)
+
+    def _try_ways(self, elsewhere: Call, tried: set[tuple[Place, Answer]]) -> None:
+        """Traces runs in which every decision is taken otherwise, also those that such runs meet."""
         while waiting := [pair for pair in self._ways() if pair not in tried and pair[1] not in self._throughout[pair[0]]]:
             for place, answer in waiting:
                 if len(tried) == MOST_WAYS:
@@ -203,12 +223,6 @@ class Explorer:
                 # What a mask chose may be empty against the answer, as in ``if mask.any(): x[mask].max()``.
                 if self._try(first.call, training=first.training, answers={**answers, MASKS: ALL}) is not None:
                     self.lost[place] = error
-        for coins in range(2 ** min(self._most_reads, COINS) if self._most_reads > 1 else 0):
-            self._try(self.shortest, training=False, coins=coins)
-        if self._run.unreached():  # what is met often, as in a loop over experts, may have gone past some every time
-            for way in (0, -1):
-                at_once = {place: self._answers(place)[way] for place in self.met if self._answers(place)}
-                self._try(self.shortest, training=False, answers=at_once)
 
     def reads(self) -> list[Place]:
         """Returns the places at which values become numbers of Python."""
@@ -222,6 +236,33 @@ class Explorer:
             if self._spent > MOST_MORE:
                 break
             self._try(other, training=False)
+
+    def _try_sizes_spoken_of(self, call: Call) -> None:
+        """Traces inputs of the sizes that the code speaks of where sizes become something that nobody can ask."""
+        self._spent = 0
+        numbers = [self._spoken_of[place] for place, runs in self._became.items() if len(runs) > 1]
+        targets = dict.fromkeys(target for each in numbers for target in _combined(each) if target > 1)
+        for target in itertools.islice(targets, MOST_TARGETS):
+            for other in of_size(call, target):
+                if self._spent > MOST_MORE:
+                    return
+                self._try(other, training=False)
+
+    def _try_values_spoken_of(self, tried: set[tuple[Place, Answer]]) -> None:
+        """Traces runs in which numbers that are read are those that the code speaks of."""
+        self._spent = 0
+        for place in [place for place in self._spoken_of if place in self.met and self._varies(place)]:
+            first = self._first[place]
+            if isinstance(first.answer, bool | str | None):
+                continue
+            for target in _combined(self._spoken_of[place])[:MOST_TARGETS]:
+                answer = type(first.answer)(target)
+                if (place, answer) in tried or answer in self.met[place]:
+                    continue
+                if self._spent > MOST_MORE:
+                    return
+                tried.add((place, answer))
+                self._try(first.call, training=first.training, answers={**first.answers, place: answer})
 
     def _draw_in_python(self, call: Call) -> None:
         """Traces runs in which Python and NumPy draw other numbers: the lowest, the highest, and at random."""
@@ -279,12 +320,16 @@ class Explorer:
 
     def _untraced(self, call: Call, training: bool, answers: Answers, coins: int | None) -> None:
         args, kwargs = call
+        paths = self._paths(call, answers, coins)
 
         def run() -> None:
-            with state_kept(self._network), plain_attention(), self._paths(call, answers, coins):  # type: ignore[no-untyped-call]
+            with state_kept(self._network), plain_attention(), paths:  # type: ignore[no-untyped-call]
                 self._network.train(training)(*args, **kwargs)
 
-        without_graph(run)
+        try:
+            without_graph(run)
+        finally:
+            self._spent += paths.operations
 
     def _traced(self, call: Call, answers: Answers, coins: int | None) -> tuple[Any, Paths]:
         args, kwargs = call
@@ -313,6 +358,13 @@ class _Meeting:
     training: bool
     answers: Answers
     answer: Answer | None
+
+
+def _combined(numbers: Sequence[float]) -> list[float]:
+    """Returns numbers, and what they make: ``n / 2 > 20``, ``n * 5 > 20`` and ``log2(n) > 20`` speak of other ones than n."""
+    pairs = list(itertools.permutations([each for each in numbers if each], 2))
+    found = [*numbers, *(one * two for one, two in pairs), *(one / two for one, two in pairs)]
+    return [each for each in [*found, *(2**each for each in numbers if each < 12)] if math.isfinite(each)]
 
 
 def _form(call: Call) -> list[Any]:

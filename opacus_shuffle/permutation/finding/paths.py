@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import itertools
 import math
 import os
 import random
@@ -16,11 +17,12 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -44,6 +46,12 @@ MOST_OPERATIONS = 5_000
 MOST_ENTRIES = 2**26
 """In all tensors of one run on another input than the sample, or 8 times as many as on the sample: a number read from data, and
 answered with a million, may be a size."""
+
+MOST_NUMBERS = 12
+"""That code speaks of, and that are looked at."""
+
+LONGEST_TEXT = 40
+"""In which numbers are looked for."""
 
 LEAVING = (
     *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__),
@@ -86,7 +94,9 @@ class Paths(InsightMode):
 
     Attributes:
         met: Per place the answers that were given.
-        compared: Per place that compares sizes, the numbers that it has compared.
+        compared: Per place that compares sizes, those that it has compared, and with what.
+        became: Per place at which sizes become something else (a text, a key, a plain number), which ones.
+        spoken_of: Per place at which numbers were read or became something else, those that the code around speaks of.
         reads: How often one was given that may be yes or no.
         operations: How many there were.
         entries: How many entries their results had.
@@ -104,6 +114,8 @@ class Paths(InsightMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.met: dict[Place, set[Answer]] = {}
         self.compared: dict[Place, set[tuple[Any, Any]]] = {}
+        self.became: dict[Place, set[float]] = {}
+        self.spoken_of: dict[Place, list[float]] = {}
         self.reads = self.operations = self.entries = 0
         self._most_entries, self._numbers_read = most_entries, False
         self._coins, self._random, self._most = coins, random.Random(coins), most
@@ -146,12 +158,18 @@ class Paths(InsightMode):
         """Returns an operation's name and the line that it is called in."""
         return str(place_of(operation))
 
-    def _compares(self, operation: str, number: Count | Amount, other: Any, answer: bool) -> bool:
-        """Returns what numbers compare as: what they do, or the answer for the place."""
+    def _compares(self, operation: str, number: Count | Amount, other: Any, answer: bool | None) -> bool | None:
+        """Returns what numbers compare as: what they do, or the answer for the place. None: they become something else."""
         place = place_of(operation)
+        if answer is None:
+            if not number.by_values:
+                self.became.setdefault(place, set()).update(number.of)
+                self._listen(place)
+            return None
         if number.by_values or getattr(other, "by_values", False):
             return bool(self._answered(place, answer))
-        self.compared.setdefault(place, set()).add((float(number), other if other is None else float(other)))
+        of = number.of.union(getattr(other, "of", ()))
+        self.compared.setdefault(place, set()).add((of, other if other is None else float(other)))
         if place in self._answers and self._given[place] < MOST_ANSWERS:
             answer = bool(self._answers[place])
             self._given[place] += 1
@@ -166,6 +184,7 @@ class Paths(InsightMode):
             return value if isinstance(value, bool) else noticed(value, by_values=True)
         place = place_of(f"Tensor.{way}")
         self.met.setdefault(place, set())
+        self._listen(place)
         self._numbers_read = True
         is_array = isinstance(value, np.ndarray)
         first = next(iter(value.flat if is_array else tree_leaves(value)), None)
@@ -188,7 +207,9 @@ class Paths(InsightMode):
             value = type(value)(self._answers[place])
             self._given[place] += 1
         self.met.setdefault(place, set()).add(value)
-        self._numbers_read |= not isinstance(value, bool)
+        if not isinstance(value, bool):
+            self._numbers_read = True
+            self._listen(place)
         return value
 
     def _chosen(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
@@ -205,6 +226,10 @@ class Paths(InsightMode):
         some = any(leaf.numel() for leaf in tensors_in(result))
         self.met.setdefault(place, set()).add(ALL if some else NONE)
         return result
+
+    def _listen(self, place: Place) -> None:
+        if place not in self.spoken_of:
+            self.spoken_of[place] = spoken_of()
 
     def _coin(self) -> bool | None:
         """Returns the next coin's side, if coins decide."""
@@ -269,6 +294,28 @@ def frames() -> Iterator[FrameType]:
         if not PLUMBING.match(name):
             yield frame
         frame = frame.f_back
+
+
+def spoken_of() -> list[float]:
+    """Returns numbers that the code speaks of which is running: in itself, its variables and the attributes that it names."""
+    found: dict[float, None] = {}
+    own = (frame for frame in frames() if not str(frame.f_globals.get("__name__")).startswith(("torch.", "numpy.")))
+    for frame in itertools.islice(own, 2):
+        known = dict(frame.f_globals)
+        for module in [each for each in frame.f_locals.values() if isinstance(each, nn.Module)]:
+            known |= vars(module) | module._modules
+        waiting = [frame.f_code, *frame.f_locals.values(), *(known[name] for name in frame.f_code.co_names if name in known)]
+        while waiting and len(found) < MOST_NUMBERS:
+            each = waiting.pop(0)
+            if isinstance(each, CodeType):
+                waiting += each.co_consts
+            elif isinstance(each, str):
+                found |= dict.fromkeys(map(float, re.findall(r"\d+", each) if len(each) <= LONGEST_TEXT else ()))
+            elif isinstance(each, int | float) and not isinstance(each, bool | Count | Amount) and math.isfinite(each):
+                found[float(each)] = None
+            elif isinstance(each, tuple | list | dict | set | frozenset | nn.ModuleDict | nn.ParameterDict):
+                waiting += itertools.islice(each, MOST_NUMBERS)
+    return [each for each in found if each not in (0, 1, -1)]
 
 
 def place_of(operation: Any, *, outside: bool = False) -> Place:
