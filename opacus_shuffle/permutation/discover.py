@@ -12,6 +12,7 @@ from opacus_shuffle.core.progress import enter_phase, progress
 from opacus_shuffle.core.validation import instance_of, one_of
 from opacus_shuffle.permutation.finding.cheap_products import Frugal
 from opacus_shuffle.permutation.finding.draws import Draws
+from opacus_shuffle.permutation.finding.earlier_calls import EarlierCalls
 from opacus_shuffle.permutation.finding.exploring import Explorer
 from opacus_shuffle.permutation.finding.nesting import LEVELS, build_spec
 from opacus_shuffle.permutation.finding.packings import Packing
@@ -58,10 +59,10 @@ def find_permutations(
         Every permutation of the specification leaves the function of ``forward`` as it is, for all values of the parameters and
         all inputs that take a traced way: those of the samples, of other sizes of them, and of every decision in PyTorch's
         sight taken otherwise, one at a time and the first three in every combination; comparisons of sizes and of numbers that
-        were read count as such. Not seen are optional arguments that no sample gives, sizes and numbers that decide as
-        something else (a text, a count that Python keeps, an array of NumPy's), sizes of which one way breaks on all inputs
-        tried (``decisions`` lists them with one way), and other methods than ``forward``. Noise that treats entries alike stays
-        the same in distribution.
+        were read, and counts of calls, count as such. Not seen are optional arguments that no sample gives, sizes and numbers
+        that decide as something else (a text, an array of NumPy's) where the code does not speak of them, sizes of which one
+        way breaks on all inputs tried (``decisions`` lists them with one way), and other methods than ``forward``. Noise that
+        treats entries alike stays the same in distribution.
     """
     one_of("groups", groups, LEVELS)
     network = unwrap(module)
@@ -99,7 +100,7 @@ def find_on_calls(
 
 def _traced(network: nn.Module, calls: list[Call], draws: Draws) -> tuple[TracedRun, Explorer]:
     """Traces the network until nothing more is learnt of what is packed and what is written to."""
-    frugal = Frugal(network)
+    frugal, earlier = Frugal(network), EarlierCalls(network)
     with state_kept(network), plain_attention(), draws.watched():
         for args, kwargs in calls:
             for training in (True, False):
@@ -107,13 +108,15 @@ def _traced(network: nn.Module, calls: list[Call], draws: Draws) -> tuple[Traced
                 with contextlib.suppress(Exception):  # tracing says what is wrong with it
                     network.train(training)
                     frugal(lambda: without_graph(lambda: network(*args, **kwargs)))  # noqa: B023
+        earlier.compare()
     packings: dict[tuple[str, int], set[Packing]] = {}
     written: set[str] = set()
     for attempt in range(ROUNDS):
         last = attempt == ROUNDS - 1
         run = TracedRun(network, packings, None if last else written)
-        explorer = Explorer(network, run, draws, frugal)
+        explorer = Explorer(network, run, draws, frugal, earlier)
         with state_kept(network):
+            explorer.count()
             for place, call in enumerate(calls):
                 name = f"more_samples[{place - 1}]" if place else "sample_input"
                 for training in (True, False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import random
 import re
 import sys
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from opacus_shuffle.core.opacus_compat import WRAPPER_NAMES, WRAPPING_PACKAGES
+from opacus_shuffle.permutation.higher_order import InsightMode
 
 Result = TypeVar("Result")
 _WRAPPERS = re.compile(rf"^(?:(?:{'|'.join(WRAPPER_NAMES)})\.)+")
@@ -128,21 +130,23 @@ def seed_draws(seed: int) -> None:
 
 @contextlib.contextmanager
 def state_kept(network: nn.Module) -> Iterator[None]:
-    """Restores random states, buffers, the mode of every module and what else it keeps in attributes at the end."""
+    """Restores random states, tensors that it writes to, the mode of every module and its other attributes at the end."""
     modes = [(each, each.training) for each in network.modules()]
     tables: list[Any] = [own for each in network.modules() for own in (each._buffers, each._parameters, each._modules)]
     held = [(own, own.copy()) for own in tables if isinstance(own, dict)]
     buffers = [
         (buffer, buffer.detach().clone())
-        for buffer in [*network.buffers(), *_renormalised(network)]
+        for buffer in network.buffers()
         if buffer.device.type != "meta" and buffer.layout == torch.strided
     ]
     seen: set[int] = set()
     attributes = [(vars(each), _plain_attributes(each, seen)) for each in network.modules()]
+    written = _Written(network)
     try:
-        with random_states_kept():
+        with random_states_kept(), written:  # type: ignore[attr-defined]
             yield
     finally:
+        written.take_back()
         for own, earlier in attributes:
             for name in [name for name in own if name not in earlier and name not in ATTRIBUTES]:
                 del own[name]
@@ -161,10 +165,31 @@ def state_kept(network: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
 
 
-def _renormalised(network: nn.Module) -> list[torch.Tensor]:
-    """Returns the parameters that a forward pass writes to: tables whose rows are kept shorter than some norm."""
-    tables = (part for part in network.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
-    return [table.weight for table in tables if table.max_norm is not None]
+class _Written(InsightMode):
+    """Keeps what parameters are before a forward pass writes to them, as averages of other ones may have it."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._shown = [(parameter, parameter.data) for parameter in network.parameters()]
+        self._memories = {storage(data) for _, data in self._shown} - {0}
+        self._before: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Keeps what an operation is about to write to."""
+        if func._schema.is_mutable:
+            given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+            changed = [given.get(each.name) for each in func._schema.arguments if each.is_write]
+            for memory in {storage(tensor) for tensor in tensors_in(changed)} & self._memories - self._before.keys():
+                self._before[memory] = [(data, data.clone()) for _, data in self._shown if storage(data) == memory]
+        return func(*args, **kwargs)
+
+    def take_back(self) -> None:
+        """Has parameters be what they were, and where they were."""
+        for data, content in itertools.chain(*self._before.values()):
+            data.copy_(content)
+        for parameter, data in self._shown:
+            if storage(parameter) != storage(data):
+                parameter.data = data
 
 
 ATTRIBUTES = frozenset(vars(nn.Module()))

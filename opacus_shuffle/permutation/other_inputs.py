@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from opacus_shuffle.permutation.sample_input import Call
 
@@ -93,3 +94,20 @@ def _resized(call: Call, dims: Iterable[int], sizes: Mapping[int, int]) -> Call:
         return leaf
 
     return tree_map_only(torch.Tensor, change, call)
+
+
+def form_of(call: Call) -> list[Any]:
+    """Returns all of a call but the values of its tensors; other objects are the same only as themselves."""
+    leaves, structure = tree_flatten(call)
+    found: list[Any] = [structure]
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            found.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
+        else:
+            found.append((type(leaf), leaf if isinstance(leaf, bool | int | float | str) else id(leaf)))
+    return found
+
+
+def entries_in(call: Call) -> int:
+    """Returns how many entries the tensors of a call have."""
+    return sum(leaf.numel() for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor))

@@ -102,6 +102,34 @@ def eager_experts() -> Case:
 
 
 @case
+def experts_of_sorted_records() -> Case:
+    def way(net, x):
+        h = net.enter(x)
+        choice = net.gate(h).argmax(-1)
+        order = choice.argsort()
+        parts = h[order].split(choice.bincount(minlength=5).tolist())
+        return net.leave(torch.cat([expert(part) for expert, part in zip(net.experts, parts, strict=True)])[order.argsort()])
+
+    network = Net(way, **ends(), gate=nn.Linear(D, 5), experts=nn.ModuleList(unit() for _ in range(5)))
+    return network, inputs((2, 4))[0], [*inputs((40, 4)), *signs()]
+
+
+@case
+def experts_that_are_chosen_two_at_a_time() -> Case:
+    def way(net, x):
+        h = net.enter(x)
+        shares, choice = net.gate(h).softmax(-1).topk(2, -1)
+        chosen, out = F.one_hot(choice, 5).permute(2, 1, 0), torch.zeros_like(h)
+        for number, expert in enumerate(net.experts):
+            rank, rows = torch.where(chosen[number])
+            out.index_add_(0, rows, expert(h[None, rows].reshape(-1, D)) * shares[rows, rank, None])
+        return net.leave(out)
+
+    network = Net(way, **ends(), gate=nn.Linear(D, 5), experts=nn.ModuleList(unit() for _ in range(5)))
+    return network, inputs((2, 4))[0], [*inputs((40, 4)), *signs()]
+
+
+@case
 def experts_without_a_look_at_their_number() -> Case:
     def way(net, x):
         h = net.enter(x)

@@ -84,8 +84,9 @@ def test_decisions_by_values_are_listed_with_their_lines():
     assert "Values or sizes decide what the network does at changing_paths.py:" in spec.describe()
 
 
-def test_experts_that_nobody_chose_are_reached_all_the_same():
-    spec = find_permutations(*on_its_sample("eager_experts"))
+@pytest.mark.parametrize("name", ["eager_experts", "experts_of_sorted_records", "experts_that_are_chosen_two_at_a_time"])
+def test_experts_that_nobody_chose_are_reached_all_the_same(name):
+    spec = find_permutations(*on_its_sample(name))
     assert not spec.unreached
     assert sum(factor.size == 12 for factor in spec.factors) == 5
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from opacus_shuffle.core.progress import enter_phase
 from opacus_shuffle.permutation.finding.cheap_products import Frugal
 from opacus_shuffle.permutation.finding.draws import Draws
+from opacus_shuffle.permutation.finding.earlier_calls import EarlierCalls
 from opacus_shuffle.permutation.finding.handlers import HandlerError, declared_axes
 from opacus_shuffle.permutation.finding.labels import because, fix_all
 from opacus_shuffle.permutation.finding.paths import (
@@ -24,9 +25,11 @@ from opacus_shuffle.permutation.finding.paths import (
     MASKS,
     MOST_ENTRIES,
     MOST_OPERATIONS,
+    RANKED,
     Answer,
     Paths,
     Place,
+    combined,
     possible_answers,
     was_raised,
 )
@@ -43,7 +46,7 @@ from opacus_shuffle.permutation.network import (
     state_kept,
     without_graph,
 )
-from opacus_shuffle.permutation.other_inputs import LENGTHS, many_sizes, of_size, other_sizes, other_values
+from opacus_shuffle.permutation.other_inputs import LENGTHS, entries_in, form_of, many_sizes, of_size, other_sizes, other_values
 from opacus_shuffle.permutation.sample_input import Call
 
 MOST_WAYS = 200
@@ -53,6 +56,8 @@ LOOPS = 1.15  # times as many operations on inputs of another size: a loop over 
 SMALL = 20_000  # entries that all results of a run on the sample have: one on a large input takes no time
 MOST_MORE = 3000  # operations of runs on many sizes, and on those that the code speaks of
 MOST_TARGETS = 48
+MANY_RECORDS = 64
+CALLS = 3  # one after the other
 LOOKED_AT = (
     "It runs where it is not looked at: meanwhile sizes of tensors, and numbers read out of them, are of subclasses of int and "
     "float that notice what they are compared with; where forward asks type(size) is int, have it ask isinstance(size, int)"
@@ -70,6 +75,7 @@ class Explorer:
         run: What is told every operation.
         draws: Of a run that was watched from another random state.
         frugal: Runs it.
+        earlier: Knows what it keeps from one call to the next.
 
     Attributes:
         met: Places at which values decide, with the answers that were followed.
@@ -77,10 +83,11 @@ class Explorer:
         shortest: The shortest input that was traced, for what can be found out on any.
     """
 
-    def __init__(self, network: nn.Module, run: TracedRun, draws: Draws, frugal: Frugal) -> None:
+    def __init__(self, network: nn.Module, run: TracedRun, draws: Draws, frugal: Frugal, earlier: EarlierCalls) -> None:
         self.met: dict[Place, set[Answer]] = {}
         self.lost: dict[Place, Exception] = {}
         self._network, self._run, self._draws, self._frugal = network, run, draws, frugal
+        self._earlier = earlier
         self._first: dict[Place, _Meeting] = {}
         # What some run has answered every time: a loop may end later than any did.
         self._throughout: dict[Place, set[Answer]] = {}
@@ -90,6 +97,7 @@ class Explorer:
         self._lengths: dict[bool, set[int]] = {True: set(), False: set()}  # of runs in operations, in training and not
         self._most_reads = self._operations = self._most_entries = self._spent = 0
         self._exploring = self._python_draws = False
+        self._changing: list[torch.Tensor] = []
         self._settled: list[Any] = []  # runs in which nothing depends on values
         self.shortest: Call | None = None
 
@@ -108,7 +116,7 @@ class Explorer:
         """
         answers = answers or {}
         enter_phase("tracing")
-        form = [training, *_form(call)]
+        form = [training, *form_of(call)]
         if not answers and coins is None and form in self._settled:
             return
         self._network.train(training)
@@ -135,7 +143,7 @@ class Explorer:
         self._most_entries = max(self._most_entries, 0 if self._exploring else paths.entries)
         if before != python_random_states():
             self._python_draws = True
-        elif not answers and coins is None and all(place in paths.compared for place in paths.met):
+        elif not (answers or coins is not None or self._earlier) and all(place in paths.compared for place in paths.met):
             self._settled.append(form)
         self._note(paths, call, training, answers, coins)
 
@@ -163,9 +171,14 @@ class Explorer:
             if call is self.shortest and not answers:  # the cheapest to go on from
                 self._first[place] = dataclasses.replace(first, call=call, training=training, answers=answers)
 
+    def count(self) -> None:
+        """Has what the network counts be noticed where it decides, until its state is taken back."""
+        self._changing = self._earlier.count()
+
     def explore(self, call: Call) -> None:
         """Traces the runs that other inputs might have, after those on the sample."""
         self._exploring = True
+        self.count()
         entire = self._run.atoms()
         sizes = [
             next((each for each in alternatives if self._try(each, training=False) is None), call)
@@ -175,30 +188,41 @@ class Explorer:
             if other is not call:
                 self._try(other, training=True)
         other = next(iter(sizes), call)
-        self.shortest = other if _entries(other) < _entries(call) and not self._fails(other, training=True) else call
+        self.shortest = other if entries_in(other) < entries_in(call) and not self._fails(other, training=True) else call
         # What is cut at these sizes and was not at the sample's is cut elsewhere at others.
         fix_all((atom for atom in entire if atom.kind != "atom"), cause="cut at a place that depends on the input's size")
         loops = any(max(each) > LOOPS * min(each) for each in self._lengths.values() if each)
         if loops or self._most_entries < SMALL:  # at some place a loop may do something else
             self._try_many_sizes(call, LENGTHS if loops else LENGTHS[-1:])
         self._try_sizes_spoken_of(call)
+        if self._earlier:
+            self._call_again(self.shortest)
         if self._python_draws:
             self._draw_in_python(self.shortest)
         if any(place not in self._compared for place in self.met):
             for other in (self.shortest, *other_values(self.shortest)):
                 self._try(other, training=False)
         elsewhere = next((other for other in sizes if other is not self.shortest), call)
-        tried: set[tuple[Place, Answer]] = set()
-        numbers: set[tuple[Place, Answer]] = set()
-        for _ in range(2):  # what the code speaks of may lead to other decisions, and these to other numbers
-            self._try_values_spoken_of(numbers)
-            self._try_ways(elsewhere, tried)
+        self._try_all_ways(elsewhere)
+        if self._earlier:  # what is counted from the first call on decides from the second on
+            self._call_before(self.shortest, training=True)
+            self._try_all_ways(elsewhere)
         for coins in range(2 ** min(self._most_reads, COINS) if self._most_reads > 1 else 0):
             self._try(self.shortest, training=False, coins=coins)
+        if self._run.unreached() and any(place not in self._compared for place in self.met):
+            for many in of_size(self.shortest, MANY_RECORDS, near=0):  # one of them may go there
+                self._try(many, training=False, answers={RANKED: ALL})
         if self._run.unreached():  # what is met often, as in a loop over experts, may have gone past some every time
             for way in (0, -1):
                 at_once = {place: self._answers(place)[way] for place in self.met if self._answers(place)}
                 self._try(self.shortest, training=False, answers=at_once)
+
+    def _try_all_ways(self, elsewhere: Call) -> None:
+        """Traces runs in which values and sizes decide otherwise."""
+        tried, numbers = set[tuple[Place, Answer]](), set[tuple[Place, Answer]]()
+        for _ in range(2):  # what the code speaks of may lead to other decisions, and these to other numbers
+            self._try_values_spoken_of(numbers)
+            self._try_ways(elsewhere, tried)
 
     def _try_ways(self, elsewhere: Call, tried: set[tuple[Place, Answer]]) -> None:
         """Traces runs in which every decision is taken otherwise, also those that such runs meet."""
@@ -237,11 +261,27 @@ class Explorer:
                 break
             self._try(other, training=False)
 
+    def _call_again(self, call: Call) -> None:
+        """Traces what the network does when it was called before."""
+        for training in (True, False):
+            with state_kept(self._network):
+                for _ in range(CALLS):
+                    self._call_before(call, training=training)
+                    for mode in (True, False):
+                        self._try(call, training=mode)
+
+    def _call_before(self, call: Call, *, training: bool) -> None:
+        """Calls the network untraced, and leaves what it changes."""
+        with contextlib.suppress(Exception), plain_attention():
+            self._network.train(training)
+            self._frugal(lambda: without_graph(lambda: self._network(*call[0], **call[1])))
+        self.count()
+
     def _try_sizes_spoken_of(self, call: Call) -> None:
         """Traces inputs of the sizes that the code speaks of where sizes become something that nobody can ask."""
         self._spent = 0
         numbers = [self._spoken_of[place] for place, runs in self._became.items() if len(runs) > 1]
-        targets = dict.fromkeys(target for each in numbers for target in _combined(each) if target > 1)
+        targets = dict.fromkeys(target for each in numbers for target in combined(each) if target > 1)
         for target in itertools.islice(targets, MOST_TARGETS):
             for other in of_size(call, target):
                 if self._spent > MOST_MORE:
@@ -255,7 +295,7 @@ class Explorer:
             first = self._first[place]
             if isinstance(first.answer, bool | str | None):
                 continue
-            for target in _combined(self._spoken_of[place])[:MOST_TARGETS]:
+            for target in combined(self._spoken_of[place])[:MOST_TARGETS]:
                 answer = type(first.answer)(target)
                 if (place, answer) in tried or answer in self.met[place]:
                     continue
@@ -320,16 +360,16 @@ class Explorer:
 
     def _untraced(self, call: Call, training: bool, answers: Answers, coins: int | None) -> None:
         args, kwargs = call
-        paths = self._paths(call, answers, coins)
 
         def run() -> None:
-            with state_kept(self._network), plain_attention(), paths:  # type: ignore[no-untyped-call]
-                self._network.train(training)(*args, **kwargs)
+            paths = self._paths(call, answers, coins)
+            try:
+                with state_kept(self._network), plain_attention(), paths:  # type: ignore[no-untyped-call]
+                    self._network.train(training)(*args, **kwargs)
+            finally:
+                self._spent += paths.operations
 
-        try:
-            without_graph(run)
-        finally:
-            self._spent += paths.operations
+        without_graph(run)
 
     def _traced(self, call: Call, answers: Answers, coins: int | None) -> tuple[Any, Paths]:
         args, kwargs = call
@@ -346,7 +386,7 @@ class Explorer:
         given = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
         most = max(MOST_OPERATIONS, 20 * self._operations) if self._exploring else math.inf
         most_entries = max(MOST_ENTRIES, 8 * self._most_entries) if self._exploring else math.inf
-        varying = [*given, *self._network.parameters(), *self._network.buffers()]
+        varying = [*given, *self._changing, *self._network.parameters(), *self._network.buffers()]
         return Paths(varying, answers, coins=coins, most=most, most_entries=most_entries)
 
 
@@ -358,26 +398,3 @@ class _Meeting:
     training: bool
     answers: Answers
     answer: Answer | None
-
-
-def _combined(numbers: Sequence[float]) -> list[float]:
-    """Returns numbers, and what they make: ``n / 2 > 20``, ``n * 5 > 20`` and ``log2(n) > 20`` speak of other ones than n."""
-    pairs = list(itertools.permutations([each for each in numbers if each], 2))
-    found = [*numbers, *(one * two for one, two in pairs), *(one / two for one, two in pairs)]
-    return [each for each in [*found, *(2**each for each in numbers if each < 12)] if math.isfinite(each)]
-
-
-def _form(call: Call) -> list[Any]:
-    """Returns all of a call but the values of its tensors; other objects are the same only as themselves."""
-    leaves, structure = tree_flatten(call)
-    found: list[Any] = [structure]
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            found.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
-        else:
-            found.append((type(leaf), leaf if isinstance(leaf, bool | int | float | str) else id(leaf)))
-    return found
-
-
-def _entries(call: Call) -> int:
-    return sum(leaf.numel() for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor))

@@ -125,6 +125,11 @@ def factors(axes: Iterable[Axis]) -> Factors:
     return found
 
 
+def size_of(axes: Iterable[Axis]) -> int:
+    """Returns the size of these axes side by side."""
+    return math.prod(axis.root.size for axis in axes)
+
+
 def product(axes: Sequence[Axis]) -> Axis:
     """Returns one axis for a sequence of factors."""
     axes = factors(axes)

@@ -16,7 +16,7 @@ import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -80,6 +80,12 @@ class Place:
 
 MASKS = Place("", 0, "every mask")
 """Stands for all masks that have no answer of their own."""
+
+
+RANKED = Place("", 0, "every choice by rank")
+"""Stands for all choices of the largest, which then are each entry in turn, record by record."""
+
+CHOOSING = frozenset(getattr(torch.ops.aten, name) for name in ("argmax", "argmin", "topk", "multinomial"))
 
 
 class Paths(InsightMode):
@@ -147,7 +153,9 @@ class Paths(InsightMode):
             tensor in self._varying for tensor in tensors_in((args, kwargs))
         ):
             return result
-        if torch.Tag.data_dependent_output in func.tags:
+        if RANKED in self._answers and func.overloadpacket in CHOOSING:
+            _choose_in_turn(args[0], result if isinstance(result, torch.Tensor) else result[1])
+        elif torch.Tag.data_dependent_output in func.tags:
             result = self._answered(place_of(func), result)
         elif torch.Tag.dynamic_output_shape in func.tags:
             result = self._chosen(func, args, kwargs, result)
@@ -168,7 +176,7 @@ class Paths(InsightMode):
             return None
         if number.by_values or getattr(other, "by_values", False):
             return bool(self._answered(place, answer))
-        of = number.of.union(getattr(other, "of", ()))
+        of = number.of.union([float(number)], getattr(other, "of", ()))
         self.compared.setdefault(place, set()).add((of, other if other is None else float(other)))
         if place in self._answers and self._given[place] < MOST_ANSWERS:
             answer = bool(self._answers[place])
@@ -273,11 +281,19 @@ def was_raised(error: BaseException) -> bool:
 def _entries(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int:
     """Returns how many entries the results of an operation would have; 0 if that depends on values, or if it would fail."""
     where = {"device": "meta"} if any(each.name == "device" for each in func._schema.arguments) else {}
-    shapes = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, dict(kwargs)))
-    try:
-        return sum(tensor.numel() for tensor in tensors_in(func(*shapes[0], **{**shapes[1], **where})))
-    except Exception:
-        return 0
+    with torch._C._DisableTorchDispatch():  # nobody who watches the network is to see this
+        shapes = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, dict(kwargs)))
+        try:
+            return sum(tensor.numel() for tensor in tensors_in(func(*shapes[0], **{**shapes[1], **where})))
+        except Exception:
+            return 0
+
+
+def _choose_in_turn(among: torch.Tensor, chosen: torch.Tensor) -> None:
+    """Makes choices among the entries of the last dimension other ones."""
+    if chosen.shape[: among.dim() - 1] == among.shape[:-1]:
+        with torch._C._DisableTorchDispatch():
+            chosen.copy_((torch.arange(chosen.numel(), device=chosen.device) % among.shape[-1]).view(chosen.shape))
 
 
 def _chooses(func: Any, leaf: Any) -> bool:
@@ -316,6 +332,13 @@ def spoken_of() -> list[float]:
             elif isinstance(each, tuple | list | dict | set | frozenset | nn.ModuleDict | nn.ParameterDict):
                 waiting += itertools.islice(each, MOST_NUMBERS)
     return [each for each in found if each not in (0, 1, -1)]
+
+
+def combined(numbers: Sequence[float]) -> list[float]:
+    """Returns numbers, and what they make: ``n / 2 > 20``, ``n * 5 > 20`` and ``log2(n) > 20`` speak of other ones than n."""
+    pairs = list(itertools.permutations([each for each in numbers if each], 2))
+    found = [*numbers, *(one * two for one, two in pairs), *(one / two for one, two in pairs)]
+    return [each for each in [*found, *(2**each for each in numbers if each < 12)] if math.isfinite(each)]
 
 
 def place_of(operation: Any, *, outside: bool = False) -> Place:

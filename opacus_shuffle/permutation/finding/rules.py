@@ -25,6 +25,7 @@ from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun
 
 Rule = Callable[[TracedRun, Call], None]
 RULES: dict[str, Rule] = {}
+POINTWISE = torch.Tag.pointwise
 
 
 def rule(names: str) -> Callable[[Rule], Rule]:
@@ -41,7 +42,13 @@ def rule(names: str) -> Callable[[Rule], Rule]:
 def find_rule(call: Call) -> Rule | None:
     """Returns the rule of an operation, None if there is none."""
     found = RULES.get(call.name) or RULES.get(call.name.removesuffix("_"))
-    return elementwise if found is None and call.pointwise else found
+    return elementwise if found is None and _is_pointwise(call) else found
+
+
+def _is_pointwise(call: Call) -> bool:
+    """Returns whether an operation works entry by entry; what derivatives are made of says so by its name in ATen only."""
+    packet = getattr(torch.ops.aten, call.name.removeprefix("prims."), None) if call.name.startswith("prims.") else None
+    return call.pointwise if packet is None else any(POINTWISE in getattr(packet, each).tags for each in packet.overloads())
 
 
 @rule("copy fill zero native_dropout _fused_dropout bernoulli rand_like randn_like uniform exponential cauchy geometric")

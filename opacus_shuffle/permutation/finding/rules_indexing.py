@@ -232,7 +232,37 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-@rule("nonzero masked_select masked_scatter multinomial")
+@rule("masked_scatter")
+def masked_scatter(run: TracedRun, call: Call) -> None:
+    """Puts rows one after the other where a mask is true: fixed, but for the last axes if the mask is the same along them."""
+    target, mask, source = call["self"], call["mask"], call["source"]
+    steps = torch.broadcast_to(mask, target.shape).stride()
+    rows = next((dim for dim in range(target.dim(), 0, -1) if target.shape[dim - 1] > 1 and steps[dim - 1]), 0)
+    count = target.dim() - rows
+    if not count or source.shape[source.dim() - count :] != target.shape[rows:]:
+        raise IncompatibleError
+    written, dims = run.dimensions(source), run.dimensions(target)
+    fix_all(*dims[:rows], *written[:-count], *run.dimensions(mask))
+    unify_dimensions(dims[rows:], written[-count:])
+    run.occurrences.append(dims[rows:])
+    run.set(call.out, dims)
+
+
+@rule("_pack_padded_sequence _pad_packed_sequence")
+def packed(run: TracedRun, call: Call) -> None:
+    """Lays sequences of several lengths side by side, step by step, or takes them apart: what a step holds comes along."""
+    rows, *sizes = call.inputs
+    entire = run.dimensions(rows)
+    steps = 2 if call.name == "aten._pack_padded_sequence" else 1
+    fix_all(*entire[:steps])
+    run.fix(sizes)
+    run.occurrences.append(entire[steps:])
+    out, lengths = call.outputs
+    run.set(out, [*fixed_dimensions(out.shape[: 3 - steps]), *entire[steps:]])
+    run.set(lengths, fixed_dimensions(lengths.shape))
+
+
+@rule("nonzero masked_select multinomial")
 def by_place(run: TracedRun, call: Call) -> None:
     """Goes by the places of all entries, so all stay."""
     run.fix_everything(call)

@@ -199,13 +199,18 @@ def selected(run: TracedRun, call: Call) -> None:
 
 @rule("slice slice_copy")
 def sliced(run: TracedRun, call: Call) -> None:
-    """Cuts out a piece, a part of a sum; with steps the axis is fixed."""
+    """Cuts out a piece, a part of a sum; of steps that divide the axis, one entry of each; with others the axis is fixed."""
     source, out = call.inputs[0], call.out
     dim = call["dim"] % source.dim()
     size, step = source.shape[dim], call["step"]
     start, end, _ = slice(call["start"], call["end"]).indices(size)
     if start == 0 and end == size and step == 1:
         run.set(out, run.labels(source))
+    elif step > 1 and not size % step and out.shape[dim] == size // step:
+        dims = run.dimensions(source)
+        taken, inside = regroup(dims[dim], [size // step, step])
+        fix_all(inside)
+        run.set(out, [*dims[:dim], taken, *dims[dim + 1 :]])
     elif step != 1 or end <= start:
         run.set(out, with_fixed(run, call, [dim]))
     else:
@@ -283,12 +288,14 @@ def one_of_many(run: TracedRun, call: Call) -> None:
 
 @rule("slice_backward")
 def piece_of_more(run: TracedRun, call: Call) -> None:
-    """Puts a piece between zeros; with steps the axis is fixed."""
+    """Puts a piece between zeros, or an entry into each step; where steps do not divide the axis, it is fixed."""
     dims = run.dimensions(call["grad_output"])
     dim = call["dim"] % len(dims)
     size, piece = call.out.shape[dim], call["grad_output"].shape[dim]
     start, _, step = slice(call["start"], call["end"], call["step"]).indices(size)
-    if step != 1 or not piece:
+    if piece and step > 1 and size == piece * step:
+        run.set(call.out, [*dims[:dim], [*dims[dim], *fixed_factors(step)], *dims[dim + 1 :]])
+    elif step != 1 or not piece:
         run.set(call.out, with_fixed(run, call, [dim]))
     else:
         sizes = [(start, [Axis(start)]), (piece, dims[dim]), (size - start - piece, [Axis(size - start - piece)])]

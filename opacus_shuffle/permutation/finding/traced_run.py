@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -30,6 +29,7 @@ from opacus_shuffle.permutation.finding.labels import (
     free_factors,
     only,
     product,
+    size_of,
     summands,
     unify_dimensions,
 )
@@ -167,8 +167,9 @@ class TracedRun:
 
     def label(self, call: Call, rule: Callable[[TracedRun, Call], None] | None) -> None:
         """Labels what an operation returned by its rule; without one, fixes all that it touches."""
-        changed = [each for tensor in call.written for each in (tensor, tensor._base) if each is not None]
-        self.newly_written.update(self._equal_entries[tensor] for tensor in changed if tensor in self._equal_entries)
+        if memories := {storage(tensor) for tensor in call.written} - {0}:  # of views, too, that have labels of their own
+            known = list(self._equal_entries.items())  # type: ignore[no-untyped-call]
+            self.newly_written.update(made for tensor, made in known if storage(tensor) in memories)
         if not call.outputs and call.written:  # to lists of tensors
             rule = None
         elif not call.outputs and rule is None:
@@ -233,7 +234,7 @@ class TracedRun:
         """Labels a result; if it has labels already (an in-place operation), both must agree."""
         for dimensions in labels.alternatives if isinstance(labels, Stacked) else [labels]:
             if len(dimensions) != tensor.dim() or any(
-                _size(each) != max(n, 1) for each, n in zip(dimensions, tensor.shape, strict=True)
+                size_of(each) != max(n, 1) for each, n in zip(dimensions, tensor.shape, strict=True)
             ):
                 raise IncompatibleError
             self.occurrences.append(dimensions)
@@ -356,7 +357,7 @@ class TracedRun:
                 row = factors([piece])
                 if axis in row and len(row) > 1 and all(factor.kind == "atom" for factor in row):
                     place = row.index(axis)
-                    major, minor = _size(row[:place]), _size(row[place + 1 :])
+                    major, minor = size_of(row[:place]), size_of(row[place + 1 :])
                     if minor > 1:
                         self.new_packings.setdefault((name, number), set()).add((offset, major, axis.size, minor))
                 offset += piece.size
@@ -395,7 +396,3 @@ class TracedRun:
                     return self.dimensions(known)
                 self.fix([known])
         return fixed_dimensions(tensor.shape)
-
-
-def _size(axes: Sequence[Axis]) -> int:
-    return math.prod(axis.root.size for axis in axes)

@@ -21,6 +21,13 @@ def diagonal_written_to(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return written
 
 
+def identity() -> torch.Tensor:
+    """Ones put into zeros through a view of them."""
+    matrix = torch.zeros(4, 4, dtype=torch.float64)
+    matrix.diagonal().fill_(1)
+    return matrix
+
+
 MATRIX, CUBE, SQUARE = (3, 4), (2, 3, 4), (4, 4)
 CASES: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "where": (lambda x, y, z: torch.where(x > 0, y, z), (CUBE, (4,), (3, 1))),
@@ -73,6 +80,7 @@ CASES: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "beside the diagonal": (lambda x: x.diagonal(1), (SQUARE,)),
     "diagonal of no square": (lambda x: x.diagonal(dim1=1, dim2=2), (CUBE,)),
     "diagonal written to": (diagonal_written_to, (SQUARE, (4,))),
+    "unit matrix": (lambda x: x @ identity(), (MATRIX,)),
     "diagonal matrix": (lambda x, y: x @ torch.diag_embed(y.nan_to_num()), (MATRIX, (4,))),
     "diagonal matrices": (lambda x: torch.diag_embed(x, dim1=0, dim2=2), (MATRIX,)),
     "trace": (torch.trace, (SQUARE,)),
@@ -94,6 +102,16 @@ CASES: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
         (CUBE, CUBE, (4,)),
     ),
     "sampled at places": (lambda x, y: F.grid_sample(x, y, align_corners=False), ((2, 3, 4, 4), (2, 1, 3, 2))),
+    "rows put in by a mask": (
+        lambda x, y, z: x.masked_scatter((y > 0).expand(2, 3, 4), z),
+        (CUBE, (2, 3, 1), (6, 4)),
+    ),
+    "places put in by a mask": (lambda x, y, z: x.masked_scatter(y > 0, z), (CUBE, (3, 4), (6, 4))),
+    "rows put in by a mask of full size": (lambda x, y, z: x.masked_scatter(y[..., None] > 0, z), (CUBE, (2, 3), (9, 4))),
+    "every other": (lambda x: x[:, ::2], (MATRIX,)),
+    "every other one and the ones between": (lambda x: x[:, ::2] * x[:, 1::2], (MATRIX,)),
+    "every other one written to": (lambda x, y: torch.cat([1 * x, y])[:, 1::2].mul_(2), (MATRIX, MATRIX)),
+    "every other of an odd number": (lambda x: x[:, 1::2], (CUBE,)),
     "windows": (lambda x: x.unfold(-1, 2, 1), (CUBE,)),
     "overlapping windows": (lambda x: x.as_strided((2, 2, 2, 4), (12, 4, 4, 1)), (CUBE,)),
     "memory in another order": (lambda x: x.as_strided((4, 3), (1, 4)), (MATRIX,)),
@@ -103,7 +121,7 @@ CASES: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
 }
 
 
-NOTHING_MOVES = {"beside the diagonal", "memory between", "memory of a diagonal"}
+NOTHING_MOVES = {"places put in by a mask", "beside the diagonal", "memory between", "memory of a diagonal"}
 
 
 @pytest.mark.parametrize("name", CASES)

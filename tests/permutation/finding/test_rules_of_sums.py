@@ -12,6 +12,7 @@ from helpers.hand_written_groups import symmetric
 from helpers.model_zoo import Apply
 from helpers.zoo import DOUBLE
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from opacus_shuffle.permutation import find_permutations
 
@@ -75,6 +76,21 @@ ALONG = {
     "the slope of the first unit": (lambda h: h * torch.func.jacrev(lambda x: x.tanh().sum(0))(h)[0].sum(0), STAYS),
     "the trace of a square": (lambda h: h * torch.trace(h.T @ h), FREE),
     "masked by a tensor in place": (lambda h: h.clone().masked_fill_(h > 0, torch.tensor(0.5).double()), FREE),
+    "rows put in by a mask": (
+        lambda h: (2 * h).masked_scatter((h.sum(-1, keepdim=True) > 0).expand_as(h), h.flip(0)),
+        FREE,
+    ),
+    "units put in by a mask": (lambda h: h.masked_scatter(h > 0, h.flip(0)), STAYS),
+    "gates between": (lambda h: h[:, ::2].sigmoid() * h[:, 1::2], symmetric(3) + STAYS),
+    "sequences of several lengths": (
+        lambda h: pack_padded_sequence(h[None], torch.tensor([len(h)]), batch_first=True).data,
+        FREE,
+    ),
+    "sequences taken apart": (
+        lambda h: pad_packed_sequence(pack_padded_sequence(h[None], torch.tensor([len(h)]), batch_first=True))[0][:, 0],
+        FREE,
+    ),
+    "a derivative of a derivative": (lambda h: torch.func.vmap(torch.func.jacfwd(lambda u: (u * u.tanh()).sum()))(h), FREE),
     "folded": (lambda h: F.fold(h[:, :, None].expand(-1, -1, 2), (1, 3), (1, 2))[:, :, 0].flatten(1), symmetric(3) + STAYS),
 }
 
