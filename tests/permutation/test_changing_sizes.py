@@ -137,16 +137,16 @@ SERVING = {
     "mathematics": lambda n: str([math.isqrt(n), math.comb(n, 2), math.gcd(n, 4), divmod(n, 2), pow(3, n, 7), n & 4, ~n]),
     "numpy": lambda n: str(np.arange(n) * n) + str(np.array([n]).dtype),
     "tensors": lambda n: str([torch.tensor(n), torch.arange(n), torch.full((n,), n), torch.tensor(torch.zeros(n).shape)]),
-    "a script": lambda n: str(doubled(n)),
+    "a script": lambda n: str(torch.jit.script(doubled)(n)),
     "a copy": lambda n: str(pickle.loads(pickle.dumps(n)) + copy.deepcopy(n)),
 }
 
 
-@torch.jit.script
 def doubled(n: int) -> int:
     return 2 * n
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", SERVING)
 def test_sizes_serve_as_whole_numbers_do(name):
     found = set()
