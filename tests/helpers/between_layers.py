@@ -18,6 +18,7 @@ FREE, STAYS = symmetric(HIDDEN) + symmetric(NEXT), symmetric(NEXT)
 """Sizes of the group if the six units move, and if they stay."""
 
 
+@torch.no_grad()
 def found(*middle: nn.Module | Callable[[torch.Tensor], torch.Tensor]) -> float:
     """What is found around these layers of six units, after a check on inputs and weights that nothing was found on."""
     torch.manual_seed(0)
