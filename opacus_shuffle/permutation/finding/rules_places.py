@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from opacus_shuffle.permutation.finding.labels import (
+    Dimensions,
     Factors,
     fix_all,
     fixed_dimensions,
     fixed_factors,
+    product,
     regroup,
     unify_all,
     unify_dimensions,
@@ -22,12 +22,12 @@ from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun
 @rule("convolution _convolution cudnn_convolution mkldnn_convolution")
 def convolution(run: TracedRun, call: Call) -> None:
     """Links channels in and out, group by group; kernel taps and places are fixed."""
-    source, kernel = call.inputs[:2]
+    source, kernel = map(run.dimensions, call.inputs[:2])
     result = _link_channels(run, call, source, kernel)
-    places = kernel.dim() - 2
+    places = len(kernel) - 2
     for bias in call.inputs[2:3]:
         unify_all(run.dimensions(bias)[0], result)
-    head = run.dimensions(source)[:1] if source.dim() == places + 2 else []
+    head = source[: -places - 1]
     run.set(call.out, [*head, result, *fixed_dimensions(call.out.shape[-places:])])
     run.contraction(call.out)
 
@@ -35,23 +35,22 @@ def convolution(run: TracedRun, call: Call) -> None:
 @rule("convolution_backward")
 def convolution_backward(run: TracedRun, call: Call) -> None:
     """Links channels as the convolution did, in the gradients of its input, its kernel and its bias."""
-    source, kernel = call["input"], call["weight"]
+    source, kernel = run.dimensions(call["input"]), run.dimensions(call["weight"])
     result = _link_channels(run, call, source, kernel)
     records, channels, *places = run.dimensions(call["grad_output"])
     unify_all(channels, result)
-    unify_all(records, run.dimensions(source)[0])
+    unify_all(records, source[0])
     fix_all(*places)
-    labels = (run.dimensions(source), run.dimensions(kernel), [result])
+    labels = (source, kernel, [result])
     wanted = [each for each, asked in zip(labels, call["output_mask"], strict=True) if asked]
     for tensor, each in zip(call.outputs, wanted, strict=True):
         run.set(tensor, each)
     run.contraction(*call.outputs)
 
 
-def _link_channels(run: TracedRun, call: Call, source: torch.Tensor, kernel: torch.Tensor) -> Factors:
+def _link_channels(run: TracedRun, call: Call, dims: Dimensions, weight: Dimensions) -> Factors:
     """Makes the channels of a source and of a kernel agree; returns those of the result."""
-    groups, places = int(call["groups"]), kernel.dim() - 2
-    dims, weight = run.dimensions(source), run.dimensions(kernel)
+    groups, places = int(call["groups"]), len(weight) - 2
     channels = dims[-places - 1]
     fix_all(*weight[2:], *dims[-places:])
     result, entering = weight[:2]
@@ -62,12 +61,12 @@ def _link_channels(run: TracedRun, call: Call, source: torch.Tensor, kernel: tor
         run.occurrences.append([dims[0], channels, result])
     elif call.arguments.get("transposed"):  # input (group, in), kernel ((group, in), out), result (group, out)
         unify_all(channels, result)
-        group, inside = regroup(channels, [groups, kernel.shape[0] // groups])
+        group, inside = regroup(channels, [groups, product(weight[0]).size // groups])
         run.occurrences.append([dims[0], group, inside, entering])
         result = [*group, *entering]
     else:  # input (group, in), kernel ((group, out), in), result (group, out)
-        group_in, inside = regroup(channels, [groups, source.shape[-places - 1] // groups])
-        group_out, outside = regroup(result, [groups, kernel.shape[0] // groups])
+        group_in, inside = regroup(channels, [groups, product(channels).size // groups])
+        group_out, outside = regroup(result, [groups, product(weight[0]).size // groups])
         unify_all(group_in, group_out)
         unify_all(inside, entering)
         run.occurrences.append([dims[0], group_in, inside, outside])

@@ -88,6 +88,21 @@ def test_a_gradient_moves_what_the_function_moves(name):
     assert not breaks(backward, spec)
 
 
+@pytest.mark.parametrize("at", ["input", "kernel"])
+def test_the_gradient_at_a_constant_moves_as_the_other_operand_does(at):
+    def gradient(operand: torch.Tensor) -> torch.Tensor:
+        constant = operand.new_ones(CUBE if at == "input" else (5, 3, 2))
+        pair = (constant, operand) if at == "input" else (operand, constant)
+        result, pull = torch.func.vjp(F.conv1d, *pair)
+        return pull(result.square())[at == "kernel"]
+
+    torch.manual_seed(0)
+    operation = Operation(gradient, ((5, 3, 2) if at == "input" else CUBE,))
+    spec = labelled(operation)
+    assert spec.axes_to_perm["operands.0"][1]
+    assert not breaks(operation, spec)
+
+
 class Energy(nn.Module):
     """The slope of an energy along its input: of what the last layer adds, nothing is left."""
 
