@@ -72,6 +72,8 @@ class RecordFlow(InsightMode):
     def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Does an operation, and notes which records its results come from."""
         operands = tensors_in((args, kwargs))
+        if any(type(each).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for each in operands):
+            self.leave("a tensor whose operations are of its own making")
         with torch._C.DisableTorchFunction():
             bits: dict[int, Bits | None] = {id(each): found for each in operands if (found := self._bits(each)) is not None}
             if bits and ASKING & set(func.tags) and not self._tells_one_bit(func, args):
@@ -80,7 +82,7 @@ class RecordFlow(InsightMode):
             if bits and torch.Tag.inplace_view not in func.tags:
                 try:
                     self._follow(Known(func, args, kwargs, result, bits, self._records), operands, func._schema.is_mutable)
-                except (RuntimeError, NotImplementedError, IndexError, ValueError) as error:  # bytes are no numbers to all
+                except Exception as error:  # bytes are no numbers to all
                     self.leave(f"{func}: {error}")
         return result
 

@@ -69,7 +69,7 @@ def _followed(network: nn.Module, call: Call, records: int, axis: int) -> _Follo
 
 
 def _others_do_not_matter(network: nn.Module, call: Call, records: int, axis: int, *, decided: bool) -> bool:
-    """Returns whether a record's outputs stay beside several others, one at a time, and its gradients where those decide."""
+    """Returns whether a record's outputs, what layers get of it and its gradients stay beside several others, one at a time."""
 
     def pair(kept: int, other: int) -> Call:
         def cut(leaf: torch.Tensor) -> torch.Tensor:
@@ -77,20 +77,25 @@ def _others_do_not_matter(network: nn.Module, call: Call, records: int, axis: in
 
         return tree_map_only(torch.Tensor, lambda leaf: cut(leaf) if has_records(leaf, records, axis) else leaf, call)  # type: ignore[no-any-return]
 
-    beside = [pair(0, records - 1), pair(0, 0), with_others(pair(0, 1), 2, axis, 0, rescaled)]
-    if decided:
-        also = [pair(1, records - 1), pair(1, 1), with_others(pair(1, 0), 2, axis, 0, rescaled)]
-        ways = max((_by_answers(network, each) for each in (beside, also)), key=len)
-        beside = ways if len(ways) > 1 else beside
-    found: list[list[torch.Tensor]] = []
-    for number, each in enumerate(beside):
-        try:
-            found.append(_first_rows(network, each, axis, backward=decided))
-        except Exception:
-            if number < 2:
+    def changed(kept: int) -> Call:
+        return with_others(pair(kept, (kept + 1) % records), 2, axis, 0, rescaled)
+
+    beside = [pair(0, records - 1), changed(0), pair(0, 0)]
+    for kept in range(records) if decided else ():
+        ways = _by_answers(network, [*(pair(kept, other) for other in range(records)), changed(kept)])
+        if len(ways) > 1:
+            beside = ways
+            break
+    first = _first_rows(network, beside[0], axis)
+    others = 0
+    for each in beside[1:]:
+        with contextlib.suppress(Exception):  # what the network does not take, a probability above one, say
+            if not all_same(first, _first_rows(network, each, axis)):
                 return False
-            # The last may be what the network does not take, a probability above one, say.
-    return all(all_same(found[0], each) for each in found)
+            others += 1
+        if others and not decided:
+            break
+    return others > 0
 
 
 def _by_answers(network: nn.Module, calls: list[Call]) -> list[Call]:
@@ -104,24 +109,36 @@ def _by_answers(network: nn.Module, calls: list[Call]) -> list[Call]:
     return list(ways.values())
 
 
-def _first_rows(network: nn.Module, call: Call, axis: int, *, backward: bool) -> list[torch.Tensor]:
-    """Returns what a network gives for the first of two records, and the gradients at its layers where they are asked for."""
+def _first_rows(network: nn.Module, call: Call, axis: int) -> list[torch.Tensor]:
+    """Returns of the first of two records what a network gives, what its layers get, and the gradients there."""
     watched = hasattr(network, "autograd_grad_sample_hooks")  # Opacus's hooks look at passes with gradients alone
-    given: list[torch.Tensor] = []
-    layers = layers_with_parameters(network)
-    handles = [each.register_forward_hook(lambda _layer, _inputs, output: given.extend(results(output))) for each in layers]
+    taken: list[tuple[torch.Tensor, int]] = []
+    given: list[tuple[torch.Tensor, int]] = []
+
+    def note(layer: nn.Module, inputs: Any, output: Any) -> None:
+        along = _axis_of(layer, axis)
+        taken.extend((each, along) for each in tensors_in(inputs) if has_records(each, 2, along))
+        given.extend((each, along) for each in results(output) if each.requires_grad and has_records(each, 2, along))
+
+    handles = [each.register_forward_hook(note) for each in layers_with_parameters(network)]
     try:
-        with untouched(network), torch.set_grad_enabled(backward and not watched):
+        with untouched(network), torch.set_grad_enabled(not watched):
             seed_draws(0)
-            rows = [each for each in results(network(*call[0], **call[1])) if has_records(each, 2, axis)]
-            total = sum(each.select(axis, 0).sin().sum() for each in rows if each.requires_grad)
-            places = [each for each in given if each.requires_grad and has_records(each, 2, axis)]
+            told = [(each, axis) for each in results(network(*call[0], **call[1])) if has_records(each, 2, axis)]
+            total = sum(each.select(axis, 0).sin().sum() for each, _ in told if each.requires_grad)
             if isinstance(total, torch.Tensor):
-                rows += [each for each in torch.autograd.grad(total, places, allow_unused=True) if each is not None]
+                places = [each for each, _ in given]
+                gradients = torch.autograd.grad(total, places, allow_unused=True)
+                told += [(each, along) for each, (_, along) in zip(gradients, given, strict=True) if each is not None]
     finally:
         for handle in handles:
             handle.remove()
-    return [each.detach().select(axis, 0).clone() for each in (*rows, *places)]
+    return [each.detach().select(along, 0).clone() for each, along in (*told, *taken)]  # what layers got may be written to
+
+
+def _axis_of(layer: nn.Module, axis: int) -> int:
+    """Returns where a layer has its records: along the first axis in one step of a recurrent one."""
+    return 0 if isinstance(layer, RNNLinear) else axis
 
 
 def layers_with_parameters(network: nn.Module) -> list[nn.Module]:
@@ -163,9 +180,9 @@ class _Following:
     def __init__(self, network: nn.Module, call: Call, records: int, axis: int, products: LeftOutProducts | None) -> None:
         self._network, self._records, self._axis = network, records, axis
         self._products, self._flow = products, RecordFlow(records, products)
-        self._misplaced = False
+        self._misplaced = self.decided = False
+        self._taken: dict[nn.Module, list[Any]] = {}
         self.apart = self._follow(call)
-        self.decided = self._flow.decided
 
     def _follow(self, call: Call) -> bool:
         copied = tree_map_only(torch.Tensor, lambda each: each.clone() if self._has_rows(each) else each, call)
@@ -181,6 +198,7 @@ class _Following:
             with self._modes():
                 outputs = [each for each in results(self._network(*copied[0], **copied[1])) if self._has_rows(each)]
                 told = [self._flow.rows(each, self._axis) for each in outputs]
+                self.decided = self._flow.decided
                 if backward:
                     self._go_back(outputs)
         if self._flow.failed:
@@ -203,7 +221,9 @@ class _Following:
                 self._flow.mark(weights, self._axis)
                 total = total.to(each) + (each * weights).sum()
         parameters = [each for each in self._network.parameters() if each.requires_grad]
+        self._flow.decided = False
         torch.autograd.grad(total, parameters, allow_unused=True)
+        self._misplaced |= self._flow.decided  # by gradients, which are larger or smaller where it trains
 
     @contextlib.contextmanager
     def _modes(self) -> Iterator[None]:
@@ -224,19 +244,20 @@ class _Following:
 
     def _look(self, layer: nn.Module, inputs: Any, output: Any) -> None:
         self._see(layer, inputs)
+        self._taken.setdefault(layer, []).append(inputs)
         seen = (output,) if isinstance(output, torch.Tensor) else output
         # Gradients of what lies in other results come to no hook, nor do those of a parameter that is one.
         if not isinstance(seen, tuple) or len(results(output)) != len(seen) or any(each.is_leaf for each in results(output)):
-            self._misplaced = self._misplaced or any(each.requires_grad for each in results(output))
+            self._misplaced |= any(each.requires_grad for each in results(output))
 
     def _look_back(self, layer: nn.Module, inputs: Any, outputs: Any) -> None:
-        self._see(layer, outputs)
+        self._see(layer, (outputs, self._taken[layer]))  # which Opacus reads here, and may have been written to
 
     def _see(self, layer: nn.Module, values: Any) -> None:
-        axis = 0 if isinstance(layer, RNNLinear) else self._axis  # one step of a recurrent layer
+        axis = _axis_of(layer, self._axis)
         for each in tensors_in(values):
             placed = has_records(each, self._records, axis) and self._apart(self._flow.rows(each, axis))
-            self._misplaced = self._misplaced or not placed
+            self._misplaced |= not placed
 
 
 class _Leaving(TorchFunctionMode):

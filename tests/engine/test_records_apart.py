@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
-from helpers.records_together import APART, MISPLACED, MIXING, Between, Inside
+from helpers.records_together import APART, MISPLACED, MIXING, Between, Inside, hooked
 from opacus.layers import DPLSTM, DPMultiheadAttention
 from torch import nn
 
 from opacus_shuffle.engine import records_apart
+from opacus_shuffle.engine.record_flow import RecordFlow, UnfollowedError
 from opacus_shuffle.engine.records_apart import are_apart
 
 
@@ -160,6 +162,96 @@ READ = {
 def test_what_is_read_from_all_records_and_returned_is_never_proved_apart(name):
     masks = torch.tensor([[1, 1], [1, 1], [1, 0], [1, 0], [1, 1], [1, 0]]).bool()
     assert not proved(Reading(READ[name]), torch.randn(6, 5), masks)
+
+
+def elsewhere(function):
+    """Has another thread compute something, where no mode of this one sees it."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function().detach()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def shared_with_numpy(hidden):
+    memory = torch.zeros(hidden.shape)
+    seen_by_numpy = memory.numpy()
+    memory.copy_(hidden.detach())
+    return torch.from_numpy(seen_by_numpy.copy())
+
+
+def by_size(hidden):
+    size = 1 + hidden.detach().abs().sum().long() % 5
+    return torch.ones_like(hidden) * len(hidden.new_ones(6).tensor_split(size.reshape(1))[0])
+
+
+class Own(torch.Tensor):
+    """A tensor with operations of its own."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+
+    def __init__(self, held):
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return cls(func(*(each.held if isinstance(each, cls) else each for each in args), **(kwargs or {})))
+
+
+class Adapted(nn.Module):
+    """A network with a layer that gives zero as yet, whose gradients are of what it gets."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.adapter, self.last = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.function = function
+        nn.init.zeros_(self.adapter.weight)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        return self.last(hidden + self.adapter(self.function(hidden)))
+
+
+UNSEEN = {
+    "another thread": lambda h: elsewhere(lambda: h.mean(0)).expand_as(h) + 0,
+    "memory that NumPy has": lambda h: shared_with_numpy(h).flip(0),
+    "sizes": by_size,
+    "tensors with operations of their own": lambda h: Own(h.detach()).flip(0).held,
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_cannot_be_followed_does_not_reach_layers_that_give_zero_unseen(name):
+    assert not proved(Adapted(UNSEEN[name]), torch.randn(6, 5))
+
+
+def test_operations_of_tensors_of_their_own_end_the_run():
+    with pytest.raises(UnfollowedError), RecordFlow(2):
+        Own(torch.ones(2)).flip(0)
+
+
+def test_what_a_layer_got_and_is_written_to_before_the_backward_pass_is_no_proof():
+    def written(layer, hidden):
+        taken = hidden.detach().clone()
+        result = layer(taken)
+        taken.data.copy_(taken.flip(0))  # of which PyTorch takes no notice
+        return result
+
+    assert not proved(Between(written), torch.randn(6, 5))
+
+
+def test_what_gradients_decide_is_no_proof():
+    """It is decided otherwise where they are larger."""
+    shortened = lambda each: each / each.norm() if each.norm() > 100 else each  # noqa: E731
+    assert not proved(Between(lambda layer, hidden: hooked(layer(hidden), shortened)), torch.randn(6, 5))
+
+
+def test_others_are_tried_beside_every_record_until_a_yes_or_no_changes():
+    """The first three are padded, so that one of them is, whatever is beside the first two."""
+    masks = torch.tensor([[1, 0], [1, 0], [1, 0], [1, 1], [1, 1], [1, 1]])
+    assert not proved(Reading(lambda h, mask: h if bool((mask == 0).any()) else 2 * h), torch.randn(6, 5), masks)
 
 
 def test_a_yes_or_no_that_changes_nothing_is_no_obstacle():
