@@ -94,7 +94,8 @@ class RecordFlow(InsightMode):
     def _tells_one_bit(self, func: Any, args: Any) -> bool:
         """Whether a yes or no is read; or nothing, where an operation picks entries by places."""
         if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten._unsafe_index):
-            return all(each is None or each.dtype != torch.bool or self._bits(each) is None for each in args[1])
+            masks = [each for each in args[1] if each is not None and each.dtype in (torch.bool, torch.uint8)]
+            return all(self._bits(each) is None for each in masks)
         self.decided = True
         return func.overloadpacket is torch.ops.aten._local_scalar_dense and args[0].dtype == torch.bool
 

@@ -32,7 +32,7 @@ class Known:
 
     def __init__(self, func: Any, args: Any, kwargs: Any, result: Any, bits: dict[int, Bits | None], records: int) -> None:
         self.call: Call = bind(func, args, kwargs, result)
-        self._done, self._bits, self._records = (func, args, kwargs), bits, records
+        self._done, self._bits, self.records = (func, args, kwargs), bits, records
         seen = set(map(id, self.call.outputs))
         self.results = [*self.call.outputs, *(each for each in self.call.written if id(each) not in seen)]
 
@@ -65,7 +65,7 @@ class Known:
         highest = bits.amax(chosen, keepdim=True)
         if bool((highest == bits.amin(chosen, keepdim=True)).all()):
             return highest
-        return united((bits & (1 << record)).amax(chosen, keepdim=True) for record in range(self._records))
+        return united((bits & (1 << record)).amax(chosen, keepdim=True) for record in range(self.records))
 
     def together(self) -> Bits:
         """Returns one number: all records that any operand comes from."""
@@ -106,7 +106,12 @@ def _everything(known: Known) -> list[Bits]:
     return []
 
 
-@rule("_to_copy", "clone", "native_dropout", "native_dropout_backward", "bernoulli", "masked_fill_", "masked_fill")
+@rule(
+    *("_to_copy", "clone", "native_dropout", "native_dropout_backward", "bernoulli", "masked_fill_", "masked_fill", "rsub"),
+    *("_prelu_kernel", "_prelu_kernel_backward", "hardswish", "hardswish_", "hardswish_backward", "hardsigmoid_backward"),
+    *("hardtanh_backward", "hardshrink_backward", "softshrink_backward", "softplus_backward", "mish_backward", "elu_backward"),
+    *("leaky_relu_backward", "log_sigmoid_forward", "log_sigmoid_backward", "floor_divide"),
+)
 def _entry_by_entry(known: Known) -> list[Bits]:
     return [united(known.met())] * len(known.call.outputs)
 
@@ -127,7 +132,7 @@ def _nothing(known: Known) -> list[Bits]:
 
 @rule(
     *("cat", "stack", "repeat", "roll", "flip", "tril", "triu", "slice_backward", "select_backward", "slice_scatter"),
-    *("select_scatter", "diagonal_scatter", "diagonal_backward", "pixel_shuffle", "pixel_unshuffle", "im2col"),
+    *("select_scatter", "diagonal_scatter", "diagonal_backward", "pixel_shuffle", "pixel_unshuffle"),
     *(
         "reflection_pad1d",
         "reflection_pad2d",
@@ -170,30 +175,78 @@ def _picked(known: Known) -> list[Bits]:
     return [known.again(lambda each: data if each is source else each) | chosen]
 
 
+def _may_be_masks(indices: Iterable[torch.Tensor | None]) -> bool:
+    """Whether some indices choose by yes and no."""
+    return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices)
+
+
+def _decided(known: Known) -> tuple[list[int], Bits | None]:
+    """Returns the axes along which records decide the places, and what these come from, in a shape that expands to theirs."""
+    dim, indices = known.call["self"].dim(), known.call["indices"]
+    decided = [axis for axis, each in enumerate(indices) if each is not None and known.of(each) is not None]
+    if not decided:
+        return [], None
+    given = [axis for axis, each in enumerate(indices) if each is not None]
+    together = given == list(range(given[0], given[-1] + 1))
+    after = dim - 1 - given[-1] if together else dim - len(given)
+    chosen = united(known.full(indices[axis]) for axis in decided)
+    return decided, chosen.reshape(*chosen.shape, *[1] * after)
+
+
 @rule("index", "_unsafe_index")
 def _indexed(known: Known) -> list[Bits]:
-    source, indices = known.call["self"], known.call["indices"]
-    if any(each is not None and each.dtype == torch.bool and known.of(each) is not None for each in indices):
-        return []
+    source = known.call["self"]
     data = known.full(source)
-    decided = [axis for axis, each in enumerate(indices) if each is not None and known.of(each) is not None]
-    if decided and any(each is not None and each.dtype == torch.bool for each in indices):
-        return []  # axes that a mask takes more than one of are not counted here
+    decided, chosen = _decided(known)
+    if decided and _may_be_masks(known.call["indices"]):
+        return []  # a mask takes more axes than one
     if decided:
         data = known.pooled(data, decided).expand(source.shape)
     found = known.again(lambda each: data if each is source else each)
-    if not decided:
-        return [found]
-    given = [axis for axis, each in enumerate(indices) if each is not None]
-    together = given == list(range(given[0], given[-1] + 1))
-    after = source.dim() - 1 - given[-1] if together else source.dim() - len(given)
-    chosen = united(known.full(indices[axis]) for axis in decided)
-    return [found | chosen.reshape(*chosen.shape, *[1] * after)]
+    return [found if chosen is None else found | chosen]
+
+
+@rule("index_put", "index_put_", "_index_put_impl_")
+def _put(known: Known) -> list[Bits]:
+    """Where records decide which places are written to, any along that axis may be."""
+    target, values = known.call["self"], known.full(known.call["values"])
+    decided, chosen = _decided(known)
+    if decided and _may_be_masks(known.call["indices"]):
+        return []
+    written = values if chosen is None else values | chosen
+    count = torch.zeros(target.shape, dtype=torch.int32, device=target.device)
+    places = [
+        torch.index_put(count, known.call["indices"], (written >> record & 1).int(), accumulate=True) > 0
+        for record in range(known.records)
+    ]
+    reached = united(each.to(torch.uint8) << record for record, each in enumerate(places))
+    return [known.full(target) | (known.pooled(reached, decided) if decided else reached)]
+
+
+@rule("scatter", "scatter_", "scatter_add", "scatter_add_")
+def _scattered(known: Known) -> list[Bits]:
+    """Any place along the axis may be written to from any other."""
+    target, index, axis = known.call["self"], known.call["index"], known.call["dim"]
+    source = known.call.arguments.get("src")
+    if not target.dim() or any(
+        index.shape[each] != target.shape[each] for each in range(target.dim()) if each != axis % target.dim()
+    ):
+        return []
+    moved = [known.full(index)]
+    if source is not None:
+        moved.append(known.full(source)[tuple(map(slice, index.shape))])
+    return [known.full(target) | known.pooled(united(moved), [axis])]
+
+
+@rule("unfold_backward")
+def _folded(known: Known) -> list[Bits]:
+    return [known.pooled(known.full(known.call["grad_in"]), [known.call["dim"], -1]).squeeze(-1)]
 
 
 def _along(known: Known, axes: Any) -> Bits:
     """What slices along some axes come from together."""
-    return known.pooled(united(known.met()), None if axes is None or axes == [] else [axes] if isinstance(axes, int) else axes)
+    chosen = None if axes is None or axes == [] else [axes] if isinstance(axes, int) else axes
+    return united(known.pooled(each, chosen) for each in known.met())
 
 
 @rule(
@@ -218,7 +271,7 @@ def _left(known: Known, axes: Any) -> int:
 
 @rule(
     *("_softmax", "_log_softmax", "_safe_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "cumsum", "cumprod"),
-    *("logcumsumexp", "cummax", "cummin", "sort", "topk"),
+    *("logcumsumexp", "cummax", "cummin", "sort", "topk", "glu", "glu_backward"),
 )
 def _along_axis(known: Known) -> list[Bits]:
     return [_along(known, known.call["dim"])] * len(known.call.outputs)
@@ -245,6 +298,22 @@ def _sum_with_product(known: Known) -> list[Bits]:
 def _rows_by_vector(known: Known) -> list[Bits]:
     matrix, vector = known.full(known.call["self"]), known.full(known.call["vec"])
     return [known.pooled(matrix, [-1]).squeeze(-1) | known.pooled(vector)]
+
+
+@rule("native_batch_norm", "native_batch_norm_backward")
+def _normed_by_channel(known: Known) -> list[Bits]:
+    """A channel's statistics come from all of it, where they are computed; ``nn.InstanceNorm2d`` has one for each record's."""
+    backward = known.call.name.endswith("backward")
+    computed = known.call["train" if backward else "training"]
+    if computed and not backward and known.call["running_mean"] is not None:
+        raise ValueError("statistics are written to, of which the operation says nothing")
+    if backward and not known.call["output_mask"][0]:
+        return []
+    width = known.call.inputs[0].dim()
+    others = [axis for axis in range(width) if axis != 1]
+    found = [each.view(1, -1, *[1] * (width - 2)) if each.dim() == 1 else each for each in known.met()]
+    result = united(known.pooled(each, others) if computed else each for each in found)
+    return [result] if backward else [result, *[known.pooled(result, others).flatten()] * 2]
 
 
 @rule("native_layer_norm", "_fused_rms_norm")
@@ -275,15 +344,20 @@ LIES_IN_ROWS = frozenset(
     *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"),
     *("_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"),
-    *("convolution_backward", "native_group_norm_backward"),
+    *("convolution_backward", "native_group_norm_backward", "fractional_max_pool2d", "fractional_max_pool2d_backward"),
+    *("upsample_nearest3d", "upsample_nearest3d_backward", "upsample_trilinear3d", "upsample_trilinear3d_backward"),
+    *("upsample_bicubic2d_backward", "_upsample_bilinear2d_aa", "_upsample_bilinear2d_aa_backward", "max_unpool2d"),
+    *("_upsample_bicubic2d_aa", "_upsample_bicubic2d_aa_backward", "max_unpool3d", "channel_shuffle", "im2col", "col2im"),
+    *("reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward", "replication_pad1d_backward"),
+    *("replication_pad2d_backward", "replication_pad3d_backward"),
 )
 def _row_by_row(known: Known) -> list[Bits]:
     """Row n of a result comes from row n of what has the batch's rows, and from all the rest."""
     mask = known.call.arguments.get("output_mask")
     first = known.call.outputs[0]
-    if first.dim() < 2 or (mask is not None and not mask[0]):
+    rows = first.shape[0] if first.dim() > 1 else 0
+    if not rows or known.call.arguments.get("N", rows) != rows or (mask is not None and not mask[0]):
         return []  # without the first result, which is the one that has rows
-    rows = first.shape[0]
     found = []
     for name, each in known.call.arguments.items():
         if not isinstance(each, torch.Tensor) or (bits := known.of(each)) is None:

@@ -123,12 +123,38 @@ OPERATIONS = {
     "einsum over records": lambda x: torch.einsum("bij,cij->bc", x, x),
     "repeated": lambda x: x.repeat(2, 1, 1),
     "triangles": lambda x: x.permute(1, 0, 2).tril(),
+    "gated": lambda x: F.glu(x, 1),
+    "leaky": gradient(lambda x: F.leaky_relu(F.elu(F.hardswish(F.prelu(x, torch.ones(4) / 3))))),
+    "gradients of gates": gradient(lambda x: F.glu(x, 1)),
+    "gradients of entries that records choose": gradient(lambda x: x[torch.arange(3), x[:, 0].argmax(1)]),
+    "gradients of records that records choose": gradient(lambda x: x[x[:, 0, 0].argsort()]),
+    "put by records": lambda x: torch.zeros(3, 4, 4).index_put((torch.arange(3), x[:, 0].argmax(1)), x[:, 1]),
+    "put all along": lambda x: torch.zeros(4, 3, 4).index_put((x[:, 0].argmax(1), torch.tensor([0, 0, 2])), x[:, 1]),
+    "put by a constant mask": lambda x: torch.zeros(3, 4, 4).index_put((torch.tensor([True, False, True]),), x[1:]),
+    "gradients of maxima": gradient(lambda x: x.max(1).values),
+    "gradients of the largest": gradient(lambda x: x.topk(2, dim=1).values),
+    "scattered by records": lambda x: torch.zeros(3, 4, 4).scatter_add(1, x.argsort(1), x),
+    "scattered among records": lambda x: torch.zeros(3, 4, 4).scatter(0, x.argsort(0), x),
+    "scattered in part": lambda x: x.scatter(1, torch.tensor([[[1, 2]]]), x.flip(0)),
+    "windows": gradient(lambda x: x.unfold(1, 2, 1)),
+    "windows of records": gradient(lambda x: x.unfold(0, 2, 1)),
+    "instance norm": lambda x: F.instance_norm(x),
+    "gradients of instance norm": gradient(lambda x: F.instance_norm(x, weight=torch.ones(4), bias=torch.ones(4))),
+    "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "batch norm as it was": lambda x: F.batch_norm(x, torch.zeros(4), torch.ones(4)),
+    "group norm over records": lambda x: torch.native_group_norm(x, None, None, 1, 12, 4, 1, 1e-5)[0],
+    "gradients of what is larger": gradient(lambda x: F.interpolate(x, scale_factor=2, mode="linear")),
+    "gradients of padding": gradient(lambda x: F.pad(x, (1, 1), mode="reflect")),
+    "patches": gradient(lambda x: F.unfold(x[:, None], 2)),
 }
 IN_ROWS = (
     *("layer norm", "group norm", "linear", "convolution", "products", "softmax", "attention", "sorting within records"),
     *("the largest", "maxima", "chosen by records", "chosen along two axes", "gathered", "looked up", "pooled", "larger"),
     *("pooled by averages", "padded", "norms", "einsum", "gradients of a norm", "gradients of group norm"),
     *("gradients of a convolution", "gradients of attention", "gradients of pooling", "attention with a mask of records"),
+    *("gated", "leaky", "gradients of gates", "gradients of entries that records choose", "put by records", "windows"),
+    *("gradients of maxima", "gradients of the largest", "scattered by records", "instance norm", "gradients of instance norm"),
+    *("batch norm as it was", "gradients of what is larger", "gradients of padding", "patches"),
 )
 
 
@@ -174,6 +200,8 @@ def test_memory_that_is_freed_and_used_anew_comes_from_no_record():
         lambda x: torch.view_as_real(torch.complex(x, x)) + 1,
         lambda x: (x.to_sparse() * 2).to_dense(),
         lambda x: x.unique(),
+        lambda x: F.batch_norm(x, torch.zeros(4), torch.ones(4), training=True),
+        lambda x: x[(x[:, 0, 0] > -99).to(torch.uint8)],
     ],
 )
 def test_values_that_cannot_be_followed_end_the_run(function):
