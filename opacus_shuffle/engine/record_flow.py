@@ -17,16 +17,13 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef as _StorageWeakRef
 
 from opacus_shuffle.engine.record_flow_rules import Bits, Known
-from opacus_shuffle.permutation.finding.cheap_products import ASKING, LeftOutProducts
+from opacus_shuffle.permutation.finding.cheap_products import ASKING, LeftOutProducts, StorageWeakRef
 from opacus_shuffle.permutation.higher_order import InsightMode
 from opacus_shuffle.permutation.network import tensors_in
 
 MOST_RECORDS = 8
-
-StorageWeakRef: Any = _StorageWeakRef
 
 _SWEEP = 256
 """After how many new memories those are forgotten that are no more."""

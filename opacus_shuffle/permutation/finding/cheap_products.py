@@ -5,12 +5,13 @@ That holds as long as nothing asks for a value that comes of them. What does so 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef as _StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -23,6 +24,7 @@ PRODUCTS = frozenset(getattr(torch.ops.aten, name) for name in ("mm", "addmm", "
 
 ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 Result = TypeVar("Result")
+StorageWeakRef: Any = _StorageWeakRef
 
 
 class ValuesMatterError(Exception):
@@ -52,7 +54,7 @@ class Frugal:
         return run()
 
 
-@contextmanager
+@contextlib.contextmanager
 def cheap_products(zeros: LeftOutProducts | None = None, mode: InsightMode | None = None) -> Iterator[None]:
     """Has products inside give zeros, until somebody asks for a value that comes of them.
 
@@ -76,7 +78,8 @@ class LeftOutProducts(InsightMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.asked: ValuesMatterError | None = None
-        self._unknown: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._memories: set[StorageWeakRef] = set()
+        self._unknown: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of what has no memory of its own
 
     def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Does an operation, or leaves it out."""
@@ -88,9 +91,11 @@ class LeftOutProducts(InsightMode):
             self.ask(func)
         result = func(*args, **kwargs) if product is None else product
         for tensor in [*tensors_in(result), *(operands if func._schema.is_mutable else ())]:
-            self._unknown[tensor] = True
-            if tensor._base is not None:  # written to through a view
-                self._unknown[tensor._base] = True
+            memory = _memory(tensor)
+            if memory is None:
+                self._unknown[tensor] = True
+            else:
+                self._memories.add(memory)
         return result
 
     def ask(self, func: Any) -> NoReturn:
@@ -100,7 +105,15 @@ class LeftOutProducts(InsightMode):
 
     def is_unknown(self, tensor: torch.Tensor) -> bool:
         """Returns whether a tensor's values come of a product that was left out."""
-        return tensor in self._unknown or (tensor._base is not None and tensor._base in self._unknown)
+        memory = _memory(tensor)
+        return tensor in self._unknown if memory is None else memory in self._memories
+
+
+def _memory(tensor: torch.Tensor) -> StorageWeakRef | None:
+    """Returns what stands for a tensor's memory, as for that of views and of a parameter made of it; None if it has none."""
+    with contextlib.suppress(RuntimeError), torch._C.DisableTorchFunction():
+        return StorageWeakRef(tensor.untyped_storage())
+    return None
 
 
 def _zeros(func: Any, args: Sequence[Any]) -> torch.Tensor | None:

@@ -34,6 +34,7 @@ ASKING = {
     "list": lambda h: h * h[0].tolist()[0],
     "swallowed": swallowed,
     "through a view": through_a_view,
+    "through a parameter": lambda h: h if bool((nn.Parameter(h.detach()) != 0).any()) else -h,
     "failing": lambda h: torch.linalg.inv(h.T @ h + 1e-3 * torch.diag(h[0] ** 2)),
 }
 
