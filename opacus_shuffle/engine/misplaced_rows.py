@@ -48,6 +48,7 @@ def refuse_misplaced_rows(
     axis: int = 0,
     batch_first: bool = True,
     ghost: bool = False,
+    apart: bool = False,
 ) -> None:
     """Refuses a network some of whose layers see records at other places than theirs.
 
@@ -57,6 +58,7 @@ def refuse_misplaced_rows(
         axis: Where tensors have their records.
         batch_first: As of Opacus.
         ghost: Refuse gradients that do not grow as the loss does, too: ghost clipping makes reports small by factors of losses.
+        apart: It is proved that layers have records in order, so that few will do to see how gradients grow.
 
     Raises:
         ValueError: There are some; the message names the layers.
@@ -64,7 +66,9 @@ def refuse_misplaced_rows(
     if hasattr(network, "autograd_grad_sample_hooks"):
         return
     found: tuple[list[str], list[str]] = [], []
-    for wanted in (6, 5):  # of two numbers at least one is not by chance that of something else than records
+    for wanted in (
+        (2, 3) if apart else (6, 5)
+    ):  # of two numbers at least one is not by chance that of something else than records
         try:
             records, call = call_of(wanted)
             found = _doubtful_layers(network, call, records, axis, batch_first)
@@ -104,7 +108,8 @@ def _doubtful_layers(network: nn.Module, call: Call, records: int, axis: int, ba
         places = dict.fromkeys(name.rpartition(".")[0] for name in names)
         return [f"{name or 'the module itself'} ({type(network.get_submodule(name)).__name__})" for name in places]
 
-    ones, growth = torch.ones(records), 16.0 ** torch.arange(records)  # multiplying by powers of two rounds nothing
+    ones = torch.ones(records)
+    growth = 2.0 ** torch.linspace(0, 20, records).round()  # multiplying by powers of two rounds nothing
     plain, grown = rows(ones), rows(growth)
     bent = [name for name in plain.keys() & grown.keys() if differ(grown[name] / growth.to(plain[name])[:, None], plain[name])]
     misplaced: dict[str, None] = {}

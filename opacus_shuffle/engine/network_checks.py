@@ -251,7 +251,8 @@ class FirstBatch:
             if not apart:
                 refuse_mixed_records(network, call_of, axis=self.axis, more=[n for n in (batch,) if n])
             if not apart or self.ghost:
-                refuse_misplaced_rows(network, call_of, axis=self.axis, batch_first=self.axis == 0, ghost=self.ghost)
+                batch_first = self.axis == 0
+                refuse_misplaced_rows(network, call_of, axis=self.axis, batch_first=batch_first, ghost=self.ghost, apart=apart)
         embeddings = any(isinstance(each, nn.Embedding) for each in network.modules())
         if self.axis == 0 and embeddings:
             check_position_ids(network, *call_of(2)[1], trained=self.trained)

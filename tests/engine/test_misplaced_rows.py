@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from helpers.records_together import IN_PLACE, MISPLACED, Between
@@ -49,6 +51,21 @@ def test_gradients_that_do_not_shrink_with_the_loss_are_refused_with_ghost_clipp
         ValueError, match=r"changes gradients on their way to .*middle \(Linear\).*'ghost' clips by: use 'hooks'"
     ):
         private(Between(IN_PLACE[way]), "subsampled_shuffle", "ghost")
+
+
+@pytest.mark.parametrize("way", IN_PLACE)
+def test_two_or_three_records_tell_how_gradients_grow_where_records_are_known_to_stay_in_order(way):
+    torch.manual_seed(0)
+    asked = []
+
+    def call_of(records):
+        asked.append(records)
+        return records, ((torch.randn(records, 5, generator=torch.Generator().manual_seed(0)),), {})
+
+    bent = way.startswith("gradients")
+    with pytest.raises(ValueError, match="changes gradients") if bent else contextlib.nullcontext():
+        misplaced_rows.refuse_misplaced_rows(Between(IN_PLACE[way]), call_of, ghost=True, apart=True)
+    assert asked == ([2, 3] if bent else [2])
 
 
 class Sentences(nn.Module):
