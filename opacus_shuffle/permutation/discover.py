@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -23,7 +24,7 @@ from opacus_shuffle.permutation.sample_input import Call, call_of, normalise
 from opacus_shuffle.permutation.self_check import check_calls
 from opacus_shuffle.permutation.spec import PermutationSpec
 
-ROUNDS = 6  # of learning what is packed and what is written to; three are enough for all networks met
+ROUNDS = 8  # of learning what is packed and what is written to; three did for all networks met, on one sample
 MOST_CAUSES = 5  # in an error
 
 
@@ -73,12 +74,33 @@ def find_permutations(
         return find_on_calls(network, [call_of(network, sample_input), *more], groups, every_way=bool(more))
 
 
-def find_on_calls(
-    network: nn.Module, calls: list[Call], groups: str, *, others: Sequence[Call] = (), every_way: bool = False
-) -> PermutationSpec:
-    """Finds permutations on these arguments, and checks them on the shortest input that will do and on ``others`` like them.
+@contextlib.contextmanager
+def _young_garbage_only() -> Iterator[None]:
+    """Has Python's collector pass over what there is already, all of which it would look through again and again."""
+    frozen = gc.get_freeze_count()  # somebody's, who would not want it thawed
+    if not frozen:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:
+            gc.unfreeze()
 
-    Without others, on those arguments. The user may answer for it that they take ``every_way`` that inputs can.
+
+@_young_garbage_only()
+def find_on_calls(
+    network: nn.Module,
+    calls: list[Call],
+    groups: str,
+    *,
+    others: Sequence[Call] = (),
+    checked: Sequence[Call] = (),
+    every_way: bool = False,
+) -> PermutationSpec:
+    """Finds permutations on these arguments and on ``others``, and checks them on the shortest input that will do.
+
+    And on those to be ``checked``, or else on the arguments. The user may answer for it that they take ``every_way`` that
+    inputs can.
     """
     draws = Draws()
     try:
@@ -92,7 +114,7 @@ def find_on_calls(
         require_apart({**dict(network.named_parameters()), **dict(network.named_buffers())}, spec.blocks)
         if all(parameter.device.type != "meta" for parameter in network.parameters()):
             shortest = explorer.shortest or calls[0]
-            check_calls(spec, network, [shortest, *(call for call in others or calls if call is not shortest)])
+            check_calls(spec, network, [shortest, *(call for call in checked or calls if call is not shortest)])
     finally:
         draws.restore()
     return spec
@@ -117,11 +139,14 @@ def _traced(network: nn.Module, calls: list[Call], draws: Draws) -> tuple[Traced
         explorer = Explorer(network, run, draws, frugal, earlier)
         with state_kept(network):
             explorer.count()
+            learnt = False
             for place, call in enumerate(calls):
                 name = f"more_samples[{place - 1}]" if place else "sample_input"
                 for training in (True, False):
                     explorer.trace(call, training=training, name=name)
-        learnt = _learn(run, packings) or bool(run.newly_written)
+                learnt |= _learn(run, packings) or bool(run.newly_written)
+                if learnt and not last and not place:
+                    break  # all the others would be traced anew
         if last or not learnt:
             with state_kept(network):  # a short sample may have changed the network for good
                 explorer.explore(calls[0])

@@ -9,7 +9,7 @@ import random
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from opacus_shuffle.core.opacus_compat import WRAPPER_NAMES, WRAPPING_PACKAGES
 from opacus_shuffle.permutation.higher_order import InsightMode
+from opacus_shuffle.permutation.operators import operator_of
 
 Result = TypeVar("Result")
 _WRAPPERS = re.compile(rf"^(?:(?:{'|'.join(WRAPPER_NAMES)})\.)+")
@@ -73,7 +74,9 @@ class _PlainAttention(TorchFunctionMode):
     FUSED = (torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with sdpa_kernel(SDPBackend.MATH) if func in self.FUSED else contextlib.nullcontext():
+        if func not in self.FUSED:
+            return func(*args, **(kwargs or {}))
+        with sdpa_kernel(SDPBackend.MATH):
             return func(*args, **(kwargs or {}))
 
 
@@ -176,9 +179,9 @@ class _Written(InsightMode):
 
     def meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Keeps what an operation is about to write to."""
-        if func._schema.is_mutable:
-            given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
-            changed = [given.get(each.name) for each in func._schema.arguments if each.is_write]
+        if (operator := operator_of(func)).written:
+            given = dict(zip(operator.arguments, args, strict=False)) | kwargs
+            changed = [given.get(name) for name in operator.written]
             for memory in {storage(tensor) for tensor in tensors_in(changed)} & self._memories - self._before.keys():
                 self._before[memory] = [(data, data.clone()) for _, data in self._shown if storage(data) == memory]
         return func(*args, **kwargs)
@@ -280,13 +283,22 @@ def results(outputs: Any) -> list[torch.Tensor]:
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
     """Returns the tensors in the arguments or results of an operation: lists at most, for which a general tree takes long."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, list | tuple):
-        return []
-    return [tensor for each in values for tensor in tensors_in(each)]
+    found: list[torch.Tensor] = []
+    _collect((values,), found)
+    return found
+
+
+def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for each in values:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, _SEQUENCES):
+            _collect(each, found)
+        elif isinstance(each, dict):
+            _collect(each.values(), found)
+
+
+_SEQUENCES = (list, tuple)
 
 
 def storage(tensor: torch.Tensor) -> int:

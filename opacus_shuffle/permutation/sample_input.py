@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,11 +83,13 @@ def from_batch(module: nn.Module, batch: Any) -> Call:
     return _on_device_of(module, call)
 
 
-def first_records(data_loader: DataLoader, count: int = 2, *, everywhere: bool = False) -> Any:
+def first_records(
+    data_loader: DataLoader, count: int = 2, *, everywhere: bool = False, places: Sequence[int] | None = None
+) -> Any:
     """Returns the first records of a data loader's data set (all if there are fewer), as one batch made by its ``collate_fn``.
 
-    Or as many from ``everywhere``, evenly spread, the last one first. Nothing is drawn from its sampler or any random state. A
-    data set that is empty or can only be iterated over is refused.
+    Or as many from ``everywhere``, evenly spread, the last one first; and of those only the ones at some ``places``. Nothing is
+    drawn from its sampler or any random state. A data set that is empty or can only be iterated over is refused.
     """
     count = integer("count", count)
     dataset = data_loader.dataset
@@ -102,6 +104,7 @@ def first_records(data_loader: DataLoader, count: int = 2, *, everywhere: bool =
         indices = list(range(min(count, len(dataset))))
         if everywhere:
             indices = [len(dataset) - 1 - i * len(dataset) // len(indices) for i in indices]
+        indices = indices if places is None else [indices[place] for place in places]
         fetch: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
         return data_loader.collate_fn(fetch(indices) if fetch else [dataset[i] for i in indices])
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from opacus_shuffle.core.progress import enter_phase
 from opacus_shuffle.permutation.action import GroupAction
+from opacus_shuffle.permutation.finding.cheap_products import Frugal
 from opacus_shuffle.permutation.group import PermutationPlan
 from opacus_shuffle.permutation.in_double import PerturbedWeights
 from opacus_shuffle.permutation.network import state_kept, without_graph
@@ -42,7 +43,7 @@ def check_calls(action: GroupAction, network: nn.Module, calls: Sequence[Call]) 
     action.tensors(network)
     for args, kwargs in calls:  # what Python keeps for a size must not be made in double precision first: it would stay
         with contextlib.suppress(Exception), state_kept(network):
-            without_graph(lambda: network.eval()(*args, **kwargs))  # noqa: B023
+            Frugal(network)(lambda: without_graph(lambda: network.eval()(*args, **kwargs)))  # noqa: B023
     generator = torch.Generator().manual_seed(20_230_101)
     weights = PerturbedWeights(network, generator, buffers=True)
     known = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.opacus_compat import refuse_broken_attention, refuse_tied_ghost, refuse_unclipped_engine
@@ -23,14 +26,13 @@ from opacus_shuffle.engine.weights.optimizers import innermost, refuse_optimizer
 from opacus_shuffle.engine.weights.shuffler import MODES
 from opacus_shuffle.permutation import PermutationSpec
 from opacus_shuffle.permutation.discover import find_on_calls
+from opacus_shuffle.permutation.finding.cheap_products import Frugal
 from opacus_shuffle.permutation.finding.nesting import LEVELS
 from opacus_shuffle.permutation.network import require_ready, unwrap
 from opacus_shuffle.permutation.sample_input import Call, first_records, from_batch, run_quietly
 from opacus_shuffle.permutation.self_check import check_calls
 
 OTHER_RECORDS = 8
-LARGE = 10_000_000
-"""Of networks with so many parameters two other records are looked at in place of eight: each costs a forward in double."""
 PARALLEL = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel, FSDPModule)
 
 
@@ -133,7 +135,7 @@ def find_spec(
     require_ready(network)
     args, kwargs = from_batch(network, first_records(data_loader))
     try:
-        run_quietly(network, args, kwargs)
+        Frugal(network)(lambda: run_quietly(network, args, kwargs))
     except Exception as error:
         raise ValueError(
             f"data_loader's first records do not run through {type(network).__name__}: {type(error).__name__}: {error}; pass "
@@ -142,13 +144,13 @@ def find_spec(
     if batch_first:
         check_position_ids(network, args, kwargs)
     with progress("finding permutations"):
-        others = _other_records(network, data_loader)
+        others, checked = _other_records(network, data_loader)
         if isinstance(shuffling.groups, PermutationSpec):
             spec = shuffling.groups
-            check_calls(spec, network, [(args, kwargs), *others])
+            check_calls(spec, network, [(args, kwargs), *checked])
         else:
             level = "residual" if shuffling.groups is True else shuffling.groups
-            spec = find_on_calls(network, [(args, kwargs)], level, others=others)
+            spec = find_on_calls(network, [(args, kwargs)], level, others=others, checked=checked)
     if is_distributed(module):
         agreed = [spec]
         torch.distributed.broadcast_object_list(agreed, 0)  # rank 0's: another rank's first records may have another length
@@ -158,15 +160,32 @@ def find_spec(
     return spec
 
 
-def _other_records(network: nn.Module, data_loader: DataLoader) -> list[Call]:
-    """Returns a batch of records from all over the data set, if the network runs on it: others may take other ways."""
+def _other_records(network: nn.Module, data_loader: DataLoader) -> tuple[list[Call], list[Call]]:
+    """Returns a batch of records from all over the data set, which may take other ways, and one of the two that differ most.
+
+    None if the network does not run on them. All are traced, which costs little; a run in double precision costs much.
+    """
     try:
-        count = 2 if sum(each.numel() for each in network.parameters()) >= LARGE else OTHER_RECORDS
-        call = from_batch(network, first_records(data_loader, count, everywhere=True))
-        run_quietly(network, *call)
+        call = from_batch(network, first_records(data_loader, OTHER_RECORDS, everywhere=True))
+        two = from_batch(network, first_records(data_loader, OTHER_RECORDS, everywhere=True, places=_most_different(call)))
+        for each in (call, two):
+            Frugal(network)(lambda: run_quietly(network, *each))  # noqa: B023
     except Exception:  # some collate only records that belong together
-        return []
-    return [call]
+        return [], []
+    return [call], [two]
+
+
+def _most_different(call: Call) -> Sequence[int] | None:
+    """Returns the places of the two records whose numbers and masks add up to the most different sums; None for all."""
+    tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    count = max((len(each) for each in tensors), default=0)
+    flat = [each.reshape(count, -1) for each in tensors if len(each) == count > 2 and each.numel() and not each.is_complex()]
+    if not flat:
+        return None
+    sums = [each.double().nan_to_num().sum(1) for each in flat]
+    spread = [each / (each.max() - each.min()).clamp(min=1e-300) for each in sums]
+    pairs = itertools.combinations(range(count), 2)
+    return max(pairs, key=lambda pair: sum(float((each[pair[0]] - each[pair[1]]).abs()) for each in spread))
 
 
 def is_distributed(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ That holds as long as nothing asks for a value that comes of them. What does so 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -14,11 +14,12 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef as _StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from opacus_shuffle.permutation.finding.paths import LEAVING
 from opacus_shuffle.permutation.higher_order import InsightMode
 from opacus_shuffle.permutation.network import tensors_in
+from opacus_shuffle.permutation.operators import operator_of
+from opacus_shuffle.permutation.tensor_dict import TensorDict
 
 PRODUCTS = frozenset(getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "convolution"))
 
@@ -39,13 +40,14 @@ class Frugal:
     """
 
     def __init__(self, network: nn.Module) -> None:
+        self._network = network
         self._possible = all(each.device.type == "cpu" for each in (*network.parameters(), *network.buffers()))
 
     def __call__(self, run: Callable[[], Result]) -> Result:
         """Returns what a run gives, of which nothing but shapes may matter; a run that fails is done in full."""
         if self._possible:
             try:
-                with cheap_products():
+                with cheap_products(LeftOutProducts(self._network.parameters())):
                     return run()
             except ValuesMatterError:
                 self._possible = False
@@ -73,29 +75,37 @@ def cheap_products(zeros: LeftOutProducts | None = None, mode: InsightMode | Non
 
 
 class LeftOutProducts(InsightMode):
-    """Knows which tensors come of products that were left out."""
+    """Knows which tensors come of weights, and which of products that were left out.
 
-    def __init__(self) -> None:
+    Args:
+        weights: Products without any are computed: a table that Python keeps for a length is right afterwards. None: all are
+            left out.
+    """
+
+    def __init__(self, weights: Iterable[torch.Tensor] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.asked: ValuesMatterError | None = None
-        self._memories: set[StorageWeakRef] = set()
-        self._unknown: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of what has no memory of its own
+        self._all = weights is None
+        # Whether what comes of weights comes of a product that was left out; by tensor for what has no memory of its own.
+        self._memories: dict[StorageWeakRef, bool] = {}
+        self._tensors: TensorDict[bool] = TensorDict()
+        for each in weights or ():
+            self._note(each, left_out=False)
 
     def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Does an operation, or leaves it out."""
-        product = _zeros(func, args)
         operands = tensors_in((args, kwargs))
-        if product is None and not any(map(self.is_unknown, operands)):
+        known = {self._look_up(each) for each in operands} - {None}
+        product = _zeros(func, args) if known or self._all else None
+        if product is None and not known:
             return func(*args, **kwargs)
-        if ASKING & set(func.tags) or "assert" in str(func):
+        operator = operator_of(func)
+        unknown = product is not None or True in known
+        if unknown and (operator.asks or operator.counts or operator.asserts):
             self.ask(func)
         result = func(*args, **kwargs) if product is None else product
-        for tensor in [*tensors_in(result), *(operands if func._schema.is_mutable else ())]:
-            memory = _memory(tensor)
-            if memory is None:
-                self._unknown[tensor] = True
-            else:
-                self._memories.add(memory)
+        for tensor in [*tensors_in(result), *(operands if operator.written else ())]:
+            self._note(tensor, left_out=unknown)
         return result
 
     def ask(self, func: Any) -> NoReturn:
@@ -105,8 +115,19 @@ class LeftOutProducts(InsightMode):
 
     def is_unknown(self, tensor: torch.Tensor) -> bool:
         """Returns whether a tensor's values come of a product that was left out."""
+        return bool(self._look_up(tensor))
+
+    def _look_up(self, tensor: torch.Tensor) -> bool | None:
+        """Returns whether a tensor comes of what was left out; None if of no weights either."""
         memory = _memory(tensor)
-        return tensor in self._unknown if memory is None else memory in self._memories
+        return self._tensors.get(tensor) if memory is None else self._memories.get(memory)
+
+    def _note(self, tensor: torch.Tensor, *, left_out: bool) -> None:
+        memory = _memory(tensor)
+        if memory is None:
+            self._tensors[tensor] = left_out or bool(self._tensors.get(tensor))
+        else:
+            self._memories[memory] = left_out or self._memories.get(memory, False)
 
 
 def _memory(tensor: torch.Tensor) -> StorageWeakRef | None:

@@ -11,10 +11,10 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from opacus_shuffle.permutation.finding.labels import Axis, Dimensions, Factors, atoms, only, unify
 from opacus_shuffle.permutation.network import storage
+from opacus_shuffle.permutation.tensor_dict import TensorDict
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,8 +42,8 @@ class Choices:
 
     def __init__(self) -> None:
         self._made: Choice | None = None  # by the operation that is being labelled
-        self._of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # what a tensor was computed of was chosen like that
-        self._indices: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._of: TensorDict[frozenset[Choice]] = TensorDict()  # what a tensor was computed of was chosen like that
+        self._indices: TensorDict[Index] = TensorDict()
 
     def choose(self, index: torch.Tensor, places: Factors, among: Factors) -> None:
         """Notes that an index tensor chooses an entry of an axis for each place; for other tensors' axes it is the same one."""
@@ -61,7 +61,7 @@ class Choices:
         """Forgets index tensors where one was written to, by whatever name: it chooses other entries now."""
         memories = {storage(index) for index in self._indices} if written else set()
         if any(not tensor.is_floating_point() or storage(tensor) in memories for tensor in written):
-            self._indices = WeakTensorKeyDictionary()
+            self._indices = TensorDict()
 
     def follow(
         self,
@@ -79,7 +79,7 @@ class Choices:
         made = {self._made.now()} if self._made else set[Choice]()
         self._made = None
         known = [
-            (set(axes), {each.now() for each in self._of.get(tensor, ())} | {each for each in made if each.among in axes})  # type: ignore[no-untyped-call]
+            (set(axes), {each.now() for each in self._of.get(tensor, ())} | {each for each in made if each.among in axes})
             for tensor, axes in inputs.items()
         ]
         hidden = set(itertools.chain.from_iterable(outputs.values()))

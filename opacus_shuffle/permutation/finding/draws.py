@@ -11,6 +11,7 @@ import torch
 
 from opacus_shuffle.permutation.higher_order import InsightMode
 from opacus_shuffle.permutation.network import seed_draws, tensors_in
+from opacus_shuffle.permutation.operators import operator_of
 
 WATCHED_FROM = 723_480_237_123  # a random state that no network begins in
 
@@ -22,34 +23,8 @@ class Draws:
         self._before: set[bytes] = set()
         self._own: dict[torch.Generator, torch.Tensor] = {}
 
-    def is_constant(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Returns whether an operation is about to draw what it drew in the run that was watched, from another random state."""
-        return torch.Tag.nondeterministic_seeded in func.tags and self._state(args, kwargs) in self._before
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Notes the draws of a run inside, from another random state than any that is traced."""
-        seed_draws(WATCHED_FROM)
-        with _Watch(self.note):
-            yield
-
-    @contextmanager
-    def noticed(self) -> Iterator[list[bool]]:
-        """Lists the draws of a run inside, which say nothing; the states of the network's own generators are kept."""
-        met: list[bool] = []
-        with _Watch(lambda args, kwargs: met.append(bool(self._state(args, kwargs)))):
-            yield met
-
-    def note(self, args: Any, kwargs: Any) -> None:
-        """Notes a draw that is about to be made."""
-        self._before.add(self._state(args, kwargs))
-
-    def restore(self) -> None:
-        """Puts the generators that are the network's own back to where they were before the first draw."""
-        for generator, state in self._own.items():
-            generator.set_state(state)
-
-    def _state(self, args: Any, kwargs: Any) -> bytes:
+    def state(self, args: Any, kwargs: Any) -> bytes:
+        """Returns what the draw that an operation is about to make depends on."""
         generator = kwargs.get("generator")
         if generator is None:
             devices = {tensor.device for tensor in tensors_in((args, kwargs))}
@@ -60,6 +35,26 @@ class Draws:
             self._own.setdefault(generator, state)
         return hashlib.blake2b(state.numpy().tobytes()).digest()
 
+    def is_constant(self, state: bytes) -> bool:
+        """Returns whether it draws the same in a run that was watched, from another random state."""
+        return state in self._before
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Notes the draws of a run inside, from another random state than any that is traced."""
+        seed_draws(WATCHED_FROM)
+        with _Watch(self.note):
+            yield
+
+    def note(self, args: Any, kwargs: Any) -> None:
+        """Notes a draw that is about to be made."""
+        self._before.add(self.state(args, kwargs))
+
+    def restore(self) -> None:
+        """Puts the generators that are the network's own back to where they were before the first draw."""
+        for generator, state in self._own.items():
+            generator.set_state(state)
+
 
 class _Watch(InsightMode):
     def __init__(self, note: Callable[[Any, Any], None]) -> None:
@@ -68,6 +63,6 @@ class _Watch(InsightMode):
 
     def meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Notes a draw, if it is one."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if operator_of(func).draws:
             self._note(args, kwargs)
         return func(*args, **kwargs)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,15 +33,14 @@ from opacus_shuffle.permutation.finding.paths import (
     possible_answers,
     was_raised,
 )
-from opacus_shuffle.permutation.finding.trace import Tracer
+from opacus_shuffle.permutation.finding.trace import ReplacingError, Tracer
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
+from opacus_shuffle.permutation.finding.watched_runs import LOOKED_AT, Answers, Meeting, Watched, runs_plainly
 from opacus_shuffle.permutation.higher_order import OpaqueOperationError
 from opacus_shuffle.permutation.network import (
-    kept_activations,
     plain_attention,
     python_random_states,
     random_states_kept,
-    results,
     seed_python,
     state_kept,
     without_graph,
@@ -58,13 +57,6 @@ MOST_MORE = 3000  # operations of runs on many sizes, and on those that the code
 MOST_TARGETS = 48
 MANY_RECORDS = 64
 CALLS = 3  # one after the other
-LOOKED_AT = (
-    "It runs where it is not looked at: meanwhile sizes of tensors, and numbers read out of them, are of subclasses of int and "
-    "float that notice what they are compared with; where forward asks type(size) is int, have it ask isinstance(size, int)"
-)
-"""What to say of a network that breaks only while it is looked at."""
-
-Answers = Mapping[Place, Answer]
 
 
 class Explorer:
@@ -88,7 +80,7 @@ class Explorer:
         self.lost: dict[Place, Exception] = {}
         self._network, self._run, self._draws, self._frugal = network, run, draws, frugal
         self._earlier = earlier
-        self._first: dict[Place, _Meeting] = {}
+        self._first: dict[Place, Meeting] = {}
         # What some run has answered every time: a loop may end later than any did.
         self._throughout: dict[Place, set[Answer]] = {}
         self._compared: dict[Place, set[frozenset[tuple[Any, Any]]]] = {}  # per run
@@ -96,7 +88,8 @@ class Explorer:
         self._spoken_of: dict[Place, list[float]] = {}
         self._lengths: dict[bool, set[int]] = {True: set(), False: set()}  # of runs in operations, in training and not
         self._most_reads = self._operations = self._most_entries = self._spent = 0
-        self._exploring = self._python_draws = False
+        self._exploring = self._python_draws = self._replaces = False
+        self._drawing: set[bool] = set()  # modes of the network, in training or not
         self._changing: list[torch.Tensor] = []
         self._settled: list[Any] = []  # runs in which nothing depends on values
         self.shortest: Call | None = None
@@ -116,46 +109,41 @@ class Explorer:
         """
         answers = answers or {}
         enter_phase("tracing")
-        form = [training, *form_of(call)]
-        if not answers and coins is None and form in self._settled:
+        if self._is_settled(call, training, answers, coins):
             return
-        self._network.train(training)
-        before = python_random_states()
         try:
-            outputs, paths = self._frugal(lambda: self._traced(call, answers, coins))
+            watched = self._frugal(lambda: self._watched(call, training, answers, coins))
         except (HandlerError, OpaqueOperationError):
             raise
         except Exception as error:
             mode = "training" if training else "evaluation"
             why = f"{type(error).__name__}: {error}"
-            if self._runs_plainly(call):
+            if runs_plainly(self._network, call):
                 why = f"{why.rstrip(' .:')}. {LOOKED_AT}"
             raise ValueError(f"{name} does not run through {type(self._network).__name__} in {mode} mode: {why}") from error
+        self._take(watched, call, training, answers, coins)
+
+    def _take(self, watched: Watched, call: Call, training: bool, answers: Answers, coins: int | None) -> None:
+        """Labels a run that was watched, and notes what it did."""
+        paths = watched.paths
+        self._replaces |= watched.tracer.has_replaced
+        self._drawing |= {training} if watched.tracer.has_drawn else set()
+        watched.tracer.label()
         with because("an output of the network"):
-            self._run.fix(results(outputs))
+            self._run.fix(watched.tracer.results)
         with because("an activation that a module keeps"):
-            self._run.fix(kept_activations(self._network))
+            self._run.fix(watched.tracer.kept)
         self._most_reads = max(self._most_reads, paths.reads)
         if not answers and coins is None:
             self._operations = max(self._operations, 0 if self._exploring else paths.operations)
             if all(leaf.shape[:1] != (1,) for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)):
                 self._lengths[training].add(paths.operations)  # of one record, PyTorch itself copies less
         self._most_entries = max(self._most_entries, 0 if self._exploring else paths.entries)
-        if before != python_random_states():
+        if watched.draws_in_python:
             self._python_draws = True
         elif not (answers or coins is not None or self._earlier) and all(place in paths.compared for place in paths.met):
-            self._settled.append(form)
+            self._settled.append([training, *form_of(call)])
         self._note(paths, call, training, answers, coins)
-
-    def _runs_plainly(self, call: Call) -> bool:
-        """Returns whether the network runs where nobody looks, in the mode that it is in."""
-        args, kwargs = call
-        try:
-            with state_kept(self._network):
-                without_graph(lambda: self._network(*args, **kwargs))
-        except Exception:
-            return False
-        return True
 
     def _note(self, paths: Paths, call: Call, training: bool, answers: Answers, coins: int | None) -> None:
         """Notes where a run that was traced has decided, and how."""
@@ -167,7 +155,7 @@ class Explorer:
         for place, given in paths.met.items() if coins is None else ():
             self.met.setdefault(place, set()).update(given)
             self._throughout.setdefault(place, set()).update(given if len(given) == 1 else ())
-            first = self._first.setdefault(place, _Meeting(call, training, answers, next(iter(given), None)))
+            first = self._first.setdefault(place, Meeting(call, training, answers, next(iter(given), None)))
             if call is self.shortest and not answers:  # the cheapest to go on from
                 self._first[place] = dataclasses.replace(first, call=call, training=training, answers=answers)
 
@@ -184,11 +172,8 @@ class Explorer:
             next((each for each in alternatives if self._try(each, training=False) is None), call)
             for alternatives in other_sizes(call)
         ]
-        for other in sizes:
-            if other is not call:
-                self._try(other, training=True)
-        other = next(iter(sizes), call)
-        self.shortest = other if entries_in(other) < entries_in(call) and not self._fails(other, training=True) else call
+        trains = [other is not call and self._try(other, training=True) is None for other in sizes]
+        self.shortest = min([call, *(other for other, runs in zip(sizes, trains, strict=True) if runs)], key=entries_in)
         # What is cut at these sizes and was not at the sample's is cut elsewhere at others.
         fix_all((atom for atom in entire if atom.kind != "atom"), cause="cut at a place that depends on the input's size")
         loops = any(max(each) > LOOPS * min(each) for each in self._lengths.values() if each)
@@ -338,25 +323,38 @@ class Explorer:
         return possible_answers(self._first[place].answer)
 
     def _try(self, call: Call, *, training: bool, answers: Answers | None = None, coins: int | None = None) -> Exception | None:
-        """Traces a run that may be impossible; returns why, and then has traced nothing."""
-        if (error := self._fails(call, training=training, answers=answers, coins=coins)) is None:
-            with state_kept(self._network):
-                self.trace(call, training=training, answers=answers, coins=coins)
-        return error
+        """Traces a run that may be impossible; returns why, and then has labelled nothing.
 
-    def _fails(
-        self, call: Call, *, training: bool, answers: Answers | None = None, coins: int | None = None
-    ) -> Exception | None:
-        """Runs the network untraced; returns what goes wrong. If it draws, it runs again, for what it draws each time."""
-        try:
-            with self._draws.noticed() as drawn:
-                self._frugal(lambda: self._untraced(call, training, answers or {}, coins))
-        except Exception as error:
-            return error
-        if drawn:
-            with contextlib.suppress(Exception), random_states_kept(), self._draws.watched():
-                self._frugal(lambda: self._untraced(call, training, answers or {}, coins))
-        return None
+        In a mode in which it draws it runs untraced before, for what it draws each time.
+        """
+        answers = answers or {}
+        if self._is_settled(call, training, answers, coins):
+            return None
+        drawn, replaces = training in self._drawing, self._replaces
+        if drawn or replaces:
+            try:
+                with random_states_kept(), self._draws.watched():
+                    self._frugal(lambda: self._untraced(call, training, answers, coins))
+            except Exception as error:
+                if replaces:  # what is labelled on the way would stay labelled
+                    return error
+        with state_kept(self._network):
+            try:
+                watched = self._frugal(lambda: self._watched(call, training, answers, coins, alone=replaces))
+            except ReplacingError:
+                self._replaces = True
+            except Exception as error:
+                return error
+            else:
+                if drawn or replaces or not watched.tracer.has_drawn:
+                    self._take(watched, call, training, answers, coins)
+                    return None
+                self._drawing.add(training)
+        return self._try(call, training=training, answers=answers, coins=coins)
+
+    def _is_settled(self, call: Call, training: bool, answers: Answers, coins: int | None) -> bool:
+        """Returns whether a run like this one was traced, in which nothing depends on values."""
+        return not answers and coins is None and [training, *form_of(call)] in self._settled
 
     def _untraced(self, call: Call, training: bool, answers: Answers, coins: int | None) -> None:
         args, kwargs = call
@@ -371,14 +369,20 @@ class Explorer:
 
         without_graph(run)
 
-    def _traced(self, call: Call, answers: Answers, coins: int | None) -> tuple[Any, Paths]:
+    def _watched(self, call: Call, training: bool, answers: Answers, coins: int | None, *, alone: bool = True) -> Watched:
         args, kwargs = call
 
-        def run() -> tuple[Any, Paths]:
+        def run() -> Watched:
             paths = self._paths(call, answers, coins)
             tracer = Tracer(self._network, self._run, self._draws)
-            with declared_axes(self._network, tracer):
-                return tracer.trace(lambda: self._network(*args, **kwargs), paths), paths
+            self._network.train(training)
+            before = python_random_states()
+            try:
+                with declared_axes(self._network, tracer):
+                    tracer.watch(lambda: self._network(*args, **kwargs), paths, alone=alone)
+            finally:
+                self._spent += paths.operations
+            return Watched(tracer, paths, before != python_random_states())
 
         return without_graph(run)
 
@@ -388,13 +392,3 @@ class Explorer:
         most_entries = max(MOST_ENTRIES, 8 * self._most_entries) if self._exploring else math.inf
         varying = [*given, *self._changing, *self._network.parameters(), *self._network.buffers()]
         return Paths(varying, answers, coins=coins, most=most, most_entries=most_entries)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Meeting:
-    """Where a place was met first: on what, in which mode, after which answers elsewhere; and what it answered."""
-
-    call: Call
-    training: bool
-    answers: Answers
-    answer: Answer | None

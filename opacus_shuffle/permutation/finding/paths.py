@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import functools
 import itertools
 import math
 import os
@@ -24,11 +25,12 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from opacus_shuffle.permutation.finding.comparisons import Amount, Count, Noticing, noticed
 from opacus_shuffle.permutation.higher_order import InsightMode
 from opacus_shuffle.permutation.network import tensors_in
+from opacus_shuffle.permutation.operators import operator_of
+from opacus_shuffle.permutation.tensor_dict import TensorDict
 
 Answer = bool | int | float | str
 NONE, ALL = "none", "all"
@@ -52,6 +54,9 @@ MOST_NUMBERS = 12
 
 LONGEST_TEXT = 40
 """In which numbers are looked for."""
+
+MATRIX_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+"""Of which the shape is known at once: PyTorch takes milliseconds for the shape of an operation alone."""
 
 LEAVING = (
     *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__),
@@ -127,7 +132,7 @@ class Paths(InsightMode):
         self._coins, self._random, self._most = coins, random.Random(coins), most
         self._answers = answers or {}
         self._given: Counter[Place] = Counter()
-        self._varying: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._varying: TensorDict[bool] = TensorDict()
         self._note(varying)
         self._noticing = Noticing(self._compares, self._reads)
 
@@ -149,15 +154,14 @@ class Paths(InsightMode):
         result = func(*args, **kwargs)
         if not func.is_view:
             self.entries += sum(tensor.numel() for tensor in tensors_in(result))
-        if torch.Tag.nondeterministic_seeded not in func.tags and not any(
-            tensor in self._varying for tensor in tensors_in((args, kwargs))
-        ):
+        operator = operator_of(func)
+        if not operator.draws and not any(tensor in self._varying for tensor in tensors_in((args, kwargs))):
             return result
         if RANKED in self._answers and func.overloadpacket in CHOOSING:
             _choose_in_turn(args[0], result if isinstance(result, torch.Tensor) else result[1])
-        elif torch.Tag.data_dependent_output in func.tags:
+        elif operator.asks:
             result = self._answered(place_of(func), result)
-        elif torch.Tag.dynamic_output_shape in func.tags:
+        elif operator.counts:
             result = self._chosen(func, args, kwargs, result)
         self._note(tensors_in(result))
         return result
@@ -280,10 +284,16 @@ def was_raised(error: BaseException) -> bool:
 
 def _entries(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int:
     """Returns how many entries the results of an operation would have; 0 if that depends on values, or if it would fail."""
-    where = {"device": "meta"} if any(each.name == "device" for each in func._schema.arguments) else {}
+    operator = operator_of(func)
+    where = {"device": "meta"} if "device" in operator.arguments else {}
     with torch._C._DisableTorchDispatch():  # nobody who watches the network is to see this
-        shapes = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, dict(kwargs)))
         try:
+            if operator.pointwise:
+                return math.prod(torch.broadcast_shapes(*(each.shape for each in tensors_in((args, kwargs)))))  # type: ignore[no-untyped-call]
+            if operator.name in MATRIX_PRODUCTS:
+                left, right = tensors_in(args)[-2:]
+                return left.numel() // max(left.shape[-1], 1) * right.shape[-1]
+            shapes = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, dict(kwargs)))
             return sum(tensor.numel() for tensor in tensors_in(func(*shapes[0], **{**shapes[1], **where})))
         except Exception:
             return 0
@@ -303,11 +313,20 @@ def _chooses(func: Any, leaf: Any) -> bool:
     return func.overloadpacket is torch.ops.aten.nonzero or leaf.dtype in (torch.bool, torch.uint8)
 
 
+def _named(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
+@functools.cache
+def _is_plumbing(name: str) -> bool:
+    return PLUMBING.match(name) is not None
+
+
 def frames() -> Iterator[FrameType]:
     """Yields the frames of the network's code that are not plumbing, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (name := str(frame.f_globals.get("__name__"))) != DRIVER:
-        if not PLUMBING.match(name):
+    while frame is not None and (name := _named(frame)) != DRIVER:
+        if not _is_plumbing(name):
             yield frame
         frame = frame.f_back
 
@@ -344,7 +363,9 @@ def combined(numbers: Sequence[float]) -> list[float]:
 def place_of(operation: Any, *, outside: bool = False) -> Place:
     """Returns the innermost line of code that is not plumbing; or, if there is one, that is outside of PyTorch altogether."""
     name = operation if isinstance(operation, str) else operation.overloadpacket.__name__
-    found = list(frames())
-    beyond = [each for each in found if not str(each.f_globals.get("__name__")).startswith("torch.")]
-    frame = next(iter(beyond if outside and beyond else found), None)
+    found = frames()
+    frame = next(found, None)
+    if outside:
+        beyond = (each for each in itertools.chain([frame], found) if each and not _named(each).startswith("torch."))
+        frame = next(beyond, frame)
     return Place("?", 0, name) if frame is None else Place(frame.f_code.co_filename, frame.f_lineno, name)

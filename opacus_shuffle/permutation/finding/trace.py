@@ -28,6 +28,7 @@ from opacus_shuffle.permutation.finding.rules import find_rule
 from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun, bind
 from opacus_shuffle.permutation.higher_order import InsightMode
 from opacus_shuffle.permutation.network import kept_activations, plain_attention, results
+from opacus_shuffle.permutation.operators import operator_of
 
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 RESTRIDE = (torch.ops.aten.as_strided, torch.ops.aten.as_strided_)
@@ -37,6 +38,10 @@ REPLACING = (torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_
 Strides = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
+class ReplacingError(Exception):
+    """Raised where labels of what came before are needed at once, in a run of which nothing is to be labelled yet."""
+
+
 class Tracer(InsightMode):
     """Tells a traced run every operation of a network.
 
@@ -44,6 +49,12 @@ class Tracer(InsightMode):
         network: The network.
         run: What is told.
         draws: Of a run before, from another random state: what is drawn again is a constant.
+
+    Attributes:
+        has_drawn: Whether the run has drawn.
+        has_replaced: Whether it gave a tensor another memory.
+        results: What it gave.
+        kept: What modules keep of it.
     """
 
     def __init__(self, network: nn.Module, run: TracedRun, draws: Draws | None = None) -> None:
@@ -55,16 +66,26 @@ class Tracer(InsightMode):
         self._paused = False
         self._events: list[Event] = []
         self._reshaped: list[tuple[torch.Tensor, Strides, Strides]] = []  # in place: before and after
+        self.has_drawn = self.has_replaced = False
+        self.results: list[torch.Tensor] = []
+        self.kept: list[torch.Tensor] = []
         self._kept: set[int] = set()
         # Fused kernels would make of a recurrent layer one operation that nobody can look into.
         self._recurrent = any(isinstance(each, nn.RNNBase) for each in network.modules())
 
-    def trace(self, forward: Callable[[], Any], paths: Paths | None = None) -> Any:
-        """Runs the forward, and then labels what its results depend on.
+    def trace(self, forward: Callable[[], Any]) -> Any:
+        """Runs the forward, and then labels what its results depend on."""
+        outputs = self.watch(forward)
+        self.label()
+        return outputs
 
-        ``paths`` watches, or decides, which way it goes.
+    def watch(self, forward: Callable[[], Any], paths: Paths | None = None, *, alone: bool = True) -> Any:
+        """Runs the forward, and notes what it does.
+
+        ``paths`` watches, or decides, which way it goes. Unless it may be labelled ``alone``, nothing is labelled yet, not even
+        where an operation gives a tensor another memory: such a run ends in a :class:`ReplacingError`.
         """
-        self._events = []
+        self._events, self._reshaped, self._alone, self.has_drawn, self.has_replaced = [], [], alone, False, False
         self.run.traces += 1
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # before the flags are set: PyTorch warns of Intel GPUs when they are
@@ -77,15 +98,18 @@ class Tracer(InsightMode):
                 contextlib.nullcontext() if paths is None else paths,
             ):
                 outputs = forward()
-        kept = kept_activations(self._network)
-        self._kept = {id(tensor) for tensor in kept}
-        buffers = list(self._network.buffers())
+        self.results, self.kept, self._buffers = results(outputs), kept_activations(self._network), [*self._network.buffers()]
+        return outputs
+
+    def label(self) -> None:
+        """Labels what the results of the run that was watched depend on."""
+        self._kept = {id(tensor) for tensor in self.kept}
+        known = [*self._network.parameters(), *self._buffers]
         with self._as_before() as events:
-            rest = label_live(events, [*results(outputs), *kept, *buffers], [*self._network.parameters(), *buffers])
+            rest = label_live(events, [*self.results, *self.kept, *self._buffers], known)
             unreached = {name: self.run.tensors[name] for name in self.run.unreached()}
             if unreached:
                 self.run.unused.label(depending(rest, unreached), self.run.occurrences, self.run.dimensions)
-        return outputs
 
     @contextlib.contextmanager
     def _as_before(self) -> Iterator[list[Event]]:
@@ -116,9 +140,14 @@ class Tracer(InsightMode):
     def meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Notes what an operation did."""
         strides = args[0].stride() if func.overloadpacket in RESTRIDE else None
-        constant = self._draws.is_constant(func, args, kwargs)
-        reshapes = torch.Tag.inplace_view in func.tags and func.overloadpacket is not torch.ops.aten.detach_
+        operator = operator_of(func)
+        state = self._draws.state(args, kwargs) if operator.draws else None
+        self.has_drawn |= operator.draws
+        reshapes = operator.reshapes
         if reshapes and func.overloadpacket in REPLACING:
+            self.has_replaced = True
+            if not self._alone:
+                raise ReplacingError(operator.name)
             with self._as_before() as events:  # its memory is another one from here on
                 label_all(events)
         before = _strides(args[0]) if reshapes else None
@@ -134,7 +163,7 @@ class Tracer(InsightMode):
             call = bind(func, args, kwargs, result)
             inputs = [] if call.name in SHAPES_ONLY else call.inputs
             matters = bool(call.written) or not call.outputs
-            self.note(Event(inputs, call.outputs, lambda: self._label(call, constant), self._cause(func), matters, call.unread))
+            self.note(Event(inputs, call.outputs, lambda: self._label(call, state), self._cause(func), matters, call.unread))
         return result
 
     def _cause(self, func: Any) -> str:
@@ -142,10 +171,11 @@ class Tracer(InsightMode):
         part = next((name for each in frames() if (name := self._parts.get(id(each.f_locals.get("self"))))), "")
         return f"{place_of(func, outside=True)}" + (f" of {part}" if part else "")
 
-    def _label(self, call: Call, constant: bool) -> None:
+    def _label(self, call: Call, state: bytes | None) -> None:
         self.run.follow(call)
         self.run.label(call, find_rule(call))
         # A mask that is drawn once and kept is noise no more.
+        constant = state is not None and self._draws.is_constant(state)
         self.run.stay(call.outputs if constant else [tensor for tensor in call.outputs if id(tensor) in self._kept])
 
 

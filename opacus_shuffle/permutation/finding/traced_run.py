@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from opacus_shuffle.permutation.finding.choices import Choices
 from opacus_shuffle.permutation.finding.labels import (
@@ -44,6 +43,8 @@ from opacus_shuffle.permutation.finding.packings import (
     slices,
 )
 from opacus_shuffle.permutation.network import movable_tensors, storage, tensors_in
+from opacus_shuffle.permutation.operators import operator_of
+from opacus_shuffle.permutation.tensor_dict import TensorDict
 
 VIEWS = (
     *("alias", "clone", "detach", "expand", "permute", "repeat", "reshape", "select", "slice", "split", "split_with_sizes"),
@@ -87,12 +88,10 @@ class Call:
 
 def bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Call:
     """Returns the call of an ATen operator, defaults filled in."""
-    schema = func._schema.arguments
-    arguments = {each.name: each.default_value if each.has_default_value() else None for each in schema}
-    arguments |= {each.name: value for each, value in zip(schema, args, strict=False)} | kwargs
-    changed = [arguments[each.name] for each in schema if each.alias_info is not None and each.alias_info.is_write]
-    inputs, outputs, written = map(tensors_in, ((args, kwargs), result, changed))
-    return Call(str(func.overloadpacket), arguments, inputs, outputs, written, torch.Tag.pointwise in func.tags)
+    operator = operator_of(func)
+    arguments = operator.arguments | dict(zip(operator.arguments, args, strict=False)) | kwargs
+    written = tensors_in([arguments[name] for name in operator.written])
+    return Call(operator.name, arguments, tensors_in((args, kwargs)), tensors_in(result), written, operator.pointwise)
 
 
 class TracedRun:
@@ -129,11 +128,11 @@ class TracedRun:
         self.used: set[str] = set()  # parameters and buffers that went, entire or a part of them, into something not empty
         self.unused = Unused()
         self._written = None if written is None else frozenset(written)
-        self._equal_entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._labels: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._shown: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # which of them a tensor is a view or a copy of
+        self._equal_entries: TensorDict[str] = TensorDict()
+        self._labels: TensorDict[Dimensions | Stacked] = TensorDict()
+        self._origins: TensorDict[frozenset[int]] = TensorDict()
+        self._names: TensorDict[str] = TensorDict()
+        self._shown: TensorDict[frozenset[str]] = TensorDict()  # which of them a tensor is a view or a copy of
         self._contractions = 0
         for name, tensor in movable_tensors(module):
             if tensor in self._names:
@@ -168,7 +167,7 @@ class TracedRun:
     def label(self, call: Call, rule: Callable[[TracedRun, Call], None] | None) -> None:
         """Labels what an operation returned by its rule; without one, fixes all that it touches."""
         if memories := {storage(tensor) for tensor in call.written} - {0}:  # of views, too, that have labels of their own
-            known = list(self._equal_entries.items())  # type: ignore[no-untyped-call]
+            known = self._equal_entries.items()
             self.newly_written.update(made for tensor, made in known if storage(tensor) in memories)
         if not call.outputs and call.written:  # to lists of tensors
             rule = None
@@ -332,7 +331,7 @@ class TracedRun:
 
     def origins(self, tensor: torch.Tensor) -> frozenset[int]:
         """Returns which contractions the tensor was computed from by operations entry by entry."""
-        return self._origins.get(tensor, frozenset())  # type: ignore[no-untyped-call]
+        return self._origins.get(tensor, frozenset())
 
     def contraction(self, *results: torch.Tensor) -> None:
         """Notes that these results were summed over an axis: a new origin."""
@@ -364,7 +363,7 @@ class TracedRun:
 
     def note_slices(self, source: torch.Tensor, axis: Axis) -> None:
         """Notes that slices of a parameter, or of a view of it, are used one by one: they may be different things."""
-        for name in self._shown.get(source, ()) if axis.size <= MOST_SLICES else ():  # type: ignore[no-untyped-call]
+        for name in self._shown.get(source, ()) if axis.size <= MOST_SLICES else ():
             labels = self.labels(self.tensors[name])
             for place, each in enumerate(labels if isinstance(labels, list) and len(labels) > 1 else []):
                 if factors(each) == [axis]:
@@ -389,7 +388,7 @@ class TracedRun:
         """Labels a tensor made out of sight: a constant, unless it is the memory of a known one."""
         pointer = storage(tensor)
         shape = (tensor.shape, tensor.stride(), tensor.storage_offset())
-        for known in list(self._labels.keys()) if pointer else ():  # type: ignore[no-untyped-call]
+        for known in list(self._labels) if pointer else ():
             if storage(known) == pointer:  # as ``.data`` makes it
                 if (known.shape, known.stride(), known.storage_offset()) == shape:
                     self.use([known])

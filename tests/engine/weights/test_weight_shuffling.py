@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle import PrivacyEngine, ShuffleMixin, WeightShuffling
-from opacus_shuffle.engine.weights.weight_shuffling import find_spec
+from opacus_shuffle.engine.weights.weight_shuffling import _most_different, find_spec
 from opacus_shuffle.permutation import PermutationSpec, find_permutations
 
 
@@ -266,7 +266,7 @@ def test_a_second_set_up_that_opacus_refuses_leaves_the_first_one_as_it_is():
 
 
 class OrderedAt77(nn.Module):
-    """A network that tells its hidden units apart where a record says 77, which nobody would guess."""
+    """A network that tells its hidden units apart where a record says 77, which nobody would guess: its code does not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ class OrderedAt77(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.relu(self.one(x))
-        return self.three(torch.relu(self.two(h.cumsum(-1) if int(x.max()) == 77 else h)))
+        return self.three(torch.relu(self.two(h.cumsum(-1) if int(x.max()) ** 2 == 5929 else h)))
 
 
 def test_records_that_were_not_traced_at_first_have_their_say():
@@ -287,3 +287,31 @@ def test_records_that_were_not_traced_at_first_have_their_say():
     assert list(spec.blocks) == ["two.weight", "two.bias", "three.weight"]
     with pytest.raises(ValueError, match="changes what"):
         find_spec(WeightShuffling(groups=find_permutations(network, data[:2])), network, optimizer, loader)
+
+
+class OrderedLargeAt77(OrderedAt77):
+    """The same with so many weights that a run in double precision takes long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10_000_000, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.table(x[:, :1].long())[:, 0]
+
+
+def test_as_many_records_have_their_say_in_large_networks():
+    data = torch.rand(30, 8)
+    data[18] = 77
+    loader = DataLoader(TensorDataset(data, torch.zeros(30).long()), batch_size=5)
+    optimizer = torch.optim.SGD((network := OrderedLargeAt77()).parameters(), lr=0.1)
+    spec = find_spec(WeightShuffling(), network, optimizer, loader)
+    assert list(spec.blocks) == ["two.weight", "two.bias", "three.weight"]
+
+
+def test_the_two_records_that_are_checked_differ_most_in_all_that_the_network_gets():
+    mask = torch.ones(8, 5)
+    mask[3, 2:] = mask[6, 1:] = 0
+    call = ((torch.full((8, 5), 7), mask.bool()), {"labels": torch.zeros(8)})
+    assert 6 in _most_different(call)
+    assert _most_different((((torch.rand(2, 3)),), {})) is None

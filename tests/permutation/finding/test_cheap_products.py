@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from helpers.perceptron import X, mlp
 from torch import nn
 
 from opacus_shuffle.permutation import find_permutations
-from opacus_shuffle.permutation.finding.cheap_products import Frugal, ValuesMatterError, cheap_products
+from opacus_shuffle.permutation.finding.cheap_products import Frugal, LeftOutProducts, ValuesMatterError, cheap_products
 from opacus_shuffle.permutation.finding.exploring import Explorer
 
 
@@ -58,8 +60,9 @@ def test_a_run_that_asks_for_values_is_done_in_full(name):
 
 @pytest.mark.parametrize("name", [name for name in ASKING if name != "failing"])
 def test_whoever_asks_for_values_is_told_that_they_matter(name):
-    with torch.no_grad(), pytest.raises(ValuesMatterError), cheap_products():
-        Asking(ASKING[name])(X)
+    network = Asking(ASKING[name])
+    with torch.no_grad(), pytest.raises(ValuesMatterError), cheap_products(LeftOutProducts(network.parameters())):
+        network(X)
 
 
 def test_products_that_nobody_reads_are_not_computed():
@@ -69,6 +72,35 @@ def test_products_that_nobody_reads_are_not_computed():
         assert left_out.shape == network(X).shape
         assert left_out.stride() == network(X).stride()
         assert not left_out.any()
+
+
+@functools.cache
+def angles(length):
+    """A table that Python keeps for a length."""
+    return torch.arange(length)[:, None].float() @ torch.ones(1, 3)
+
+
+class Turning(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.last(self.first(x) * angles(x.shape[1]).cos()).mean(1)
+
+
+def test_products_without_weights_are_computed_for_python_may_keep_them():
+    angles.cache_clear()
+    find_permutations(Turning(), torch.randn(2, 12, 4))
+    assert angles.cache_info().currsize > 1
+    for length in range(100):
+        assert torch.equal(angles(length), torch.arange(length)[:, None].float().expand(length, 3))
+
+
+def test_products_with_what_is_made_of_weights_are_not_computed():
+    network = nn.utils.parametrizations.weight_norm(nn.Linear(4, 6, bias=False))
+    with torch.no_grad():
+        assert not Frugal(network)(lambda: network(X)).any()
 
 
 def test_decisions_by_products_are_taken_both_ways_as_before():
@@ -106,7 +138,7 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_what_is_not_possible_stays_impossible(name):
     layer, x = IMPOSSIBLE[name]
-    with torch.no_grad(), pytest.raises(RuntimeError), cheap_products():
+    with torch.no_grad(), pytest.raises(RuntimeError), cheap_products(LeftOutProducts(layer.parameters())):
         layer(x)
 
 

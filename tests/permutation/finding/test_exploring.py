@@ -9,6 +9,7 @@ from torch import nn
 
 from opacus_shuffle.permutation import find_permutations
 from opacus_shuffle.permutation.finding import exploring
+from opacus_shuffle.permutation.finding.trace import Tracer
 
 
 class Sized(nn.Module):
@@ -57,11 +58,32 @@ def test_samples_may_be_as_large_as_they_are(monkeypatch):
 
 def test_a_run_of_which_nothing_depends_on_values_is_traced_once(monkeypatch):
     traced = []
-    tracer = exploring.Explorer._traced
-    monkeypatch.setattr(exploring.Explorer, "_traced", lambda self, *args: (traced.append(args), tracer(self, *args))[1])
+    watch = Tracer.watch
+    monkeypatch.setattr(Tracer, "watch", lambda self, *args, **kwargs: (traced.append(args), watch(self, *args, **kwargs))[1])
     find_permutations(mlp(), X)
     alone = len(traced)
     find_permutations(mlp(), X, more_samples=[X + 1, 2 * X])
     assert len(traced) == 2 * alone
     find_permutations(mlp(), X, more_samples=[X[:2]])
     assert len(traced) > 3 * alone
+
+
+class Turned(nn.Module):
+    """Turns what it has computed in place where values say so, and then may fail."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.net, self.fails = mlp(), fails
+
+    def forward(self, x):
+        h = self.net[0](x)
+        if x.sum() > 1e6:
+            turned = h.clone().t_()
+            h = turned.cumsum(0).t() @ torch.ones(7, 1) if self.fails else turned.t()
+        return self.net[2](self.net[1](h))
+
+
+def test_what_turns_tensors_in_place_on_another_way_is_followed_if_it_can_be():
+    assert round(2 ** find_permutations(Turned(fails=False), X).log2_size()) == 720
+    with pytest.raises(ValueError, match="decides by values"):
+        find_permutations(Turned(fails=True), X)
