@@ -37,6 +37,12 @@ from opacus_shuffle.permutation.sample_input import Call
 
 RECORDS = 4
 
+UNSEEN = (torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_)
+"""What reads all that it is given out of sight."""
+
+SPLITTING = (torch.Tensor.tensor_split, torch.tensor_split)
+"""What reads out of sight where to split its first argument."""
+
 
 def are_apart(network: nn.Module, call_of: Callable[[int], tuple[int, Call]], *, axis: int = 0) -> bool:
     """Returns whether it is proved that a network keeps records apart, for its outputs and for gradients of each record.
@@ -268,6 +274,11 @@ class _Leaving(TorchFunctionMode):
         self._flow = flow
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in LEAVING and bool(self._flow.origins(args[0]).any()):
+        read: Any = ()
+        if func in LEAVING:
+            read = args[0]
+        elif func in UNSEEN or func in SPLITTING:
+            read = (args[func in SPLITTING :], kwargs)
+        if any(bool(self._flow.origins(each).any()) for each in tensors_in(read)):
             self._flow.leave(func.__name__)
         return func(*args, **(kwargs or {}))

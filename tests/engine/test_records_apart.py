@@ -227,6 +227,25 @@ def test_what_cannot_be_followed_does_not_reach_layers_that_give_zero_unseen(nam
     assert not proved(Adapted(UNSEEN[name]), torch.randn(6, 5))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        by_size,
+        lambda h: h * len(torch.tensor_split(h, tensor_indices_or_sections=h[0, :1].detach().long())),
+        lambda h: h * len([h.detach().clone().apply_(abs)]),
+        lambda h: h + torch.zeros(h.shape).map_(h.detach(), max),
+    ],
+)
+def test_what_reads_values_out_of_sight_is_noticed_at_once(function, monkeypatch):
+    monkeypatch.setattr(records_apart, "_others_do_not_matter", lambda *_, **__: True)
+    assert not proved(Adapted(function), torch.randn(6, 5))
+
+
+def test_splitting_at_constants_is_no_obstacle():
+    split = lambda h: torch.cat(h.tensor_split(torch.tensor([2]), dim=1)[::-1], 1)  # noqa: E731
+    assert proved(Adapted(split), torch.randn(6, 5))
+
+
 def test_operations_of_tensors_of_their_own_end_the_run():
     with pytest.raises(UnfollowedError), RecordFlow(2):
         Own(torch.ones(2)).flip(0)
