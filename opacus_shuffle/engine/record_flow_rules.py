@@ -238,6 +238,14 @@ def _scattered(known: Known) -> list[Bits]:
     return [known.full(target) | known.pooled(united(moved), [axis])]
 
 
+@rule("_pack_padded_sequence", "_ctc_loss")
+def _sized(known: Known) -> list[Bits]:
+    """Lengths decide how large the results are, which the operation says nothing of."""
+    if any(known.of(each) is not None for name, each in known.call.arguments.items() if "lengths" in name):
+        raise ValueError("sizes come of lengths")
+    return []
+
+
 @rule("unfold_backward")
 def _folded(known: Known) -> list[Bits]:
     return [known.pooled(known.full(known.call["grad_in"]), [known.call["dim"], -1]).squeeze(-1)]

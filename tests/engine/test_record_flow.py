@@ -202,6 +202,7 @@ def test_memory_that_is_freed_and_used_anew_comes_from_no_record():
         lambda x: x.unique(),
         lambda x: F.batch_norm(x, torch.zeros(4), torch.ones(4), training=True),
         lambda x: x[(x[:, 0, 0] > -99).to(torch.uint8)],
+        lambda x: torch._pack_padded_sequence(x, (x[:, 0, 0] > -99).long() * 4, True)[0],
     ],
 )
 def test_values_that_cannot_be_followed_end_the_run(function):
