@@ -48,6 +48,7 @@ LENGTHS: dict[str, Callable[[torch.Tensor], object]] = {
     "many_in_the_first_record": lambda x: len(x[0]) / 2 >= 12.5,
     "lengths_cut_to_forty": lambda x: min(x.shape[1], 40) == 40,
     "a_length_as_a_plain_number": lambda x: float(x.shape[1]) / 2 > 20.5,
+    "a_length_as_a_tensor": lambda x: bool(torch.tensor(x.shape[1]) > 10),
     "a_length_as_a_key": lambda x: {20: True}.get(x.shape[1]),
     "a_length_in_a_text": lambda x: f"of {x.shape[1]}" == "of 20",
     "a_length_in_an_array": lambda x: np.array([x.shape[1]]).max() == 20,

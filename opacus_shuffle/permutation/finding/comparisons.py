@@ -41,6 +41,9 @@ SIZES = frozenset(
 READS = frozenset((torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__))
 """What tells a tensor's values."""
 
+MAKING = frozenset((torch.tensor, torch.as_tensor, torch.scalar_tensor))
+"""What makes a tensor of a number, which then compares unseen."""
+
 CHECKS = ("torch.", "opacus_shuffle.permutation.", "opacus_shuffle.engine.")
 """Modules that compare sizes to check them, or in hooks: what they do is the same at all sizes."""
 
@@ -84,6 +87,8 @@ class Noticing(TorchFunctionMode):
         self._inside.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in MAKING and isinstance(args[0], Count | Amount):
+            self._ask(func.__name__, args[0], None, None)
         result = func(*args, **(kwargs or {}))
         if func in SIZES:
             return noticed(result, by_values=False)
