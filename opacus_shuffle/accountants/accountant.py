@@ -137,11 +137,12 @@ class ShuffleAccountant(RecordedRounds):
             raise ValueError(f"{kind.name} is not what Opacus's engine does: train with opacus_shuffle.PrivacyEngine")
         loader = stock_engine_loader()
         users = None if loader is None else len(loader.dataset)  # type: ignore[arg-type]
-        if loader is not None and kind.sampling is not None:
+        expected = kind.sampling if self.planned is None else self.planned.sampling
+        if loader is not None and expected is not None:
             sampler = loader.batch_sampler
             # A fixed-size sampler says so: it belongs to the engine, a storey above.
             drawn = "poisson" if isinstance(sampler, POISSON_SAMPLERS) else getattr(sampler, "sampling", None)
-            if drawn != "poisson" and drawn != kind.sampling:
+            if drawn != "poisson" and drawn != expected:
                 raise ValueError(
                     f"{kind.name} accounts for batches that are random samples, got a loader with a "
                     f"{type(sampler).__name__} (poisson_sampling=False?): leave poisson_sampling out, use "

@@ -1,9 +1,15 @@
-r"""Computes what a secret sample of fixed size gains for noised sums, where a record is replaced by any other.
+r"""Computes what it gains for noised sums that nobody learns whose records are in them.
 
-Let the sum of a round be μ-Gaussian-private under replacement, but for a probability ``lost``. Every round draws its B of n
-records anew, without replacement; γ = B/n. Proved in docs/proofs/03_secret_samples.md: one round's hockey sticks are at most
-h(α) + γ·``lost``, h(α) = γ·H_{1+(α−1)/γ} of the μ-Gaussian for α ≥ 1 (Theorem 3.1), which is the curve of one pair with a known
-likelihood ratio (3.2); rounds compose (3.3). A record that becomes zero is a replacement too.
+Let the sum of a round be μ-Gaussian-private under replacement, but for a probability ``lost``, and μ/2-Gaussian-private where a
+record becomes zero.
+
+``"fixed_size"``  Every round draws its B of n records anew, without replacement; γ = B/n. Proved in
+                  docs/proofs/03_secret_samples.md: one round's hockey sticks are at most h(α) + γ·``lost``, h(α) =
+                  γ·H_{1+(α−1)/γ} of the μ-Gaussian for α ≥ 1 (Theorem 3.1), which is the curve of one pair with a known
+                  likelihood ratio (3.2); rounds compose (3.3). A record that becomes zero is a replacement too.
+``"poisson"``     Every record is in by a secret coin of its own, at the rate γ, and who is not in counts as zero. Proved in
+                  docs/proofs/08_secret_check_in.md: where a record becomes zero a round is Poisson-subsampled DP-SGD's, with
+                  the noise multiplier 2/μ (Theorem 8.1); under replacement h holds as above (8.2).
 
 >>> rounds = [(SampledSum(mu=0.5, sample_rate=0.01), 1000)]
 >>> round(compute_epsilon(rounds, delta=1e-6), 3)
@@ -26,22 +32,24 @@ from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution, mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import MOST_KINDS, ShuffledRound, merge, tail_for
 from opacus_shuffle.core.solve import bracket, log_excess, safe_root
-from opacus_shuffle.core.validation import finite_number, integer, open_unit_interval, positive, sampling_rate
+from opacus_shuffle.core.validation import finite_number, integer, one_of, open_unit_interval, positive, sampling_rate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampledSum:
-    """One round on a fresh secret sample of fixed size.
+    """One round on a fresh secret sample.
 
     Attributes:
         mu: μ of the sum under replacement, were everyone in it.
-        sample_rate: γ, the share of all records in the sample.
+        sample_rate: γ, the share of all records in the sample, or the probability of each to be in it.
         lost: The probability that μ does not cover.
+        sampling: ``"fixed_size"``, or ``"poisson"``: each record by a coin of its own.
     """
 
     mu: float
     sample_rate: float = 1.0
     lost: float = 0.0
+    sampling: str = "fixed_size"
 
     def __post_init__(self) -> None:
         if not 1e-9 <= positive("mu", self.mu) <= 1e6:
@@ -49,6 +57,7 @@ class SampledSum:
         sampling_rate("sample_rate", self.sample_rate)
         if not 0 <= finite_number("lost", self.lost) < 1:
             raise ValueError(f"lost must lie in [0, 1), got {self.lost!r}")
+        one_of("sampling", self.sampling, ("fixed_size", "poisson"))
 
 
 Rounds = Sequence[tuple[SampledSum, int]]
@@ -74,30 +83,31 @@ def sampled_distribution(*, mu: float, sample_rate: float, tail: float = TAILS[0
     return dataclasses.replace(sampled, offsets=offsets, masses=masses)
 
 
-def compute_epsilon(rounds: Rounds, *, delta: float) -> float:
+def compute_epsilon(rounds: Rounds, *, delta: float, zeroed: bool = False) -> float:
     """Returns ε at δ after all rounds, rounded up; ``inf`` where ``lost`` leaves nothing of δ or μ is too large.
 
     Args:
         rounds: Rounds, each with its number of repetitions, at least 1; later ones may depend on earlier ones' sums.
         delta: δ in (0, 1).
+        zeroed: A record becomes zero; else it is replaced by any other, which a record that becomes zero is, too.
 
     Raises:
         ValueError: If an argument is out of range.
 
     Formal Guarantees:
-        Proved for every data set, replacement adjacency, samples of fixed size that stay secret.
+        Proved for every data set and the adjacency asked for, as long as the samples stay secret.
 
     Source: this library's; one round is Balle, Barthe and Gaboardi 2018, Theorems 2 and 10.
     """
-    return _compute_epsilon(merge(rounds), open_unit_interval("delta", delta))
+    return _compute_epsilon(merge(rounds), open_unit_interval("delta", delta), zeroed)
 
 
 @functools.lru_cache(maxsize=256)
-def _compute_epsilon(rounds: tuple[tuple[SampledSum, int], ...], delta: float) -> float:
+def _compute_epsilon(rounds: tuple[tuple[SampledSum, int], ...], delta: float, zeroed: bool) -> float:
     """Returns ε of merged rounds."""
     if all(each.sample_rate == 1.0 for each, _ in rounds):
         lost = math.fsum(each.lost * count for each, count in rounds)
-        total = math.sqrt(math.fsum(each.mu**2 * count for each, count in rounds))
+        total = math.sqrt(math.fsum(each.mu**2 * count for each, count in rounds)) * (0.5 if zeroed else 1.0)
         return gaussian.compute_epsilon(mu=total, delta=delta - lost) if lost < delta else math.inf
     gaussians = [(ShuffledRound(noise_multiplier=1 / each.mu, num_users=1), count) for each, count in rounds]
     tail = tail_for(gaussians, delta)
@@ -105,6 +115,10 @@ def _compute_epsilon(rounds: tuple[tuple[SampledSum, int], ...], delta: float) -
         return math.inf
     mixtures = []
     for each, count in _coarsen(rounds):
+        if zeroed and each.sampling == "poisson":
+            alone = mean_distribution(noise_multiplier=2 / each.mu, num_users=1, tail=tail)
+            mixtures.append((Mixture(((1.0, alone.scaled(each.sample_rate)),), lost=each.lost), count))
+            continue
         distribution = sampled_distribution(mu=each.mu, sample_rate=each.sample_rate, tail=tail)
         mixtures.append((Mixture(((1.0, distribution),), lost=each.sample_rate * each.lost), count))
     return privacy_loss.compute_epsilon(mixtures, delta=delta)
@@ -122,7 +136,10 @@ def _coarsen(rounds: tuple[tuple[SampledSum, int], ...]) -> tuple[tuple[SampledS
     found = []
     for few in classes(numbers, np.array([count for _, count in rounds]), size, most=MOST_KINDS):
         mu, rate, lost = (float(number) for number in numbers[few].max(axis=0))
-        found.append((SampledSum(mu=mu, sample_rate=rate, lost=lost), sum(rounds[index][1] for index in few)))
+        # What holds for a sample of fixed size holds for coins, too.
+        kinds = {rounds[index][0].sampling for index in few}
+        kind = kinds.pop() if len(kinds) == 1 else "fixed_size"
+        found.append((SampledSum(mu=mu, sample_rate=rate, lost=lost, sampling=kind), sum(rounds[i][1] for i in few)))
     return merge(found)
 
 

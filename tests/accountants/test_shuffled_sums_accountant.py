@@ -112,6 +112,25 @@ def test_more_steps_and_smaller_deltas_cost_more(steps, more):
         assert here <= bound_of(TIGHT, steps=steps, delta=1e-7, bound=name).epsilon * 1.005
 
 
+@pytest.mark.parametrize("adjacency", ["zero_out", "replace"])
+def test_with_secret_coins_one_pair_of_data_sets_nearly_reaches_the_certificate(adjacency):
+    coins = ShuffledSums.build(noise_multiplier=1.0, num_users=500, sample_rate=0.1, dimension=20)
+    answer = compute_bound([(coins, 50)], delta=1e-5, adjacency=adjacency)
+    assert answer.lower is not None
+    assert 0 < answer.lower <= answer.epsilon
+    if adjacency == "zero_out":
+        assert answer.lower >= 0.9 * answer.epsilon
+        assert answer.proof == "secret coins"
+        assert "every user" in answer.meaning
+
+
+def test_a_protocol_of_everyone_says_how_its_users_come_in():
+    with pytest.raises(ValueError, match=r"num_users=50 is for samples of fixed size, sample_rate=0\.1 for coins"):
+        ShuffledSums.of_protocol(TIGHT, num_users=50, sample_rate=0.1)
+    with pytest.raises(ValueError, match=r"sampling must be one of 'poisson', 'fixed_size'"):
+        ShuffledSums.build(noise_multiplier=1.0, num_users=500, dimension=20, sampling="own")
+
+
 # --- the accountant -------------------------------------------------------------------------------------------------
 
 
@@ -174,11 +193,16 @@ def test_a_second_protocol_is_refused():
     assert len(accountant) == 0
 
 
-def test_drop_outs_and_secret_samples_do_not_go_together():
+def test_dishonest_users_know_who_is_in_a_sample_but_nothing_of_others_coins():
     half = ShuffleVectorSum(50, 200, 1.0, epsilon=1.0, delta=1e-6, honest_fraction=0.5)
     assert mechanism_of(half, users=50).honest_fraction == 0.5
-    with pytest.raises(ValueError, match=r"honest_fraction=0\.5 goes with sample_rate=1"):
+    with pytest.raises(ValueError, match=r"honest_fraction=0\.5 goes with sampling='poisson' or sample_rate=1"):
         mechanism_of(half)
+    coins = ShuffledSums.of_protocol(half, sample_rate=0.1)
+    found, everyone = (compute_bound([(each, 20)], delta=1e-5) for each in (coins, ShuffledSums.of_protocol(half)))
+    assert found.guarantee is Guarantee.PROVED
+    assert found.proof == "secret coins"
+    assert found.epsilon < everyone.epsilon / 2
 
 
 # --- the mechanism --------------------------------------------------------------------------------------------------

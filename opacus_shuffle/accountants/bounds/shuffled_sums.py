@@ -1,26 +1,28 @@
 """The bounds of Cheu, Joseph, Mao and Peng's shuffled sums (SCO), all of them proved for every data set and both adjacencies.
 
 ``certified``  The covering Gaussian mechanisms (:mod:`opacus_shuffle.analysis.binomial_sums`) composed exactly: the smallest of
-               everyone in every round, of seeing in which rounds a record takes part, and of secret samples of fixed size
-               (:mod:`opacus_shuffle.analysis.sampled_sums`). Under replacement, one pair's lower value stands beside it.
+               everyone in every round, of seeing in which rounds a record takes part, and of secret coins or samples of fixed
+               size (:mod:`opacus_shuffle.analysis.sampled_sums`). One pair's lower value stands beside it where it is known.
 ``published``  The round's own ε, composed as SCO Algorithm 5 does: of δ each of T rounds and the composition get 1/(T + 1).
                A round's ε at its share is SCO Theorem A.6 at the protocol's noise where the protocol has the paper's
                constants, else the Gaussian mechanism that covers it. Nothing is gained from sampling.
 
-A record that becomes zero moves the sum half as far as one that becomes any other. Sampling's gain is about replacement also
-then, the record that takes its place in the sample may be any other: such an ε holds for both adjacencies, and says so.
+A record that becomes zero moves the sum half as far as one that becomes any other. With coins that is so in secret, too, and
+a round is DP-SGD's. A sample of fixed size has another record in its place: such an ε holds for both adjacencies, and says so.
 
 >>> from opacus_shuffle.accountants.bounds.registry import compute_bound
 >>> from opacus_shuffle.accountants.mechanisms import ShuffledSums
->>> sums = ShuffledSums.build(noise_multiplier=8.5, num_users=50_000, sample_rate=0.01, dimension=1000)
->>> for name in ("certified", "published"):
-...     print(name, round(compute_bound([(sums, 100)], delta=1e-5, bound=name).epsilon, 3))
-certified 0.078
-published 110.731
+>>> for sampling in ("poisson", "fixed_size"):
+...     sums = ShuffledSums.build(
+...         noise_multiplier=1.1, num_users=5000, sample_rate=0.1, dimension=1000, sampling=sampling)
+...     print(sampling, round(compute_bound([(sums, 100)], delta=1e-5).epsilon, 2))
+poisson 5.9
+fixed_size 20.0
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -37,7 +39,8 @@ from opacus_shuffle.core.rounding import round_up
 MESSAGES = "sees every shuffled message of every round (bits with their coordinate)"
 Rounds = Sequence[tuple[ShuffledSums, int]]
 _LARGEST_PUBLISHED_EPSILON = 15.0
-_SECRET, _SEEN = "secret samples of fixed size, under replacement", "samples that are seen"
+_COINS, _SAMPLES = "secret coins", "secret samples of fixed size, under replacement"
+_SEEN = "samples that are seen"
 _EVERYONE = "everyone in every round"
 
 
@@ -97,38 +100,45 @@ def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     guarantee=Guarantee.PROVED,
 )
 def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
-    covering = [(SampledSum(mu=each.mu, sample_rate=each.sample_rate, lost=each.lost), count) for each, count in rounds]
+    covering = [(each.sampled_sum(each.mu), count) for each, count in rounds]
     found = gaussian_epsilons(covering, delta=delta, adjacency=adjacency)
     proof, epsilon = min(found.items(), key=lambda row: row[1])
     meaning = "Gaussian mechanisms that cover the binomial noise, composed exactly"
-    if proof == _SECRET:
+    if proof in (_COINS, _SAMPLES):
         seen = found.get(_SEEN, math.inf)
         if epsilon < seen < math.inf:
             meaning += (
-                f"; counts on the shuffler to draw and hide who takes part in each round (if that is seen: {round_up(seen)})"
+                f"; counts on {'every user' if proof == _COINS else 'the shuffler'} to draw and hide who takes part in each "
+                f"round (if that is seen: {round_up(seen)})"
             )
-        if adjacency is Adjacency.ZERO_OUT:
+        if adjacency is Adjacency.ZERO_OUT and proof == _SAMPLES:
             meaning += "; the same epsilon holds if the record is replaced by any other"
     elif proof == _SEEN:
         meaning += "; holds even if it is seen who takes part in each round"
     meaning += f"; a record sends {max(each.bits_per_report for each, _ in rounds):,} bits a round"
-    return Answer(epsilon, _lower(tuple(rounds), delta) if adjacency is Adjacency.REPLACE else None, proof, meaning=meaning)
+    return Answer(epsilon, _lower(tuple(rounds), delta, adjacency), proof, meaning=meaning)
 
 
 @functools.lru_cache(maxsize=256)
-def _lower(rounds: tuple[tuple[ShuffledSums, int], ...], delta: float) -> float | None:
-    """One record at −C along a coordinate becomes +C, all others stay at −C; None for drop-outs or samples of several sizes.
+def _lower(rounds: tuple[tuple[ShuffledSums, int], ...], delta: float, adjacency: Adjacency) -> float | None:
+    """A value that no valid ε is below, by one pair of data sets; None for drop-outs, samples of several sizes, or odd grids.
 
-    Of very many different rounds, those that tell most: what the others tell is left out, which only lowers it.
+    By coins: one record at the end of a coordinate's grid becomes zero, which all others are. With samples of fixed size: it
+    goes from one end to the other, where all others are. Of very many different rounds, those that tell most: what the others
+    tell is left out, which only lowers it.
     """
-    rates = {each.sample_rate for each, _ in rounds}
-    if len(rates) > 1 or any(each.honest_fraction < 1 for each, _ in rounds):
+    kinds = {(each.sampling if each.sample_rate < 1 else None, each.sample_rate) for each, _ in rounds}
+    if len(kinds) > 1 or any(each.honest_fraction < 1 for each, _ in rounds):
+        return None
+    sampling, rate = kinds.pop()
+    zeroed = sampling == "poisson" or adjacency is Adjacency.ZERO_OUT
+    if zeroed and (sampling == "fixed_size" or any(each.granularity % 2 for each, _ in rounds)):
         return None
     summed = [
-        (BinomialSum(noise=each.noise, shift=each.granularity, dimension=each.dimension), count)
+        (BinomialSum(noise=each.noise, shift=each.granularity // (2 if zeroed else 1), dimension=each.dimension), count)
         for each, count in sorted(rounds, key=lambda kind: -kind[1] * kind[0].mu ** 2)[:MOST_KINDS]
     ]
-    return binomial_sums.lower_epsilon(summed, delta=delta, sample_rate=rates.pop())
+    return binomial_sums.lower_epsilon(summed, delta=delta, sample_rate=rate)
 
 
 @register_bound(
@@ -142,14 +152,14 @@ def _lower(rounds: tuple[tuple[ShuffledSums, int], ...], delta: float) -> float 
     guarantee=Guarantee.PROVED,
 )
 def _central(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
-    server = [(SampledSum(mu=2 / each.noise_std, sample_rate=each.sample_rate), count) for each, count in rounds]
+    server = [(dataclasses.replace(each.sampled_sum(2 / each.noise_std), lost=0.0), count) for each, count in rounds]
     return Answer(min(gaussian_epsilons(server, delta=delta, adjacency=adjacency).values()))
 
 
 def gaussian_epsilons(
     rounds: list[tuple[SampledSum, int]], *, delta: float, adjacency: Adjacency = Adjacency.REPLACE
 ) -> dict[str, float]:
-    """Returns ε of rounds of the Gaussian mechanism on samples of fixed size, by what is known of the samples.
+    """Returns ε of rounds of the Gaussian mechanism on samples, by what is known of the samples.
 
     Raises:
         ValueError: If what the rounds lose leaves nothing of δ, so that none is finite.
@@ -158,7 +168,8 @@ def gaussian_epsilons(
     everyone = all(each.sample_rate == 1 for each, _ in rounds)
     found: dict[str, float] = {}
     if not everyone:
-        found[_SECRET] = sampled_sums.compute_epsilon(rounds, delta=delta)
+        coins = adjacency is Adjacency.ZERO_OUT and all(each.sampling == "poisson" for each, _ in rounds)
+        found[_COINS if coins else _SAMPLES] = sampled_sums.compute_epsilon(rounds, delta=delta, zeroed=coins)
     if lost < delta:
         seen = [  # a record is in each independent sample with probability γ: its own coin, as far as it is concerned
             (ShuffledRound(noise_multiplier=2 / each.mu, num_users=1, sample_rate=each.sample_rate, sampling="poisson"), count)

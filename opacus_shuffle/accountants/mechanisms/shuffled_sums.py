@@ -1,4 +1,4 @@
-"""Cheu, Joseph, Mao and Peng's shuffle-private vector sums (SCO Algorithm 2) on samples of fixed size."""
+"""Cheu, Joseph, Mao and Peng's shuffle-private vector sums (SCO Algorithm 2) on secret samples of the users."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from opacus_shuffle.accountants.mechanism import Mechanism, described
 from opacus_shuffle.analysis.binomial_sums import MOST_TRIALS, BinomialNoise, gaussian_bound
-from opacus_shuffle.analysis.mean_ratio import Sampling
-from opacus_shuffle.core.validation import instance_of, integer, open_unit_interval, positive, sampling_rate
+from opacus_shuffle.analysis.sampled_sums import SampledSum
+from opacus_shuffle.core.validation import instance_of, integer, one_of, open_unit_interval, positive, sampling_rate
 from opacus_shuffle.protocols.calibration import SMALLEST_MULTIPLIER, honest_users, published_vector_plan
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
@@ -35,10 +35,13 @@ class ShuffledSums(Mechanism):
         noise_multiplier: 2/μ: over the clipping norm, the noise of the Gaussian mechanism on the **sum** that is no more
             private than a round. (Replacing a record moves the sum by up to twice the norm.) It must follow from the bits.
         num_users: n, the whole data set.
-        sample_rate: γ = B/n, the share of it in each round, drawn afresh and in secret.
+        sample_rate: γ, the expected share of it in each round.
+        sampling: ``"poisson"``: all n users report in every round, and each tosses a secret coin of rate γ for whether its
+            vector is in its report; else that says zero, and nobody learns which. ``"fixed_size"``: γ·n users, drawn afresh
+            and in secret, report.
         dimension: d, entries of a vector.
         granularity: g, steps of the grid from −C to C.
-        noise_trials: m, the honest reports' noise bits of one coordinate together.
+        noise_trials: m, the honest reports' noise bits of one coordinate together, all reports of a round.
         bit_probability: p, that a noise bit is 1.
         lost: The probability that μ does not cover, one round.
         honest_fraction: The share of a round's reports that carry their noise for certain.
@@ -50,7 +53,6 @@ class ShuffledSums(Mechanism):
     """
 
     name: ClassVar[str] = "shuffled_sums"
-    sampling: ClassVar[Sampling] = "fixed_size"
     released: ClassVar[str] = "all the shuffled messages"
     zeroed: ClassVar[str] = "one record's gradient is zero"
     noise_is_local: ClassVar[bool] = False
@@ -58,6 +60,9 @@ class ShuffledSums(Mechanism):
     least_noise: ClassVar[float] = SMALLEST_MULTIPLIER
     # What varies follows from the bits: it may be another SciPy's.
     noise_multiplier: float = described("noise of the sum over the clipping norm", "SIGMA", varies=True)
+    sampling: str = described(  # type: ignore[assignment, misc]
+        "who takes part: poisson (all report, each takes part by a secret coin) or fixed_size", "KIND", default="poisson"
+    )
     dimension: int = described("entries of a vector, the trainable parameters", "D")
     granularity: int = described("steps of the grid (default: chosen for the noise)", "G", default=0)
     noise_trials: int = described("noise bits of one coordinate, all honest reports'", "M", default=0)
@@ -71,7 +76,9 @@ class ShuffledSums(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._round_the_sample()
+        one_of("sampling", self.sampling, ("poisson", "fixed_size"))
+        if self.sampling == "fixed_size":
+            self._round_the_sample()
         self._set(**{name: integer(name, getattr(self, name), minimum=0) for name in ("granularity", "noise_trials")})
         if not self.granularity or not self.noise_trials:
             raise ValueError(
@@ -82,10 +89,11 @@ class ShuffledSums(Mechanism):
         self._set(**{name: open_unit_interval(name, getattr(self, name)) for name in ("bit_probability", "lost")})
         open_unit_interval("1 - bit_probability", 1 - self.bit_probability)
         integer("noise_trials", self.noise_trials, maximum=MOST_TRIALS)
-        if sampling_rate("honest_fraction", self.honest_fraction) < 1 and self.sample_rate < 1:
+        if sampling_rate("honest_fraction", self.honest_fraction) < 1 and self.sample_rate < 1 and self.sampling != "poisson":
             raise ValueError(
-                f"honest_fraction={self.honest_fraction} goes with sample_rate=1, got sample_rate={self.sample_rate}: who "
-                "of a sample is honest is random, and dishonest ones know who of them is in it; pass honest_fraction=1"
+                f"honest_fraction={self.honest_fraction} goes with sampling='poisson' or sample_rate=1, got sampling="
+                f"{self.sampling!r} and sample_rate={self.sample_rate}: who of a sample is honest is random, and dishonest "
+                "ones know who of them is in it; pass honest_fraction=1"
             )
         follows = _noise_multiplier(self.noise, self.granularity, self.dimension, self.lost, self.noise_multiplier)
         if not math.isclose(follows, self.noise_multiplier, rel_tol=TOLERANCE):
@@ -103,7 +111,7 @@ class ShuffledSums(Mechanism):
 
     def _check_published(self, epsilon: float, delta: float) -> None:
         """Refuses a published (ε, δ) that these bits were not made for."""
-        reports = round(self.expected_reports)
+        reports = self.reports
         plan = published_vector_plan(
             num_users=reports,
             dimension=self.dimension,
@@ -133,31 +141,43 @@ class ShuffledSums(Mechanism):
             raise ValueError(f"{', '.join(given)} of shuffled_sums needs granularity and noise_trials too: pass all, or none")
         users = integer("num_users", fields["num_users"])
         rate = sampling_rate("sample_rate", fields.get("sample_rate", 1.0))
+        coins = one_of("sampling", fields.get("sampling", "poisson"), ("poisson", "fixed_size")) == "poisson"
         protocol = ShuffleVectorSum.with_noise_multiplier(
-            integer("round(sample_rate * num_users)", round(rate * users)),
+            users if coins else integer("round(sample_rate * num_users)", round(rate * users)),
             fields["dimension"],
             1.0,
             fields["noise_multiplier"],
             delta=ROUND_DELTA,
             honest_fraction=fields.get("honest_fraction", 1.0),
         )
-        return cls.of_protocol(protocol, num_users=users)
+        return cls.of_protocol(protocol, sample_rate=rate) if coins else cls.of_protocol(protocol, num_users=users)
 
     @classmethod
-    def of_protocol(cls, protocol: ShuffleVectorSum, *, num_users: int | None = None) -> ShuffledSums:
-        """Returns the round that a protocol is.
+    def of_protocol(
+        cls, protocol: ShuffleVectorSum, *, num_users: int | None = None, sample_rate: float | None = None
+    ) -> ShuffledSums:
+        """Returns the round that a protocol is, by default with everyone's vector in it.
 
         Args:
             protocol: Its ``num_users`` are the reports of a round.
-            num_users: n, of whom they are a fresh sample; by default they are everyone.
+            num_users: n, of whom they are a fresh sample of fixed size.
+            sample_rate: γ: they are all n, and each one's vector is in its report with this probability, by a secret coin.
+
+        Raises:
+            ValueError: If both are given.
         """
         instance_of("protocol", protocol, (ShuffleVectorSum,))
+        if num_users is not None and sample_rate is not None:
+            raise ValueError(
+                f"num_users={num_users} is for samples of fixed size, sample_rate={sample_rate} for coins: pass one of them"
+            )
         users = protocol.num_users if num_users is None else integer("num_users", num_users, minimum=protocol.num_users)
         published = protocol.calibration == "published"
         return cls(
             noise_multiplier=protocol.noise_multiplier,
             num_users=users,
-            sample_rate=protocol.num_users / users,
+            sample_rate=protocol.num_users / users if sample_rate is None else sample_rate,
+            sampling="poisson" if num_users is None else "fixed_size",
             dimension=protocol.dimension,
             granularity=protocol.granularity,
             noise_trials=protocol.sum_round.noise.trials,
@@ -187,9 +207,18 @@ class ShuffledSums(Mechanism):
         return BinomialNoise(trials=self.noise_trials, probability=self.bit_probability)
 
     @property
+    def reports(self) -> int:
+        """How many users report in a round: all of them, or those of a sample of fixed size."""
+        return self.num_users if self.sampling == "poisson" else round(self.expected_reports)
+
+    def sampled_sum(self, mu: float) -> SampledSum:
+        """Returns the round as :mod:`opacus_shuffle.analysis.sampled_sums` accounts for it, at some μ under replacement."""
+        return SampledSum(mu=mu, sample_rate=self.sample_rate, lost=self.lost, sampling=str(self.sampling))
+
+    @property
     def bits_per_report(self) -> int:
         """What one record sends in a round."""
-        honest = honest_users(round(self.expected_reports), self.honest_fraction)
+        honest = honest_users(self.reports, self.honest_fraction)
         return self.dimension * (self.granularity + self.noise_trials // honest)
 
     @property

@@ -44,9 +44,16 @@ class EncodedSum(DPOptimizer):
     _counts: torch.Tensor | None = None
     _released: bool = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, aggregator: ShuffleVectorSum, **keywords: Any) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        aggregator: ShuffleVectorSum,
+        everyone_reports: bool = False,
+        **keywords: Any,
+    ) -> None:
         super().__init__(optimizer, **keywords)
-        self.aggregator = aggregator
+        self.aggregator, self._everyone_reports = aggregator, everyone_reports
         self._agreed = (aggregator, float(self.noise_multiplier))
 
     def pre_step(self, closure: Any = None) -> bool | None:
@@ -128,16 +135,27 @@ class EncodedSum(DPOptimizer):
                 "there is no new sum to release: call loss.backward() first, and optimizer.zero_grad() after step()"
             )
         self.check_agreement()
-        self.aggregator.check_reports(self.num_records)
+        if self._everyone_reports and self.num_records > self.aggregator.num_users:
+            raise ValueError(
+                f"the batch has {self.num_records} records, the aggregator is for num_users={self.aggregator.num_users}"
+            )
+        self.aggregator.check_reports(self._reports())
+
+    def _reports(self) -> int:
+        """How many users report: those in the batch, or everyone, the others zero."""
+        return self.aggregator.num_users if self._everyone_reports else self.num_records
 
     def add_noise(self) -> None:
         """Draw the reports' noise bits, and decode the counts into ``.grad``; see :meth:`check_sum` for what is refused."""
         self.check_sum()
-        records = self.num_records
-        assert self._counts is not None
-        noised = self._counts + self.aggregator.draw_noise(records, self.generator)
+        reports, counts = self._reports(), self._counts
+        assert counts is not None
+        if absent := reports - self.num_records:
+            zero = torch.zeros(1, self.aggregator.dimension, dtype=torch.float64)
+            counts = counts + self.aggregator.encode(zero.expand(absent, -1), self.generator)
+        noised = counts + self.aggregator.draw_noise(reports, self.generator)
         self._released, self._counts = True, None  # beside the estimate, the counts would tell the noise
-        estimate = self.aggregator.decode(noised, records)
+        estimate = self.aggregator.decode(noised, reports)
         sizes = [parameter.numel() for parameter in self.params]
         for parameter, piece in zip(self.params, torch.split(estimate, sizes), strict=True):
             parameter.grad = piece.view_as(parameter).to(parameter.device, parameter.dtype)
@@ -150,6 +168,8 @@ class VectorSumOptimizer(TicketedSteps, StepHooks, LogicalBatch, EncodedSum):
         optimizer: As Opacus's, like every keyword not named here.
         aggregator: The protocol; its ``num_users`` records (with an ``honest_fraction``, not fewer than that share of them)
             must be in every logical batch, its ``dimension`` and ``max_norm`` are those of the gradients.
+        everyone_reports: All of its ``num_users`` report in every round, and those whose records are not in the logical batch
+            report zero.
         **keywords: ``generator`` lives on the CPU. ``noise_multiplier`` draws nothing; it is what the accountant reads, 2/μ.
     """
 

@@ -1,4 +1,8 @@
-"""Cheu, Joseph, Mao and Peng's shuffled sums (SCO Algorithm 2) in place of Gaussian noise, on samples of fixed size."""
+"""Cheu, Joseph, Mao and Peng's shuffled sums (SCO Algorithm 2) in place of Gaussian noise, on secret samples.
+
+By default all users report in every round, and each tosses a secret coin for whether its gradient is in its report: the sum is
+Poisson-subsampled DP-SGD's. With ``poisson_sampling=False`` a secret sample of fixed size reports.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.validation import instance_of, moderate, one_of, positive
 from opacus_shuffle.engine.optimizers import VectorSumOptimizer
 from opacus_shuffle.engine.run import Budget, Request, Run
-from opacus_shuffle.engine.sampling.sampling_plan import SamplingPlan
+from opacus_shuffle.engine.sampling.sampling_plan import Kind, SamplingPlan, plan_sampling
 from opacus_shuffle.engine.schemes.base import Scheme
 from opacus_shuffle.protocols.calibration import Promise
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
@@ -39,9 +43,9 @@ class VectorSums(Scheme):
         run = super().check(request)
         protocol = request.aggregator
         if protocol is None:
-            size, norm = run.sampling.batch_size, moderate("max_grad_norm", request.max_grad_norm)
+            norm = moderate("max_grad_norm", request.max_grad_norm)
             protocol = ShuffleVectorSum.with_noise_multiplier(
-                size, _entries(request), norm, run.noise_multiplier, delta=ROUND_DELTA
+                _reports(run.sampling), _entries(request), norm, run.noise_multiplier, delta=ROUND_DELTA
             )
         self.check_aggregator(protocol, request, run.sampling)
         return dataclasses.replace(run, noise_multiplier=protocol.noise_multiplier, aggregator=protocol)
@@ -68,6 +72,11 @@ class VectorSums(Scheme):
         """The noise multiplier, or that of the protocol."""
         return super().check_noise(request) if request.aggregator is None else request.aggregator.noise_multiplier
 
+    def plan_sampling(self, request: Request) -> SamplingPlan:
+        """How batches will be drawn: by every record's own coin, or of one size where Poisson batches are not wanted."""
+        kind: Kind = "fixed_size" if request.poisson_sampling is False else "poisson"
+        return plan_sampling(self.name, request.data_loader, kind)
+
     def noise_device(self, request: Request) -> torch.device:
         """Binomials are drawn on the CPU."""
         return torch.device("cpu")
@@ -75,17 +84,23 @@ class VectorSums(Scheme):
     @staticmethod
     def check_aggregator(protocol: ShuffleVectorSum, request: Request, sampling: SamplingPlan) -> None:
         """Refuses a protocol that is not made for this run."""
-        norm = positive("max_grad_norm", request.max_grad_norm)
-        if protocol.num_users != sampling.batch_size:
+        norm, coins = positive("max_grad_norm", request.max_grad_norm), sampling.kind == "poisson"
+        if coins and protocol.num_users != sampling.num_users:
+            raise ValueError(
+                f"the aggregator sums num_users={protocol.num_users} reports, but all {sampling.num_users} records report in "
+                f"every round, those that are not in the batch zero: build it with num_users={sampling.num_users}, or pass "
+                "poisson_sampling=False for batches of one size"
+            )
+        if not coins and protocol.num_users != sampling.batch_size:
             raise ValueError(
                 f"the aggregator sums num_users={protocol.num_users} reports, a batch holds {sampling.batch_size} records: "
                 f"build it with num_users={sampling.batch_size}"
             )
-        if protocol.honest_fraction < 1 and sampling.sample_rate < 1:
+        if protocol.honest_fraction < 1 and sampling.sample_rate < 1 and not coins:
             raise ValueError(
                 f"the aggregator's honest_fraction is {protocol.honest_fraction:.3g}, but batches are samples of the data set: "
-                "who of a sample is honest is random, and dishonest ones know who of them is in it; build it with "
-                "honest_fraction=1, or take all records in every batch"
+                "who of a sample is honest is random, and dishonest ones know who of them is in it; leave out "
+                "poisson_sampling=False, so that everyone reports, or build it with honest_fraction=1"
             )
         if protocol.dimension != _entries(request):
             raise ValueError(
@@ -108,7 +123,7 @@ class VectorSums(Scheme):
         if protocol is None:
             protocol = _protocol_for(budget, steps, sampling, request)
         self.check_aggregator(protocol, request, sampling)
-        found = budget.spent([(ShuffledSums.of_protocol(protocol, num_users=sampling.num_users), steps)]).epsilon
+        found = budget.spent([(_mechanism(protocol, sampling), steps)]).epsilon
         if found > budget.target_epsilon * (1 + 1e-9):
             raise ValueError(
                 f"target_epsilon={budget.target_epsilon} is not met by the aggregator: {steps} steps spend {found:.6g} by "
@@ -118,8 +133,7 @@ class VectorSums(Scheme):
 
     def mechanism(self, run: Run, noise_multiplier: float, batches: int = 1) -> Mechanism:
         """One round of the protocol, whose noise is its own."""
-        protocol = instance_of("aggregator", run.aggregator, (ShuffleVectorSum,))
-        return ShuffledSums.of_protocol(protocol, num_users=run.sampling.num_users)
+        return _mechanism(instance_of("aggregator", run.aggregator, (ShuffleVectorSum,)), run.sampling)
 
     def round(self, run: Run, optimizer: DPOptimizer) -> Mechanism:
         """The round that was planned; the optimizer has looked after that before it counted anything."""
@@ -129,7 +143,8 @@ class VectorSums(Scheme):
 
     def optimizer_class(self, base: type[DPOptimizer], run: Run) -> Callable[..., DPOptimizer]:
         """The optimizer that sums by the protocol."""
-        return functools.partial(VectorSumOptimizer, aggregator=instance_of("aggregator", run.aggregator, (ShuffleVectorSum,)))
+        protocol = instance_of("aggregator", run.aggregator, (ShuffleVectorSum,))
+        return functools.partial(VectorSumOptimizer, aggregator=protocol, everyone_reports=run.sampling.kind == "poisson")
 
     def covers_drop_outs(self, run: Run) -> bool:
         """Where everyone is in every round the protocol covers them; a sample is all there."""
@@ -141,22 +156,40 @@ def _entries(request: Request) -> int:
     return sum(parameter.numel() for parameter in request.trainable)
 
 
+def _reports(sampling: SamplingPlan) -> int:
+    """How many users report in a round."""
+    return sampling.num_users if sampling.kind == "poisson" else sampling.batch_size
+
+
+def _mechanism(protocol: ShuffleVectorSum, sampling: SamplingPlan) -> ShuffledSums:
+    """The round that a protocol is with such batches."""
+    if sampling.kind == "poisson":
+        return ShuffledSums.of_protocol(protocol, sample_rate=sampling.sample_rate)
+    return ShuffledSums.of_protocol(protocol, num_users=sampling.num_users)
+
+
 def _protocol_for(budget: Budget, steps: int, sampling: SamplingPlan, request: Request) -> ShuffleVectorSum:
     """The protocol of each of ``steps`` rounds that together stay within a budget.
 
     ``bound="published"`` is about SCO Algorithm 5, every round's share by Theorem A.6, and gains nothing from sampling. By
     ``"certified"`` it is the least noise by the cheaper of the rows that hold for the adjacency.
     """
-    sizes = (sampling.batch_size, _entries(request), positive("max_grad_norm", request.max_grad_norm))
+    sizes = (_reports(sampling), _entries(request), positive("max_grad_norm", request.max_grad_norm))
     epsilon, delta = budget.target_epsilon, budget.target_delta
     if budget.bound == "published":
         return ShuffleVectorSum(*sizes, epsilon, delta, "published", rounds=steps)
     if budget.adjacency == "replace":
         return ShuffleVectorSum(*sizes, epsilon, delta, rounds=steps, sample_rate=sampling.sample_rate)
     lost = LOST_SHARE * Promise(epsilon, delta).delta / steps
+    like = SampledSum(
+        mu=1.0,
+        sample_rate=sampling.sample_rate,
+        lost=lost,
+        sampling="poisson" if sampling.kind == "poisson" else "fixed_size",
+    )
 
     def spent(noise_multiplier: float) -> float:
-        rounds = [(SampledSum(mu=2 / noise_multiplier, sample_rate=sampling.sample_rate, lost=lost), steps)]
+        rounds = [(dataclasses.replace(like, mu=2 / noise_multiplier), steps)]
         return min(gaussian_epsilons(rounds, delta=delta, adjacency=Adjacency(budget.adjacency)).values())
 
     sigma = smallest_noise(spent, target_epsilon=epsilon)

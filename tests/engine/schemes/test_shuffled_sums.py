@@ -24,6 +24,10 @@ TOY = 5 * 40 + 40 + 40 * 3 + 3
 """What the toy network trains."""
 
 
+SAMPLES = {"poisson_sampling": False}
+"""Batches of one size, all of whose records report; else everyone does."""
+
+
 def protocol_for(records=6, dimension=TOY, *, max_norm=1.0, epsilon=1.0, delta=1e-5, calibration="tight", **options):
     return ShuffleVectorSum(records, dimension, max_norm, epsilon=epsilon, delta=delta, calibration=calibration, **options)
 
@@ -31,7 +35,7 @@ def protocol_for(records=6, dimension=TOY, *, max_norm=1.0, epsilon=1.0, delta=1
 def test_the_memory_manager_s_physical_batches_make_one_round():
     toy = make_toy(records=24, batch_size=6)
     engine = PrivacyEngine(accountant="shuffled_sums")
-    model, optimizer, loader = engine.make_private(**toy, aggregator=protocol_for())
+    model, optimizer, loader = engine.make_private(**toy, **SAMPLES, aggregator=protocol_for())
     with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as pieces:
         physical = 0
         for x, y in pieces:
@@ -81,7 +85,7 @@ def test_a_generator_makes_a_run_repeatable_and_without_one_no_two_are_alike():
         engine = PrivacyEngine(accountant="shuffled_sums")
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         toy["data_loader"].generator = torch.Generator().manual_seed(3)
-        model, optimizer, loader = engine.make_private(**toy, aggregator=protocol_for(), noise_generator=generator)
+        model, optimizer, loader = engine.make_private(**toy, **SAMPLES, aggregator=protocol_for(), noise_generator=generator)
         run_epoch(model, optimizer, loader)
         return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
@@ -92,7 +96,7 @@ def test_a_generator_makes_a_run_repeatable_and_without_one_no_two_are_alike():
 
 def test_epsilon_grows_with_every_epoch_and_the_certificate_is_below_the_paper():
     engine = PrivacyEngine(accountant="shuffled_sums")
-    model, optimizer, loader = engine.make_private(**make_toy(), aggregator=protocol_for())
+    model, optimizer, loader = engine.make_private(**make_toy(), **SAMPLES, aggregator=protocol_for())
     assert isinstance(loader.batch_sampler, FixedSizeSampler)
     spent = []
     for _ in range(3):
@@ -156,7 +160,7 @@ def test_an_aggregator_of_your_own_is_held_to_the_budget():
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
 def test_every_way_to_per_record_gradients_goes(mode):
     engine = PrivacyEngine(accountant="shuffled_sums")
-    model, optimizer, loader = engine.make_private(**make_toy(), aggregator=protocol_for(), grad_sample_mode=mode)
+    model, optimizer, loader = engine.make_private(**make_toy(), **SAMPLES, aggregator=protocol_for(), grad_sample_mode=mode)
     run_epoch(model, optimizer, loader)
     assert len(engine.accountant) == 4
 
@@ -164,7 +168,9 @@ def test_every_way_to_per_record_gradients_goes(mode):
 def test_weight_shuffling_is_post_processing():
     engines = [PrivacyEngine(accountant="shuffled_sums") for _ in range(2)]
     for engine, shuffle in zip(engines, (False, True), strict=True):
-        model, optimizer, loader = engine.make_private(**make_toy(), aggregator=protocol_for(), shuffle_weights=shuffle)
+        model, optimizer, loader = engine.make_private(
+            **make_toy(), **SAMPLES, aggregator=protocol_for(), shuffle_weights=shuffle
+        )
         run_epoch(model, optimizer, loader)
     assert engines[1].shuffler is not None
     assert engines[0].get_epsilon(1e-5) == engines[1].get_epsilon(1e-5)
@@ -174,7 +180,7 @@ def test_a_checkpoint_restores_the_accountant_and_refuses_another_protocol():
     def private(protocol):
         toy = make_toy()
         engine = PrivacyEngine(accountant="shuffled_sums")
-        return engine, *engine.make_private(**toy, aggregator=protocol)
+        return engine, *engine.make_private(**toy, **SAMPLES, aggregator=protocol)
 
     engine, model, optimizer, loader = private(protocol_for())
     run_epoch(model, optimizer, loader)
@@ -198,7 +204,7 @@ def test_some_may_drop_out_where_everyone_takes_part_and_the_protocol_allows_it(
         toy = make_toy(records=records, batch_size=batch)
         engine = PrivacyEngine(accountant="shuffled_sums")
         protocol = protocol_for(batch, honest_fraction=0.5)
-        model, optimizer, loader = engine.make_private(**toy, aggregator=protocol)
+        model, optimizer, loader = engine.make_private(**toy, **SAMPLES, aggregator=protocol)
         x, y = next(iter(loader))
         nn.CrossEntropyLoss()(model(x[:count]), y[:count]).backward()
         optimizer.step()
@@ -232,7 +238,7 @@ def test_some_may_drop_out_where_everyone_takes_part_and_the_protocol_allows_it(
         ({"max_grad_norm": 2.0}, "max_norm"),
         ({"aggregator": protocol_for(5)}, "num_users=6"),
         ({"aggregator": protocol_for(dimension=TOY + 1)}, f"dimension={TOY}"),
-        ({"poisson_sampling": True}, "one size"),
+        ({"poisson_sampling": True}, "all 24 records report in every round.*num_users=24"),
         ({"agregator": protocol_for()}, "aggregator"),
     ],
     ids=str,
@@ -242,7 +248,7 @@ def test_what_does_not_go_together_is_refused_and_leaves_no_trace(changes, named
     toy = make_toy()
     before = copy.deepcopy(engine.accountant.__dict__)
     with pytest.raises(ValueError, match=named):
-        engine.make_private(**in_record(**{**toy, "aggregator": protocol_for(), **changes}))
+        engine.make_private(**in_record(**{**toy, **SAMPLES, "aggregator": protocol_for(), **changes}))
     assert engine.accountant.__dict__ == before
     assert not hasattr(next(toy["module"].parameters()), "grad_sample")
 
@@ -276,7 +282,7 @@ def test_aggregators_go_with_their_own_accountant_alone():
 def test_what_no_protocol_can_be_built_for_is_refused(changes, named):
     budget = {"target_epsilon": 1.0, "target_delta": 1e-5, "epochs": 1}
     with pytest.raises(ValueError, match=named):
-        PrivacyEngine(accountant="shuffled_sums").make_private_with_epsilon(**{**make_toy(), **budget, **changes})
+        PrivacyEngine(accountant="shuffled_sums").make_private_with_epsilon(**{**make_toy(), **SAMPLES, **budget, **changes})
 
 
 def test_distributed_modules_are_refused():
@@ -288,7 +294,7 @@ def test_distributed_modules_are_refused():
     toy = make_toy()
     toy["module"] = Parallel(toy["module"])
     with pytest.raises(ValueError, match="distributed"):
-        PrivacyEngine(accountant="shuffled_sums").make_private(**toy, aggregator=protocol_for())
+        PrivacyEngine(accountant="shuffled_sums").make_private(**toy, **SAMPLES, aggregator=protocol_for())
 
 
 def test_a_stock_engine_is_told_which_one_to_use():
@@ -298,17 +304,17 @@ def test_a_stock_engine_is_told_which_one_to_use():
 
 def test_a_second_protocol_in_one_engine_is_refused():
     engine = PrivacyEngine(accountant="shuffled_sums")
-    engine.make_private(**make_toy(), aggregator=protocol_for())
-    engine.make_private(**make_toy(), aggregator=protocol_for())  # the same again is fine
+    engine.make_private(**make_toy(), **SAMPLES, aggregator=protocol_for())
+    engine.make_private(**make_toy(), **SAMPLES, aggregator=protocol_for())  # the same again is fine
     with pytest.raises(ValueError, match="use a new PrivacyEngine"):
-        engine.make_private(**make_toy(), aggregator=protocol_for(epsilon=0.5))
+        engine.make_private(**make_toy(), **SAMPLES, aggregator=protocol_for(epsilon=0.5))
 
 
 @pytest.mark.parametrize("change", ["freeze", "freeze all", "norm", "multiplier", "aggregator"])
 def test_what_changes_after_make_private_is_refused(change):
     engine = PrivacyEngine(accountant="shuffled_sums")
     toy = make_toy()
-    model, optimizer, loader = engine.make_private(**toy, aggregator=protocol_for())
+    model, optimizer, loader = engine.make_private(**toy, **SAMPLES, aggregator=protocol_for())
     x, y = next(iter(loader))
     nn.CrossEntropyLoss()(model(x), y).backward()
     raw = [parameter.grad.clone() for parameter in toy["module"].parameters()]
@@ -339,7 +345,7 @@ def test_a_record_that_nothing_can_be_computed_of_does_not_stop_the_round(value)
     toy = make_toy()
     toy["module"].double()
     engine = PrivacyEngine(accountant="shuffled_sums")
-    model, optimizer, loader = engine.make_private(**toy, aggregator=protocol_for())
+    model, optimizer, loader = engine.make_private(**toy, **SAMPLES, aggregator=protocol_for())
     x = next(iter(loader))[0].double()
     x[2] = value
     model(x).sum().backward()
@@ -351,7 +357,7 @@ def test_a_record_that_nothing_can_be_computed_of_does_not_stop_the_round(value)
 def test_accumulated_batches_are_refused_before_anything_is_released():
     toy = make_toy()
     engine = PrivacyEngine(accountant="shuffled_sums")
-    model, optimizer, loader = engine.make_private(**toy, aggregator=protocol_for())
+    model, optimizer, loader = engine.make_private(**toy, **SAMPLES, aggregator=protocol_for())
     next(iter(loader))
     model.allow_grad_accumulation()
     for _ in range(2):
@@ -363,7 +369,87 @@ def test_accumulated_batches_are_refused_before_anything_is_released():
 
 def test_after_a_step_nothing_on_the_optimizer_tells_the_noise():
     toy = make_toy()
-    model, optimizer, loader = PrivacyEngine(accountant="shuffled_sums").make_private(**toy, aggregator=protocol_for())
+    model, optimizer, loader = PrivacyEngine(accountant="shuffled_sums").make_private(
+        **toy, **SAMPLES, aggregator=protocol_for()
+    )
     model(next(iter(loader))[0]).sum().backward()
     optimizer.step()
     assert optimizer._counts is None
+
+
+# --- secret check-in --------------------------------------------------------------------------------------------------
+
+
+def test_by_default_everyone_reports_and_a_run_costs_what_dp_sgd_costs():
+    engine, stock = PrivacyEngine(accountant="shuffled_sums"), opacus.accountants.PRVAccountant()
+    model, optimizer, loader = engine.make_private(**make_toy(records=200, batch_size=20), noise_multiplier=1.1)
+    run_epoch(model, optimizer, loader)
+    (each, steps), *more = engine.accountant.rounds
+    assert (each.sampling, each.sample_rate, each.reports, steps, more) == ("poisson", 0.1, 200, 10, [])
+    stock.history = [(optimizer.noise_multiplier, 0.1, 10)]
+    assert engine.get_epsilon(1e-5) == pytest.approx(stock.get_epsilon(1e-5), abs=0.02, rel=0.01)
+    assert "secret coins" in str(engine.privacy_report(1e-5))
+
+
+def still(model):
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def test_what_the_server_gets_has_the_noise_of_all_users_whoever_is_in_the_batch():
+    """2,000 coordinates of a gradient of zero, in batches of any size, none included: their standard deviation is the noise's.
+
+    It is estimated to 1/sqrt(2·2000) = 1.6 %; five of these are allowed for. The mean is within five standard errors of zero.
+    """
+    model = nn.Linear(2000, 1, bias=False)
+    data = DataLoader(TensorDataset(torch.zeros(40, 2000)), batch_size=4)
+    engine = PrivacyEngine(accountant="shuffled_sums", seed=0)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        data_loader=data,
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+    )
+    protocol, sizes = optimizer.aggregator, set()
+    for _ in range(2):
+        for (x,) in loader:
+            sizes.add(len(x))
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            summed = next(model.parameters()).grad * optimizer.expected_batch_size
+            noise = 2 * 0.5 / protocol.granularity * math.sqrt(protocol.sum_round.noise.variance)
+            assert float(summed.std()) == pytest.approx(noise, rel=5 * 0.016)  # zero is on the grid: nothing is rounded
+            assert abs(float(summed.mean())) <= 5 * noise / math.sqrt(2000)
+    assert len(sizes) > 2
+
+
+def test_a_gradient_that_is_in_is_summed_and_one_that_is_not_is_not():
+    """Every record's gradient is 1 in its own coordinate: what is far above the noise of 0.1 are the records of the batch."""
+    model = nn.Linear(40, 1, bias=False)
+    data = DataLoader(TensorDataset(torch.eye(40)), batch_size=10)
+    engine = PrivacyEngine(accountant="shuffled_sums")
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        data_loader=data,
+        noise_multiplier=0.1,
+        max_grad_norm=1.0,
+    )
+    for (x,) in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        summed = next(model.parameters()).grad[0] * optimizer.expected_batch_size
+        assert torch.equal(summed > 0.5, x.sum(0) > 0.5)
+
+
+def test_a_protocol_of_your_own_is_for_everyone():
+    engine = PrivacyEngine(accountant="shuffled_sums")
+    with pytest.raises(ValueError, match=r"all 24 records report in every round.*num_users=24, or pass poisson_sampling=False"):
+        engine.make_private(**make_toy(), aggregator=protocol_for())
+    half = protocol_for(24, honest_fraction=0.5)
+    model, optimizer, loader = engine.make_private(**make_toy(), aggregator=half)
+    run_epoch(model, optimizer, loader)
+    assert len(engine.accountant) == 4
+    assert engine.accountant.rounds[0][0].honest_fraction == 0.5
