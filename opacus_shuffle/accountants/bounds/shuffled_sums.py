@@ -168,8 +168,9 @@ def gaussian_epsilons(
     everyone = all(each.sample_rate == 1 for each, _ in rounds)
     found: dict[str, float] = {}
     if not everyone:
-        coins = adjacency is Adjacency.ZERO_OUT and all(each.sampling == "poisson" for each, _ in rounds)
-        found[_COINS if coins else _SAMPLES] = sampled_sums.compute_epsilon(rounds, delta=delta, zeroed=coins)
+        coins = all(each.sampling == "poisson" for each, _ in rounds)
+        zeroed = coins and adjacency is Adjacency.ZERO_OUT
+        found[_COINS if coins else _SAMPLES] = sampled_sums.compute_epsilon(rounds, delta=delta, zeroed=zeroed)
     if lost < delta:
         seen = [  # a record is in each independent sample with probability γ: its own coin, as far as it is concerned
             (ShuffledRound(noise_multiplier=2 / each.mu, num_users=1, sample_rate=each.sample_rate, sampling="poisson"), count)
