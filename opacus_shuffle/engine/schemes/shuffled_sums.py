@@ -56,6 +56,11 @@ class VectorSums(Scheme):
         one_of("clipping (with shuffled_sums)", request.clipping, ("flat",))
         what = "grad_sample_mode (with shuffled_sums, which needs each record's gradient)"
         one_of(what, request.grad_sample_mode, ("hooks", "functorch", "ew"))
+        if request.rand_on_empty and request.poisson_sampling is not False:
+            raise ValueError(
+                "rand_on_empty=True puts a random record into an empty batch, which tells that no coin put a record in: leave "
+                "it out (everyone reports zero then), or pass poisson_sampling=False"
+            )
 
     def refuse_aggregator(self, request: Request) -> None:
         """Refuses what is no protocol, or a noise multiplier beside one."""

@@ -453,3 +453,11 @@ def test_a_protocol_of_your_own_is_for_everyone():
     run_epoch(model, optimizer, loader)
     assert len(engine.accountant) == 4
     assert engine.accountant.rounds[0][0].honest_fraction == 0.5
+
+
+def test_a_record_of_nobody_in_an_empty_batch_would_tell_that_nobody_was_in():
+    engine = PrivacyEngine(accountant="shuffled_sums")
+    options = {"noise_multiplier": 1.1, "rand_on_empty": True}
+    with pytest.raises(ValueError, match=r"rand_on_empty.*tells that no coin put a record in"):
+        engine.make_private(**make_toy(), **options)
+    engine.make_private(**make_toy(), **SAMPLES, **options)  # a sample of fixed size is never empty
