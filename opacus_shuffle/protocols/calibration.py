@@ -5,7 +5,7 @@ travels as g bits that say where on the grid it lies and b noise bits that are 1
 
 **published**: SCO Theorem A.6 (Claim A.8, Corollary A.9 with drop-outs), constants as printed. **tight**: p = ½, and for every
 b the largest g whose bound (:mod:`opacus_shuffle.analysis.binomial_sums`) meets (ε, δ); b is the smallest with which the
-variance is within :data:`OVERHEAD` of its limit for infinitely many bits. A vector's g is even, so that zero is on the grid.
+variance is within :data:`OVERHEAD` of its limit for infinitely many bits.
 """
 
 from __future__ import annotations
@@ -186,8 +186,10 @@ def _published_plan(
 
 
 @functools.lru_cache(maxsize=1024)
-def tight_vector_plan(*, num_users: int, dimension: int, mu: float, lost: float, honest_fraction: float) -> GridPlan:
-    """Returns the cheapest grid on which a round is a ``mu``-Gaussian mechanism but for a probability of ``lost``."""
+def tight_vector_plan(
+    *, num_users: int, dimension: int, mu: float, lost: float, honest_fraction: float, even: bool = False
+) -> GridPlan:
+    """Returns the cheapest grid, of an even number of steps if asked for, that is ``mu``-Gaussian-private but for ``lost``."""
     honest = honest_users(num_users, honest_fraction)
     tail = max(lost / dimension, 1e-300)
 
@@ -200,7 +202,7 @@ def tight_vector_plan(*, num_users: int, dimension: int, mu: float, lost: float,
             if not math.isfinite(slope):
                 return 0
             g = min(g, math.floor(mu / slope))
-        return g - g % 2 if g > 1 else g
+        return g - g % 2 if even else g
 
     return _cheapest(num_users, honest, largest_granularity, limit=1 / mu**2)
 

@@ -84,6 +84,7 @@ class ShuffleVectorSum(GridSum):
         delta: float,
         honest_fraction: float = 1.0,
         rounds: int = 1,
+        zero_on_grid: bool = False,
     ) -> ShuffleVectorSum:
         """Makes the tight protocol whose covering Gaussian has this noise multiplier, or the nearest above that a grid allows.
 
@@ -98,6 +99,7 @@ class ShuffleVectorSum(GridSum):
             delta: δ in (0, ½), of which the tails that no Gaussian covers take a millionth over all ``rounds``.
             honest_fraction: γ.
             rounds: T; ``epsilon`` of the protocol is what T rounds with the same users cost at ``delta``, without sampling.
+            zero_on_grid: A vector of zero is not rounded, so that users who send zero add nothing but their noise bits.
 
         Raises:
             ValueError: If an argument is out of range, or no protocol gets there.
@@ -111,7 +113,12 @@ class ShuffleVectorSum(GridSum):
             )
         mu = math.nextafter(2 / math.nextafter(noise_multiplier, math.inf), 0.0)
         plan = tight_vector_plan(
-            num_users=users, dimension=entries, mu=mu, lost=promise.lost, honest_fraction=promise.honest_fraction
+            num_users=users,
+            dimension=entries,
+            mu=mu,
+            lost=promise.lost,
+            honest_fraction=promise.honest_fraction,
+            even=zero_on_grid,
         )
         protocol = cls.__new__(cls)
         GridSum.__init__(protocol, users, entries, promise, plan, low=-norm, span=2 * norm)

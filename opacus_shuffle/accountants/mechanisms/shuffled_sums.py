@@ -149,6 +149,7 @@ class ShuffledSums(Mechanism):
             fields["noise_multiplier"],
             delta=ROUND_DELTA,
             honest_fraction=fields.get("honest_fraction", 1.0),
+            zero_on_grid=coins,
         )
         return cls.of_protocol(protocol, sample_rate=rate) if coins else cls.of_protocol(protocol, num_users=users)
 

@@ -44,8 +44,9 @@ class VectorSums(Scheme):
         protocol = request.aggregator
         if protocol is None:
             norm = moderate("max_grad_norm", request.max_grad_norm)
+            sizes, coins = (_reports(run.sampling), _entries(request), norm), run.sampling.kind == "poisson"
             protocol = ShuffleVectorSum.with_noise_multiplier(
-                _reports(run.sampling), _entries(request), norm, run.noise_multiplier, delta=ROUND_DELTA
+                *sizes, run.noise_multiplier, delta=ROUND_DELTA, zero_on_grid=coins
             )
         self.check_aggregator(protocol, request, run.sampling)
         return dataclasses.replace(run, noise_multiplier=protocol.noise_multiplier, aggregator=protocol)
@@ -183,7 +184,7 @@ def _protocol_for(budget: Budget, steps: int, sampling: SamplingPlan, request: R
     epsilon, delta = budget.target_epsilon, budget.target_delta
     if budget.bound == "published":
         return ShuffleVectorSum(*sizes, epsilon, delta, "published", rounds=steps)
-    if budget.adjacency == "replace":
+    if budget.adjacency == "replace" and sampling.kind == "fixed_size":
         return ShuffleVectorSum(*sizes, epsilon, delta, rounds=steps, sample_rate=sampling.sample_rate)
     lost = LOST_SHARE * Promise(epsilon, delta).delta / steps
     like = SampledSum(
@@ -198,4 +199,5 @@ def _protocol_for(budget: Budget, steps: int, sampling: SamplingPlan, request: R
         return min(gaussian_epsilons(rounds, delta=delta, adjacency=Adjacency(budget.adjacency)).values())
 
     sigma = smallest_noise(spent, target_epsilon=epsilon)
-    return ShuffleVectorSum.with_noise_multiplier(*sizes, sigma, delta=delta, rounds=steps)
+    coins = sampling.kind == "poisson"
+    return ShuffleVectorSum.with_noise_multiplier(*sizes, sigma, delta=delta, rounds=steps, zero_on_grid=coins)

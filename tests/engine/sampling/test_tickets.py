@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptio
 @pytest.mark.parametrize(("name", "workers"), [*((name, 0) for name in ACCOUNTANTS), ("subsampled_shuffle", 2)])
 def test_epochs_breaks_and_drop_outs_are_accounted_by_their_steps(name, workers):
     run = Toy(name, loader={"num_workers": workers, "persistent_workers": workers > 0})
-    assert isinstance(run.loader, opacus.data_loader.DPDataLoader) == (name in ("shuffled_checkin", "rdp"))
+    assert isinstance(run.loader, opacus.data_loader.DPDataLoader) == (name in ("shuffled_checkin", "shuffled_sums", "rdp"))
     run.train(run.loader)
     run.train(itertools.islice(run.loader, 2))  # an early break
     for number, batch in enumerate(run.loader):
