@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,11 +26,15 @@ class EarlierCalls:
 
     def __init__(self, network: nn.Module) -> None:
         self._network = network
-        self._before = {(id(holder), key): content for holder, key, content in _contents(network)}
+        self._before = self.state()
         self._changing: list[tuple[Holder, Any]] = []
 
     def __bool__(self) -> bool:
         return bool(self._changing)
+
+    def state(self) -> dict[tuple[int, Any], Any]:
+        """Returns what the network keeps now, such that equal states are equal."""
+        return {(id(holder), key): content for holder, key, content in _contents(self._network)}
 
     def compare(self) -> None:
         """Notes what has changed."""
@@ -66,7 +71,7 @@ def _contents(network: nn.Module) -> Iterator[tuple[Holder, Any, Any]]:
                 yield holder, key, (id(value), value._version)
             elif isinstance(value, PLAIN):
                 yield holder, key, value
-            elif isinstance(value, dict | list):
+            elif isinstance(value, dict | list | set | deque):
                 yield holder, key, len(value)
                 waiting.append((value, False))
             elif not isinstance(value, CLOSED) and type(value).__module__.partition(".")[0] not in sys.stdlib_module_names:

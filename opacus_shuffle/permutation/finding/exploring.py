@@ -251,7 +251,10 @@ class Explorer:
         for training in (True, False):
             with state_kept(self._network):
                 for _ in range(CALLS):
+                    before = self._earlier.state()
                     self._call_before(call, training=training)
+                    if self._earlier.state() == before:  # nor will later calls change anything
+                        break
                     for mode in (True, False):
                         self._try(call, training=mode)
 
