@@ -248,7 +248,8 @@ def _sized(known: Known) -> list[Bits]:
 
 @rule("unfold_backward")
 def _folded(known: Known) -> list[Bits]:
-    return [known.pooled(known.full(known.call["grad_in"]), [known.call["dim"], -1]).squeeze(-1)]
+    axis = known.call["dim"] % known.call.out.dim()  # of the result, which has one axis fewer
+    return [known.pooled(known.full(known.call["grad_in"]), [axis, -1]).squeeze(-1)]
 
 
 def _along(known: Known, axes: Any) -> Bits:

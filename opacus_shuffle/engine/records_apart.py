@@ -1,9 +1,10 @@
 """Proves, where it can, that a network keeps records apart, by following them through one forward and one backward pass.
 
 What is proved: no output of a record comes from another one, and every layer with parameters finds in its i-th row what comes
-of record i alone, and gradients that come of it alone. Then a record's gradient is its own whatever the others are. A yes or no
-that was read from records (is any of them padded?) is taken as it came; so the outputs of one record are compared besides, with
-others beside it.
+of record i alone, and gradients that come of it alone. Then a record's gradient is its own whatever the others are. That is for
+the run that was followed: a yes or no that was read from records (is any of them padded?) is taken as it came, what a network
+keeps from one batch for the next is not followed, and results without a row per record, a loss of the batch's, say, are not
+looked at. So one record's outputs, what layers get of it and its gradients are compared besides, with others beside it.
 """
 
 from __future__ import annotations
@@ -92,11 +93,11 @@ def _others_do_not_matter(network: nn.Module, call: Call, records: int, axis: in
         if len(ways) > 1:
             beside = ways
             break
-    first = _first_rows(network, beside[0], axis)
+    first = _first_rows(network, beside[0], axis, beside=0.0)
     others = 0
     for each in beside[1:]:
         with contextlib.suppress(Exception):  # what the network does not take, a probability above one, say
-            if not all_same(first, _first_rows(network, each, axis)):
+            if not all_same(first, _first_rows(network, each, axis, beside=16.0)):  # which rounds nothing
                 return False
             others += 1
         if others and not decided:
@@ -115,8 +116,11 @@ def _by_answers(network: nn.Module, calls: list[Call]) -> list[Call]:
     return list(ways.values())
 
 
-def _first_rows(network: nn.Module, call: Call, axis: int) -> list[torch.Tensor]:
-    """Returns of the first of two records what a network gives, what its layers get, and the gradients there."""
+def _first_rows(network: nn.Module, call: Call, axis: int, *, beside: float) -> list[torch.Tensor]:
+    """Returns of the first of two records what a network gives, what its layers get, and the gradients there.
+
+    The other record's part of the loss is multiplied by the number that is ``beside`` the first one's 1.
+    """
     watched = hasattr(network, "autograd_grad_sample_hooks")  # Opacus's hooks look at passes with gradients alone
     taken: list[tuple[torch.Tensor, int]] = []
     given: list[tuple[torch.Tensor, int]] = []
@@ -131,7 +135,9 @@ def _first_rows(network: nn.Module, call: Call, axis: int) -> list[torch.Tensor]
         with untouched(network), torch.set_grad_enabled(not watched):
             seed_draws(0)
             told = [(each, axis) for each in results(network(*call[0], **call[1])) if has_records(each, 2, axis)]
-            total = sum(each.select(axis, 0).sin().sum() for each, _ in told if each.requires_grad)
+            factors = torch.tensor([1.0, beside])
+            losses = [each.sin().movedim(axis, -1) * factors.to(each) for each, _ in told if each.requires_grad]
+            total = sum(each.sum() for each in losses)
             if isinstance(total, torch.Tensor):
                 places = [each for each, _ in given]
                 gradients = torch.autograd.grad(total, places, allow_unused=True)
@@ -281,4 +287,8 @@ class _Leaving(TorchFunctionMode):
             read = (args[func in SPLITTING :], kwargs)
         if any(bool(self._flow.origins(each).any()) for each in tensors_in(read)):
             self._flow.leave(func.__name__)
-        return func(*args, **(kwargs or {}))
+        with contextlib.ExitStack() as inside:
+            if func is torch.autograd.grad and isinstance(args[0], torch.Tensor):
+                # A mode is told of this and is off meanwhile; hooks and backward methods of the network run in it.
+                args[0].register_hook(lambda _: (None, inside.enter_context(_Leaving(self._flow)))[0])  # type: ignore[no-untyped-call]
+            return func(*args, **(kwargs or {}))

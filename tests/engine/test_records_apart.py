@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -156,6 +157,52 @@ READ = {
     "a matrix of all": lambda h, mask: h @ (h.T @ h),
     "a sum that is exactly zero": lambda h, mask: h + 0 * h.sum(),
 }
+
+
+def hooked_by(function):
+    return lambda h, mask: hooked(h * 1, function)
+
+
+class MixedByNumPy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        read = gradient.numpy()
+        return torch.from_numpy(read - read.mean(0))
+
+
+def in_a_thread(function):
+    def of(gradient):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: function(gradient)).result()
+
+    return of
+
+
+def updated(gradient):
+    mean, variance = torch.zeros(gradient.shape[1]), torch.ones(gradient.shape[1])
+    torch.batch_norm_update_stats(gradient, mean, variance, 1.0)
+    return gradient - mean
+
+
+BACKWARDS = {
+    "NumPy in a backward method": lambda h, mask: MixedByNumPy.apply(h),
+    "NumPy in a hook": hooked_by(lambda g: g - torch.from_numpy(g.detach().numpy().mean(0))),
+    "a norm by NumPy in a hook": hooked_by(lambda g: g / float((g.detach().numpy() ** 2).sum() ** 0.5)),
+    "a list in a hook": hooked_by(lambda g: g / max(map(max, g.detach().abs().tolist()))),
+    "a capsule in a hook": hooked_by(lambda g: g - torch.from_dlpack(torch.utils.dlpack.to_dlpack(g.detach())).mean(0)),
+    "a thread in a hook": hooked_by(in_a_thread(lambda g: g - g.mean(0))),
+    "a norm by a thread in a hook": hooked_by(in_a_thread(lambda g: g / g.norm())),
+    "statistics that no schema mentions": hooked_by(updated),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_gradients_that_are_read_out_of_sight_are_never_proved_apart(name):
+    assert not proved(Reading(BACKWARDS[name]), torch.randn(6, 5), torch.ones(6, 2))
 
 
 @pytest.mark.parametrize("name", READ)
