@@ -90,7 +90,7 @@ def refuse_misplaced_rows(
 
 
 def _doubtful_layers(network: nn.Module, call: Call, records: int, axis: int, batch_first: bool) -> tuple[list[str], list[str]]:
-    """The layers where the row of one record changes with the losses of others; and those where it does not grow as its own."""
+    """Returns layers where a record's gradient changes with others' losses, and those where it does not grow with its own."""
     order = torch.randperm(records, generator=torch.Generator().manual_seed(0))  # the loader's own may be sorted
     mixed_up = tree_map_only(
         torch.Tensor, lambda each: each.index_select(axis, order.to(each.device)) if has_records(each, records, axis) else each,

@@ -38,7 +38,7 @@ Gradients = list[torch.Tensor]
 
 
 class UnprobedError(Exception):
-    """The network did not run, or no output has a row per record."""
+    """Raised where nothing can be said: the network did not run, or no output has a row per record."""
 
 
 def refuse_mixed_records(
@@ -111,7 +111,7 @@ def refuse_mixed_losses(criterion: Callable[..., Any], args: tuple[Any, ...], ke
 
 
 class _Losses(nn.Module):
-    """Calls a criterion as if it were a network."""
+    """A criterion as a network: it is called on the same arguments."""
 
     def __init__(self, criterion: Callable[..., Any]) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def first_rows(call: Call, records: int, whole: int, axis: int) -> Call:
 
 
 def _mixing_place(network: nn.Module, call: Call, records: int, axis: int) -> str | None:
-    """Where records are mixed; None if nowhere."""
+    """Returns the name of the innermost module that mixes records, None if none does."""
     if records < 2 or not any(has_records(leaf, records, axis) for leaf in tree_leaves(call)):
         raise UnprobedError
     for kept in sorted({0, 1, records - 1}):
@@ -159,12 +159,12 @@ def _mixing_place(network: nn.Module, call: Call, records: int, axis: int) -> st
 
 
 def has_records(value: Any, records: int, axis: int) -> bool:
-    """Whether it is a tensor with a row for each of so many records."""
+    """Returns whether a value is a tensor with ``records`` rows along an axis."""
     return isinstance(value, torch.Tensor) and value.dim() > axis and value.shape[axis] == records
 
 
 def with_others(call: Call, records: int, axis: int, kept: int, change: Callable[..., torch.Tensor]) -> Call:
-    """Returns the same record at its place, the others with other values that the network can take as well."""
+    """Returns the arguments with all records but one changed, to values that the network should take as well."""
 
     def changed(value: torch.Tensor) -> torch.Tensor:
         if not has_records(value, records, axis):
@@ -177,7 +177,7 @@ def with_others(call: Call, records: int, axis: int, kept: int, change: Callable
 
 
 def rescaled(value: torch.Tensor, axis: int, kept: int) -> torch.Tensor:
-    """Returns all values changed, with the order among them as it was."""
+    """Returns other values in the same order of size: scaled and shifted, one less for integers, negated for yes and no."""
     if value.dtype == torch.bool:
         return ~value
     if value.is_floating_point() or value.is_complex():
@@ -186,12 +186,12 @@ def rescaled(value: torch.Tensor, axis: int, kept: int) -> torch.Tensor:
 
 
 def _repeated(value: torch.Tensor, axis: int, kept: int) -> torch.Tensor:
-    """Puts one of the other records in the place of all of them, which changes the order among values."""
+    """Returns copies of a single other record for all records, which changes the order among values."""
     return value.select(axis, 0 if kept else -1).unsqueeze(axis).expand_as(value)
 
 
 def _rows(network: nn.Module, call: Call, records: int, axis: int, kept: int) -> tuple[list[torch.Tensor], Gradients]:
-    """One record's outputs, and the gradient of some combination of them."""
+    """Returns one record's outputs, and the gradients of a random combination of them."""
     enter_phase("whether they mix")
     parameters = [each for each in network.parameters() if each.requires_grad]
     watched = hasattr(network, "autograd_grad_sample_hooks")  # Opacus's hooks look at passes with gradients alone
@@ -210,7 +210,7 @@ def _rows(network: nn.Module, call: Call, records: int, axis: int, kept: int) ->
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two results differ by no more than rounding."""
+    """Returns whether two tensors differ by no more than rounding."""
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():
@@ -222,7 +222,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def all_same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """Whether results differ by no more than rounding."""
+    """Returns whether two lists of tensors differ by no more than rounding."""
     return len(ones) == len(others) and all(map(_same, ones, others))
 
 
@@ -238,7 +238,7 @@ def _same_gradients(ones: Gradients, others: Gradients) -> bool:
 
 
 def _first_difference(network: nn.Module, call: Call, changed: Call, records: int, axis: int, kept: int) -> str:
-    """The first module to be done whose output for the kept record depends on the others, and its input does not."""
+    """Returns the name of the first module that finishes with another output for the same record."""
 
     def rows(value: Any) -> list[torch.Tensor]:
         return [leaf.select(axis, kept).detach() for leaf in results(value) if has_records(leaf, records, axis)]
@@ -272,7 +272,7 @@ def _called(network: nn.Module, name: str) -> str:
 
 @contextlib.contextmanager
 def untouched(network: nn.Module) -> Iterator[None]:
-    """Has random states, buffers and attributes as they were at the end."""
+    """A block after which random states, parameters, buffers and attributes are what they were before."""
     held = [(module, dict(vars(module))) for module in network.modules()]
     try:
         with state_kept(network):

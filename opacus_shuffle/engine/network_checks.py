@@ -170,7 +170,7 @@ def refuse_unsupported(engine: Any, module: nn.Module) -> None:
 
 
 def explain_missing_calls(module: Any) -> None:
-    """Explains passes that do not go together, in place of errors about shapes and lists.
+    """Has backward passes that do not match the forward passes fail with an explanation, not by shapes of tensors.
 
     Args:
         module: Opacus's wrapper or hooks.
@@ -197,7 +197,7 @@ def refuse_copies(network: nn.Module, *_: Any) -> None:
 
 
 def _rearranged(self: Any, *, module: nn.Module, backprops: torch.Tensor, batch_first: bool, **keywords: Any) -> Any:
-    """Opacus's method, which would not say why."""
+    """Calls Opacus's method of this name, and says first what is wrong where that would fail or be wrong."""
     kind, calls = type(module).__name__, vars(module).get("activations")
     if not calls:
         raise ValueError(
@@ -222,7 +222,7 @@ _rearranged.__name__ = "rearrange_grad_samples"  # under which a copy that is pi
 
 
 class FirstBatch:
-    """The checks that need a run; as a hook before a forward pass, on the first batch that trains, and then no more.
+    """The checks that need a run of the network; as a forward pre-hook, on the first batch that trains, and then no more.
 
     Args:
         request: What ``make_private`` got.
@@ -258,11 +258,11 @@ class FirstBatch:
             check_position_ids(network, *call_of(2)[1], trained=self.trained)
 
     def wait_on(self, module: Any) -> None:
-        """Looks at the first batch that trains this module."""
+        """Registers itself as a forward pre-hook, to check the first batch that trains this module."""
         module.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """What PyTorch calls before a forward pass.
+        """Checks the batch of a forward pass if it trains, and removes itself; what PyTorch calls before that pass.
 
         Raises:
             ValueError: The network cannot be trained.
@@ -284,7 +284,7 @@ class FirstBatch:
             raise
 
     def leave(self, module: nn.Module) -> None:
-        """Takes itself off the module."""
+        """Removes itself from the module's forward pre-hooks."""
         for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, FirstBatch)]:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)

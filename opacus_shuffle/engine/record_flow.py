@@ -26,15 +26,15 @@ from opacus_shuffle.permutation.network import tensors_in
 MOST_RECORDS = 8
 
 _SWEEP = 256
-"""After how many new memories those are forgotten that are no more."""
+"""How many new storages may be met before notes on those that PyTorch has freed are dropped."""
 
 
 class UnfollowedError(Exception):
-    """Raised where values leave what can be followed."""
+    """Raised where a network uses values in a way that cannot be followed (as NumPy arrays or Python numbers, say)."""
 
 
 class RecordFlow(InsightMode):
-    """A mode that knows of each tensor which records its entries may depend on.
+    """A dispatch mode that keeps, for each tensor of a run, which records each of its entries may depend on.
 
     Args:
         records: How many there are, eight at most.
@@ -46,35 +46,37 @@ class RecordFlow(InsightMode):
             raise ValueError(f"records must be 1 to {MOST_RECORDS}, a bit of a byte for each, got {records}")
         super().__init__()  # type: ignore[no-untyped-call]
         self.failed: UnfollowedError | None = None  # which a network may have caught
-        self.decided = False  # by a yes or no that was read
+        self.decided = False  # by a value of records that was read: a yes or no, or the run has ended
         self._records, self._products = records, products
         self._bytes: dict[StorageWeakRef, tuple[Bits, int]] = {}
         self._sweep_at = _SWEEP
 
     def mark(self, tensor: torch.Tensor, axis: int) -> None:
-        """Has each row of a tensor come from the record of its number."""
+        """Declares that row i of a tensor along an axis holds record i, and depends on no other."""
         rows = (1 << torch.arange(self._records, device=tensor.device)).to(torch.uint8)
         self._keep(tensor, rows.view(-1, *[1] * (tensor.dim() - axis - 1)))
 
     def origins(self, tensor: torch.Tensor) -> Bits:
-        """Returns the bits of a tensor's entries, in its shape."""
+        """Returns which records each entry of a tensor may depend on: a byte per entry, in its shape, bit i for record i."""
         found = self._bits(tensor)
         return torch.zeros(tensor.shape, dtype=torch.uint8, device=tensor.device) if found is None else found
 
     def rows(self, tensor: torch.Tensor, axis: int) -> list[int]:
-        """Returns the bits of each row of a tensor along an axis."""
+        """Returns which records each row of a tensor along an axis may depend on: a number per row, bit i for record i."""
         bits = self.origins(tensor).movedim(axis, 0).flatten(1)
         return [sum(1 << record for record in range(self._records) if bool((row & (1 << record)).any())) for row in bits]
 
     def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Does an operation, and notes which records its results come from."""
+        """Performs an operation, and notes which records its results may depend on."""
         operands = tensors_in((args, kwargs))
         if any(type(each).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for each in operands):
             self.leave("a tensor whose operations are of its own making")
         with torch._C.DisableTorchFunction():
             bits: dict[int, Bits | None] = {id(each): found for each in operands if (found := self._bits(each)) is not None}
-            if bits and ASKING & set(func.tags) and not self._tells_one_bit(func, args):
-                self.leave(str(func))
+            if bits and ASKING & set(func.tags) and not self._is_indexed_by_constants(func, args):
+                self.decided = True
+                if func.overloadpacket is not torch.ops.aten._local_scalar_dense or args[0].dtype != torch.bool:
+                    self.leave(str(func))
             result = func(*args, **kwargs) if self._products is None else self._products.meet(func, args, kwargs)
             if bits and torch.Tag.inplace_view not in func.tags:
                 try:
@@ -84,17 +86,16 @@ class RecordFlow(InsightMode):
         return result
 
     def leave(self, how: str) -> NoReturn:
-        """Ends the run, as values leave what can be followed."""
+        """Ends the run by :class:`UnfollowedError`; ``how`` says what could not be followed."""
         self.failed = UnfollowedError(how)
         raise self.failed
 
-    def _tells_one_bit(self, func: Any, args: Any) -> bool:
-        """Whether a yes or no is read; or nothing, where an operation picks entries by places."""
-        if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten._unsafe_index):
-            masks = [each for each in args[1] if each is not None and each.dtype in (torch.bool, torch.uint8)]
-            return all(self._bits(each) is None for each in masks)
-        self.decided = True
-        return func.overloadpacket is torch.ops.aten._local_scalar_dense and args[0].dtype == torch.bool
+    def _is_indexed_by_constants(self, func: Any, args: Any) -> bool:
+        """Returns whether an operation is ``x[...]`` whose size depends on no record, as no mask among its indices does."""
+        if func.overloadpacket not in (torch.ops.aten.index, torch.ops.aten._unsafe_index):
+            return False
+        masks = [each for each in args[1] if each is not None and each.dtype in (torch.bool, torch.uint8)]
+        return all(self._bits(each) is None for each in masks)
 
     def _follow(self, known: Known, operands: list[torch.Tensor], writes: bool) -> None:
         memories = {StorageWeakRef(each.untyped_storage()) for each in operands}
@@ -105,7 +106,7 @@ class RecordFlow(InsightMode):
                     self._keep(tensor, bits)
 
     def _bits(self, tensor: torch.Tensor) -> Bits | None:
-        """Returns the bytes beside a tensor's entries, None if no record ever came there."""
+        """Returns which records a tensor's entries may depend on, None if none was ever written to its memory."""
         if tensor.layout != torch.strided:
             self.leave("a sparse tensor")
         with torch._C.DisableTorchFunction():
@@ -118,7 +119,7 @@ class RecordFlow(InsightMode):
             return beside.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _keep(self, tensor: torch.Tensor, bits: Bits) -> None:
-        """Notes the bits of a tensor's entries, in a shape that expands to its own."""
+        """Notes which records a tensor's entries depend on; ``bits`` may be of any shape that expands to the tensor's."""
         if not tensor.numel():
             return
         memory, size = tensor.untyped_storage(), tensor.element_size()

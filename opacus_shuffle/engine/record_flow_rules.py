@@ -19,14 +19,14 @@ Bits: TypeAlias = torch.Tensor
 
 
 class Known:
-    """One operation that was done, and what its operands come from.
+    """An operation that was performed, with its arguments and the records that each of these depends on.
 
     Args:
-        func: The operation.
-        args: What it was given.
-        kwargs: Likewise.
-        result: What it gave.
-        bits: Those of each operand, by identity; None where no record matters.
+        func: The operation of ATen.
+        args: Its positional arguments.
+        kwargs: Its arguments by name.
+        result: What it returned.
+        bits: For each tensor among the arguments, by ``id``, which records its entries depend on; missing if on none.
         records: How many there are.
     """
 
@@ -37,26 +37,26 @@ class Known:
         self.results = [*self.call.outputs, *(each for each in self.call.written if id(each) not in seen)]
 
     def flow(self) -> list[Bits]:
-        """Returns the bits of all results, those that are written to included, in shapes that expand to theirs."""
+        """Returns which records each result, or argument that is written to, depends on, in a shape that expands to its own."""
         rule = RULES.get(self.call.name, _entry_by_entry if self.call.pointwise else _everything)
         found = list(rule(self))
         return [*found, *[self.together()] * (len(self.results) - len(found))]
 
     def of(self, tensor: Any) -> Bits | None:
-        """Returns the bits of an operand."""
+        """Returns which records an argument's entries depend on, None if on none."""
         return self._bits.get(id(tensor))
 
     def full(self, tensor: torch.Tensor) -> Bits:
-        """Returns the bits of an operand that may have none."""
+        """Returns which records an argument's entries depend on, zeros if on none."""
         found = self.of(tensor)
         return torch.zeros(tensor.shape, dtype=torch.uint8, device=tensor.device) if found is None else found
 
     def met(self) -> list[Bits]:
-        """Returns the bits of all operands that come from records."""
+        """Returns which records the entries depend on of each argument that depends on any."""
         return [found for each in self.call.inputs if (found := self.of(each)) is not None]
 
     def pooled(self, bits: Bits, axes: Iterable[int] | None = None) -> Bits:
-        """Returns what the entries along some axes come from together; these axes have length one then."""
+        """Returns the union of the bits along some axes (all by default), which have length one afterwards."""
         chosen = sorted({axis % bits.dim() for axis in (range(bits.dim()) if axes is None else axes)}) if bits.dim() else []
         if not chosen:
             return bits
@@ -68,11 +68,11 @@ class Known:
         return united((bits & (1 << record)).amax(chosen, keepdim=True) for record in range(self.records))
 
     def together(self) -> Bits:
-        """Returns one number: all records that any operand comes from."""
+        """Returns one number: the union of the bits of all arguments."""
         return united(self.pooled(each).reshape(()) for each in self.met())
 
     def again(self, bits_of: Callable[[torch.Tensor], torch.Tensor], **instead: Any) -> Bits:
-        """Does the operation once more, on other tensors than its operands; arguments by name are others as well."""
+        """Performs the operation again, with ``bits_of(each)`` for each tensor and ``instead`` for arguments by name."""
         func = self._done[0]
         arguments = {**self.call.arguments, **instead}
         names = [each.name for each in func._schema.arguments]
@@ -82,7 +82,7 @@ class Known:
 
 
 Rule: TypeAlias = Callable[[Known], Sequence[Bits]]
-"""Returns the bits of each result, in shapes that expand to theirs; those of the last may be missing, and are of everything."""
+"""Returns the bits of each result, in a shape that expands to its own; results left out at the end depend on all arguments."""
 
 RULES: dict[str, Rule] = {}
 
@@ -98,7 +98,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def united(bits: Iterable[Bits]) -> Bits:
-    """Returns what may come from any of these."""
+    """Returns the union of several tensors of bits, entry by entry."""
     return functools.reduce(torch.bitwise_or, bits)
 
 
@@ -118,7 +118,7 @@ def _entry_by_entry(known: Known) -> list[Bits]:
 
 @rule("copy_", "copy", "fill_", "fill", "bernoulli_")
 def _filled(known: Known) -> list[Bits]:
-    """What lay there before does not matter."""
+    """The result depends on what is written; what the target held before does not matter."""
     return [united([_nothing(known)[0], *(known.full(each) for each in known.call.inputs[1:])])]
 
 
@@ -143,17 +143,19 @@ def _nothing(known: Known) -> list[Bits]:
     ),
 )
 def _moved(known: Known) -> list[Bits]:
-    """Does with the bits what was done with the numbers: brings them to places that no number decides, or leaves zeros."""
+    """Entries are only moved, to places that no value decides: the operation on the bits gives those of the result."""
     return [known.again(known.full)]
 
 
 @rule("constant_pad_nd")
 def _padded(known: Known) -> list[Bits]:
+    """Entries are moved, and what is added around them depends on no record, whatever its value."""
     return [known.again(known.full, value=0)]
 
 
 @rule("embedding")
 def _looked_up(known: Known) -> list[Bits]:
+    """Each row of the result depends on its index, and on all of the table if that depends on records."""
     found = known.full(known.call["indices"]).unsqueeze(-1)
     table = known.of(known.call["weight"])
     return [found if table is None else found | known.pooled(table).reshape(())]
@@ -161,7 +163,7 @@ def _looked_up(known: Known) -> list[Bits]:
 
 @rule("gather", "index_select")
 def _picked(known: Known) -> list[Bits]:
-    """Where records decide which entries are picked, any along that axis may be."""
+    """Picks entries along an axis; an index that depends on records may have picked any entry along it."""
     source, index, axis = known.call["self"], known.call["index"], known.call["dim"]
     chosen = known.of(index)
     data = known.full(source)
@@ -176,12 +178,12 @@ def _picked(known: Known) -> list[Bits]:
 
 
 def _may_be_masks(indices: Iterable[torch.Tensor | None]) -> bool:
-    """Whether some indices choose by yes and no."""
+    """Returns whether any index is a mask, which picks the entries where it is true."""
     return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices)
 
 
 def _decided(known: Known) -> tuple[list[int], Bits | None]:
-    """Returns the axes along which records decide the places, and what these come from, in a shape that expands to theirs."""
+    """Returns the axes whose indices depend on records, and these indices' bits, in a shape that expands to the result's."""
     dim, indices = known.call["self"].dim(), known.call["indices"]
     decided = [axis for axis, each in enumerate(indices) if each is not None and known.of(each) is not None]
     if not decided:
@@ -208,7 +210,7 @@ def _indexed(known: Known) -> list[Bits]:
 
 @rule("index_put", "index_put_", "_index_put_impl_")
 def _put(known: Known) -> list[Bits]:
-    """Where records decide which places are written to, any along that axis may be."""
+    """Writes values at indices; where an index depends on records, any place along its axis may have been written to."""
     target, values = known.call["self"], known.full(known.call["values"])
     decided, chosen = _decided(known)
     if decided and _may_be_masks(known.call["indices"]):
@@ -225,7 +227,7 @@ def _put(known: Known) -> list[Bits]:
 
 @rule("scatter", "scatter_", "scatter_add", "scatter_add_")
 def _scattered(known: Known) -> list[Bits]:
-    """Any place along the axis may be written to from any other."""
+    """Writes values along an axis by index: each place may have got any value along that axis."""
     target, index, axis = known.call["self"], known.call["index"], known.call["dim"]
     source = known.call.arguments.get("src")
     if not target.dim() or any(
@@ -240,7 +242,7 @@ def _scattered(known: Known) -> list[Bits]:
 
 @rule("_pack_padded_sequence", "_ctc_loss")
 def _sized(known: Known) -> list[Bits]:
-    """Lengths decide how large the results are, which the operation says nothing of."""
+    """Lengths decide the sizes of the results, so lengths that depend on records end the run; else all depends on all."""
     if any(known.of(each) is not None for name, each in known.call.arguments.items() if "lengths" in name):
         raise ValueError("sizes come of lengths")
     return []
@@ -253,7 +255,7 @@ def _folded(known: Known) -> list[Bits]:
 
 
 def _along(known: Known, axes: Any) -> Bits:
-    """What slices along some axes come from together."""
+    """Returns the union of the bits of all arguments along some axes, which have length one afterwards."""
     chosen = None if axes is None or axes == [] else [axes] if isinstance(axes, int) else axes
     return united(known.pooled(each, chosen) for each in known.met())
 
@@ -288,6 +290,7 @@ def _along_axis(known: Known) -> list[Bits]:
 
 @rule("mm", "bmm")
 def _product(known: Known) -> list[Bits]:
+    """Each entry depends on a whole row of the left matrix and on a whole column of the right one."""
     left, right = (known.of(each) for each in known.call.inputs[:2])
     return [united(_sides(known, left, right))]
 
@@ -311,7 +314,7 @@ def _rows_by_vector(known: Known) -> list[Bits]:
 
 @rule("native_batch_norm", "native_batch_norm_backward")
 def _normed_by_channel(known: Known) -> list[Bits]:
-    """A channel's statistics come from all of it, where they are computed; ``nn.InstanceNorm2d`` has one for each record's."""
+    """A channel's statistics depend on all of it where they are computed; ``nn.InstanceNorm2d`` has a channel per record."""
     backward = known.call.name.endswith("backward")
     computed = known.call["train" if backward else "training"]
     if computed and not backward and known.call["running_mean"] is not None:
@@ -340,7 +343,7 @@ def _norm_s_gradient(known: Known) -> list[Bits]:
 LIES_IN_ROWS = frozenset(
     ("self", "input", "grad_output", "grad_out", "query", "key", "value", "out", "logsumexp", "indices", "mean", "rstd", "grid")
 )
-"""Names of arguments whose first axis is the batch's, in operations that keep it apart."""
+"""Names of arguments whose first axis is the batch, in operations that treat each row of the batch by itself."""
 
 
 @rule(

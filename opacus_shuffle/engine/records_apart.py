@@ -39,10 +39,10 @@ from opacus_shuffle.permutation.sample_input import Call
 RECORDS = 4
 
 UNSEEN = (torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_)
-"""What reads all that it is given out of sight."""
+"""Functions that read the values of all their arguments in C++, which no dispatch mode sees."""
 
 SPLITTING = (torch.Tensor.tensor_split, torch.tensor_split)
-"""What reads out of sight where to split its first argument."""
+"""Functions that read in C++, unseen by dispatch modes, the places at which they split their first argument."""
 
 
 def are_apart(network: nn.Module, call_of: Callable[[int], tuple[int, Call]], *, axis: int = 0) -> bool:
@@ -68,7 +68,7 @@ def are_apart(network: nn.Module, call_of: Callable[[int], tuple[int, Call]], *,
 
 
 def _followed(network: nn.Module, call: Call, records: int, axis: int) -> _Following:
-    """Runs the network without its products if no value of theirs matters, and in full otherwise."""
+    """Follows a run with zeros in place of matrix products if no value of these is read, and the whole run otherwise."""
     if all(each.device.type == "cpu" for each in (*network.parameters(), *network.buffers())):
         with contextlib.suppress(Exception):  # zeros may be the reason
             return _Following(network, call, records, axis, LeftOutProducts())
@@ -106,7 +106,7 @@ def _others_do_not_matter(network: nn.Module, call: Call, records: int, axis: in
 
 
 def _by_answers(network: nn.Module, calls: list[Call]) -> list[Call]:
-    """Returns one call for each of the ways that a network goes, told by the values that it reads."""
+    """Returns one of the calls for each sequence of values that the network reads (as in ``if mask.all()``) on any of them."""
     ways: dict[tuple[Any, ...], Call] = {}
     for each in calls:
         with contextlib.suppress(Exception), untouched(network), torch.no_grad(), cheap_products(), _Answers() as answers:
@@ -117,7 +117,7 @@ def _by_answers(network: nn.Module, calls: list[Call]) -> list[Call]:
 
 
 def _first_rows(network: nn.Module, call: Call, axis: int, *, beside: float) -> list[torch.Tensor]:
-    """Returns of the first of two records what a network gives, what its layers get, and the gradients there.
+    """Returns the first of two records' outputs, its rows of what layers get, and its gradients there.
 
     The other record's part of the loss is multiplied by the number that is ``beside`` the first one's 1.
     """
@@ -149,25 +149,25 @@ def _first_rows(network: nn.Module, call: Call, axis: int, *, beside: float) -> 
 
 
 def _axis_of(layer: nn.Module, axis: int) -> int:
-    """Returns where a layer has its records: along the first axis in one step of a recurrent one."""
+    """Returns the axis of records in a layer's input: the network's, or the first in a single step of a recurrent layer."""
     return 0 if isinstance(layer, RNNLinear) else axis
 
 
 def layers_with_parameters(network: nn.Module) -> list[nn.Module]:
-    """Returns the modules that have parameters of their own to train; of a recurrent one, its cells."""
+    """Returns the modules with trainable parameters of their own; for Opacus's recurrent layers, their cells."""
     candidates = [each for each in network.modules() if type(each) not in (DPRNN, DPLSTM, DPGRU)]
     return [each for each in candidates if any(own.requires_grad for own in each.parameters(recurse=False))]
 
 
 class _Answers(InsightMode):
-    """Notes the values that a network reads."""
+    """A dispatch mode that notes the values that a network reads as Python numbers (``if x.any()``)."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.met: list[Any] = []
 
     def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Does an operation."""
+        """Performs an operation, and notes its result if Python reads it."""
         result = func(*args, **kwargs)
         if ASKING & set(func.tags) and not isinstance(result, torch.Tensor):
             self.met.append(result)
@@ -225,7 +225,7 @@ class _Following:
         return all(row in (0, 1 << record) for record, row in enumerate(rows))
 
     def _go_back(self, outputs: list[torch.Tensor]) -> None:
-        """Computes gradients of a sum in which each record's outputs have weights of its own."""
+        """Computes gradients of a weighted sum of the outputs, where each record's weights are marked as its own."""
         total = torch.zeros(())
         for each in outputs:
             if each.requires_grad:
@@ -273,7 +273,7 @@ class _Following:
 
 
 class _Leaving(TorchFunctionMode):
-    """Notices values that leave PyTorch."""
+    """A function mode that ends a followed run where values of records leave PyTorch (NumPy, lists, pickles)."""
 
     def __init__(self, flow: RecordFlow) -> None:
         super().__init__()

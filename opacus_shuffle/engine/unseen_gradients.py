@@ -29,7 +29,7 @@ from opacus_shuffle.permutation.sample_input import Call
 
 
 def refuse_unseen_gradients(network: nn.Module, call: Call, *, batch_first: bool = True) -> None:
-    """Refuses a network some of whose gradients no layer sees.
+    """Refuses a network with parameters whose gradients arise outside of the layer that owns them.
 
     Args:
         network: As it trains; left without a trace. Nothing is looked at where it does not run.
@@ -58,7 +58,7 @@ def refuse_unseen_gradients(network: nn.Module, call: Call, *, batch_first: bool
 
 
 def _gradients(network: nn.Module, call: Call, batch_first: bool) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """By name: the whole gradient of some combination of the outputs, and the sum of what the layers see of it."""
+    """Returns by parameter the whole gradient of a random sum of outputs, and the part of it that layers see."""
     if hasattr(network, "autograd_grad_sample_hooks"):
         return {}
     named = {name: each for name, each in network.named_parameters() if each.requires_grad}

@@ -32,7 +32,7 @@ from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 
 
 class WatchedBuffers:
-    """Warns, by name, of tensors that forward passes in training mode change: at the first one, of buffers whenever they leave.
+    """Warns, by name, of buffers and other kept tensors that forward passes in training mode change, and when these leave.
 
     Args:
         network: The network itself, not a wrapper.
@@ -53,7 +53,7 @@ class WatchedBuffers:
         ]
 
     def end(self) -> None:
-        """Stops watching."""
+        """Removes all hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -83,12 +83,12 @@ class WatchedBuffers:
             self._warn(leaving)
 
     def _now(self) -> list[tuple[int, int]]:
-        """Which tensors there are, and how often each was written to."""
+        """Returns for each watched place which tensor is there and how often it was written to."""
         tensors = [part._buffers.get(key, vars(part).get(key)) for part, key, _ in self._places]
         return [(id(each), 0 if each is None or each.is_inference() else each._version) for each in tensors]
 
     def _tell(self, name: str) -> None:
-        """Warns of a tensor once."""
+        """Warns of a tensor, by its name, the first time."""
         if name not in self.changed:
             self.changed.append(name)
             self._warn([name])
@@ -107,14 +107,14 @@ class WatchedBuffers:
 
 
 def _places(network: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """Buffers, and tensors that are plain attributes: their module, the key under which it has them, and their whole name."""
+    """Yields buffers and tensors that are plain attributes: their module, their name there, and their whole name."""
     for name, part in network.named_modules():
         plain = [key for key, each in vars(part).items() if isinstance(each, torch.Tensor)]
         yield from ((part, key, f"{name}.{key}" if name else key) for key in [*part._buffers, *plain])
 
 
 def watch_buffers(network: nn.Module) -> None:
-    """Watches the buffers of a network, in the place of whoever did so before."""
+    """Warns from now on of buffers of a network that forward passes change; replaces an earlier watch."""
     for hook in list(network._forward_pre_hooks.values()):
         if isinstance(earlier := getattr(hook, "__self__", None), WatchedBuffers):
             earlier.end()

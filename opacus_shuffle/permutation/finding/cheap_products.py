@@ -29,7 +29,7 @@ StorageWeakRef: Any = _StorageWeakRef
 
 
 class ValuesMatterError(Exception):
-    """Raised where a run asks for a value that was not computed."""
+    """Raised where a run reads a value that depends on a product that was replaced by zeros."""
 
 
 class Frugal:
@@ -58,7 +58,7 @@ class Frugal:
 
 @contextlib.contextmanager
 def cheap_products(zeros: LeftOutProducts | None = None, mode: InsightMode | None = None) -> Iterator[None]:
-    """Has products inside give zeros, until somebody asks for a value that comes of them.
+    """A block in which matrix products and convolutions return zeros of their shape, until a value of them is read.
 
     Args:
         zeros: What leaves them out; new if not given.
@@ -75,7 +75,7 @@ def cheap_products(zeros: LeftOutProducts | None = None, mode: InsightMode | Non
 
 
 class LeftOutProducts(InsightMode):
-    """Knows which tensors come of weights, and which of products that were left out.
+    """A dispatch mode that returns zeros for matrix products and convolutions, and follows what depends on them.
 
     Args:
         weights: Products without any are computed: a table that Python keeps for a length is right afterwards. None: all are
@@ -93,7 +93,7 @@ class LeftOutProducts(InsightMode):
             self._note(each, left_out=False)
 
     def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Does an operation, or leaves it out."""
+        """Performs an operation, or returns zeros in its place if it is such a product."""
         operands = tensors_in((args, kwargs))
         known = {self._look_up(each) for each in operands} - {None}
         product = _zeros(func, args) if known or self._all else None
@@ -109,7 +109,7 @@ class LeftOutProducts(InsightMode):
         return result
 
     def ask(self, func: Any) -> NoReturn:
-        """Ends the run."""
+        """Ends the run by :class:`ValuesMatterError`, as this operation reads a value that was not computed."""
         self.asked = ValuesMatterError(str(func))
         raise self.asked
 
@@ -118,7 +118,7 @@ class LeftOutProducts(InsightMode):
         return bool(self._look_up(tensor))
 
     def _look_up(self, tensor: torch.Tensor) -> bool | None:
-        """Returns whether a tensor comes of what was left out; None if of no weights either."""
+        """Returns whether a tensor depends on a product that was left out, None if on no weights either."""
         memory = _memory(tensor)
         return self._tensors.get(tensor) if memory is None else self._memories.get(memory)
 

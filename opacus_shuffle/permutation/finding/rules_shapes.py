@@ -277,7 +277,7 @@ def _end_to_end(pieces: Sequence[Factors]) -> Factors:
 
 @rule("select_backward unfold_backward")
 def one_of_many(run: TracedRun, call: Call) -> None:
-    """Puts a slice, or windows, to its place along one dimension of zeros: fixed there."""
+    """Puts a slice or windows into zeros, as gradients of ``select`` and ``unfold`` do; that dimension is fixed."""
     dims = run.dimensions(call.inputs[0])
     dim = call["dim"] % call.out.dim()
     if call.name == "aten.unfold_backward":
