@@ -26,7 +26,7 @@ class Index:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """That the place along some axes says which entry of another axis was chosen."""
+    """The fact that each place along some axes has chosen one entry of another axis (its expert, say)."""
 
     index: Index
     places: tuple[Axis, ...]

@@ -36,16 +36,16 @@ _ASK: ContextVar[Ask | None] = ContextVar("_ASK", default=None)
 SIZES = frozenset(
     (torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement)  # type: ignore[attr-defined]
 )
-"""What tells a tensor's size."""
+"""Functions that return sizes of a tensor."""
 
 READS = frozenset((torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__))
-"""What tells a tensor's values."""
+"""Functions that return values of a tensor as numbers of Python."""
 
 MAKING = frozenset((torch.tensor, torch.as_tensor, torch.scalar_tensor))
-"""What makes a tensor of a number, which then compares unseen."""
+"""Functions that make a tensor of a number, which is then compared where nothing notices."""
 
 CHECKS = ("torch.", "opacus_shuffle.permutation.", "opacus_shuffle.engine.")
-"""Modules that compare sizes to check them, or in hooks: what they do is the same at all sizes."""
+"""Modules whose comparisons of sizes do not matter, as these check arguments or run hooks: they do the same at all sizes."""
 
 ARITHMETIC = ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "divmod", "and", "or", "xor", "lshift", "rshift")
 OPERATIONS = {f"__{side}{name}__" for name in ARITHMETIC for side in ("", "r")}
@@ -56,7 +56,7 @@ COMPARISONS = {"__lt__": "<", "__le__": "<=", "__eq__": "==", "__ne__": "!=", "_
 
 @contextlib.contextmanager
 def asked(ask: Ask) -> Iterator[None]:
-    """Has comparisons in this thread ask what they shall answer."""
+    """A block in which comparisons of sizes and values in this thread ask what they shall answer."""
     token = _ASK.set(ask)
     try:
         yield
@@ -118,7 +118,7 @@ _PLAIN |= {(math, name): getattr(math, name) for name in ("sqrt", "isqrt", "log"
 _NOTICED = {place: _noticed_function(function) for place, function in _PLAIN.items()} | {(builtins, "len"): _noticed_length}
 _LOCK = threading.Lock()
 _NOTICING = [0]
-"""In how many threads networks are looked at."""
+"""How many threads notice comparisons just now."""
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ class Draws:
         self._before.add(self.state(args, kwargs))
 
     def restore(self) -> None:
-        """Puts the generators that are the network's own back to where they were before the first draw."""
+        """Restores the states that the network's own generators had before the first draw."""
         for generator, state in self._own.items():
             generator.set_state(state)
 

@@ -90,7 +90,7 @@ def depending(events: Sequence[Event], named: Mapping[str, torch.Tensor]) -> lis
 
 
 def label_all(events: Iterable[Event]) -> None:
-    """Labels what happened, in this order."""
+    """Labels all of these events, in this order."""
     for event in events:
         with because(event.cause):
             event.label()

@@ -16,10 +16,10 @@ Packing = tuple[int, int, int, int]
 are (0, 1, 3, d)."""
 
 LARGEST_JOINT_AXIS = 2**24
-"""Axes are seen as one only up to this many entries: the index vector needs 8 bytes for each."""
+"""The largest size at which several axes are seen as one: their index vector needs 8 bytes for each entry."""
 
 MOST_SLICES = 64
-"""So many slices have labels of their own."""
+"""The largest number of slices along an axis that get labels of their own."""
 
 Packings = Mapping[tuple[str, int], Collection[Packing]]
 """What is packed, by tensor and axis."""

@@ -34,35 +34,35 @@ from opacus_shuffle.permutation.tensor_dict import TensorDict
 
 Answer = bool | int | float | str
 NONE, ALL = "none", "all"
-"""What a mask may choose."""
+"""Answers for a mask: that it chooses no entry, or every one."""
 
 MOST_ANSWERS = 256
-"""In one run at one place: a loop until something is small would never end otherwise."""
+"""How many answers one place gets in a run at most: a loop until something is small would never end otherwise."""
 
 COINS = 3
-"""Reads of which every combination of answers is tried: one line may read twice."""
+"""For how many reads of yes or no every combination of answers is tried: one line may read twice."""
 
 MOST_OPERATIONS = 5_000
-"""In one run with answers, or 20 times as many as on the sample: a loop of a million steps would hardly end otherwise."""
+"""How many operations a run with answers may have, or 20 times those on the sample if more: endless loops end so."""
 
 MOST_ENTRIES = 2**26
-"""In all tensors of one run on another input than the sample, or 8 times as many as on the sample: a number read from data, and
-answered with a million, may be a size."""
+"""How many entries all tensors of a run on another input than the sample may have together, or 8 times those on the sample if
+more: a number read from data, and answered with a million, may be a size."""
 
 MOST_NUMBERS = 12
-"""That code speaks of, and that are looked at."""
+"""How many of the numbers that stand in the code around a place are tried at most."""
 
 LONGEST_TEXT = 40
-"""In which numbers are looked for."""
+"""The longest text, in characters, in which such numbers are looked for."""
 
 MATRIX_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
-"""Of which the shape is known at once: PyTorch takes milliseconds for the shape of an operation alone."""
+"""Products whose shapes are computed here: PyTorch takes milliseconds for the shape of an operation alone."""
 
 LEAVING = (
     *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__),
     *(torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__),
 )
-"""How values leave PyTorch, to be read where nobody can tell."""
+"""Methods by which a tensor's values leave PyTorch, to be read where nothing can follow them."""
 
 PLUMBING = re.compile(r"(opacus_shuffle|torch(?!\.nn\.))\b")
 """Modules whose lines say nothing about what a network does."""
@@ -84,11 +84,11 @@ class Place:
 
 
 MASKS = Place("", 0, "every mask")
-"""Stands for all masks that have no answer of their own."""
+"""The place under which the answer stands for all masks that have none of their own."""
 
 
 RANKED = Place("", 0, "every choice by rank")
-"""Stands for all choices of the largest, which then are each entry in turn, record by record."""
+"""The place by whose answer choices of the largest entry become each entry in turn, record by record."""
 
 CHOOSING = frozenset(getattr(torch.ops.aten, name) for name in ("argmax", "argmin", "topk", "multinomial"))
 

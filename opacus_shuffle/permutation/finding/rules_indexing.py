@@ -264,7 +264,7 @@ def packed(run: TracedRun, call: Call) -> None:
 
 @rule("nonzero masked_select multinomial")
 def by_place(run: TracedRun, call: Call) -> None:
-    """Goes by the places of all entries, so all stay."""
+    """Depends on the places of all entries (as ``nonzero`` does), so every axis is fixed."""
     run.fix_everything(call)
 
 
