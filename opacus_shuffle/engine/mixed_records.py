@@ -139,7 +139,7 @@ def _mixing_place(network: nn.Module, call: Call, records: int, axis: int) -> st
         rows, gradients = _rows(network, call, records, axis, kept)
         if not rows:
             raise UnprobedError
-        for change in (rescaled, _repeated):
+        for change in (rescaled, repeated):
             changed = with_others(call, records, axis, kept, change)
             try:
                 other_rows, other_gradients = _rows(network, changed, records, axis, kept)
@@ -151,7 +151,7 @@ def _mixing_place(network: nn.Module, call: Call, records: int, axis: int) -> st
                 return _first_difference(network, call, changed, records, axis, kept)
             # A changed record may overflow, and zero times infinity is not zero.
             finite = all(torch.isfinite(each).all() for each in other_gradients)
-            if finite and not _same_gradients(gradients, other_gradients):
+            if finite and not same_gradients(gradients, other_gradients):
                 return f"its gradients, {_called(network, '')}"
             del other_rows, other_gradients  # as large as the network, each
         del rows, gradients
@@ -185,7 +185,7 @@ def rescaled(value: torch.Tensor, axis: int, kept: int) -> torch.Tensor:
     return torch.where(value > 0, value - 1, value)
 
 
-def _repeated(value: torch.Tensor, axis: int, kept: int) -> torch.Tensor:
+def repeated(value: torch.Tensor, axis: int, kept: int) -> torch.Tensor:
     """Returns copies of a single other record for all records, which changes the order among values."""
     return value.select(axis, 0 if kept else -1).unsqueeze(axis).expand_as(value)
 
@@ -193,20 +193,41 @@ def _repeated(value: torch.Tensor, axis: int, kept: int) -> torch.Tensor:
 def _rows(network: nn.Module, call: Call, records: int, axis: int, kept: int) -> tuple[list[torch.Tensor], Gradients]:
     """Returns one record's outputs, and the gradients of a random combination of them."""
     enter_phase("whether they mix")
+
+    def rows(outputs: Any) -> list[torch.Tensor]:
+        return [each.select(axis, kept) for each in results(outputs) if has_records(each, records, axis)]
+
+    with untouched(network):
+        return pass_both_ways(network, call, rows, seed=kept)
+
+
+def pass_both_ways(
+    network: nn.Module, call: Call, told: Callable[[Any], list[torch.Tensor]], *, seed: int
+) -> tuple[list[torch.Tensor], Gradients]:
+    """Runs a network forwards and backwards, and leaves what it changes.
+
+    Args:
+        network: It runs.
+        call: On these arguments.
+        told: What is looked at of its outputs.
+        seed: Of what it draws: a mixture may be drawn at random, and leave some records where they are.
+
+    Returns:
+        What is looked at, and the gradients of a random combination of it; none where gradients cannot be had.
+    """
     parameters = [each for each in network.parameters() if each.requires_grad]
     watched = hasattr(network, "autograd_grad_sample_hooks")  # Opacus's hooks look at passes with gradients alone
-    with untouched(network), torch.set_grad_enabled(not watched):
-        seed_draws(kept)  # a mixture may be drawn at random, and leave some where they are
-        outputs = network(*call[0], **call[1])
-        rows = [each.select(axis, kept) for each in results(outputs) if has_records(each, records, axis)]
+    with torch.set_grad_enabled(not watched):
+        seed_draws(seed)
+        found = told(network(*call[0], **call[1]))
         weights = torch.Generator().manual_seed(0)
-        total = sum((row * torch.randn(row.shape, generator=weights).to(row)).sum() for row in rows if row.requires_grad)
+        total = sum((each * torch.randn(each.shape, generator=weights).to(each)).sum() for each in found if each.requires_grad)
         gradients: Gradients = []
         if isinstance(total, torch.Tensor):
             with contextlib.suppress(RuntimeError, NotImplementedError):
-                found = torch.autograd.grad(total, parameters, allow_unused=True)
-                gradients = [each.detach() for each in found if each is not None and each.layout == torch.strided]
-    return [row.detach() for row in rows], gradients
+                computed = torch.autograd.grad(total, parameters, allow_unused=True)
+                gradients = [each.detach() for each in computed if each is not None and each.layout == torch.strided]
+    return [each.detach() for each in found], gradients
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -226,7 +247,8 @@ def all_same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return len(ones) == len(others) and all(map(_same, ones, others))
 
 
-def _same_gradients(ones: Gradients, others: Gradients) -> bool:
+def same_gradients(ones: Gradients, others: Gradients) -> bool:
+    """Returns whether gradients differ by no more than a thousandth of their norm, or by rounding."""
     if len(ones) != len(others) or not ones:
         return len(ones) == len(others)
     # One after another: all of them in one vector would be the largest part of the memory that attaching takes.

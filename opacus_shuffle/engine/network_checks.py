@@ -2,8 +2,8 @@
 
 Each check refuses by name what Opacus would compute wrongly in silence, or fail at in the middle of the first step: attention
 that mixes the batch, embeddings that write to their weights, parameters tied under ghost clipping, records that depend on each
-other, position ids of one row. The last two need a run: on the loader's first records, or, where the network does not take
-them, on the first batch that trains it.
+other or on those of an earlier batch, position ids of one row. The last three need a run: on the loader's first records, or,
+where the network does not take them, on the first batch that trains it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from opacus_shuffle.core.opacus_compat import (
     wrapped_network,
 )
 from opacus_shuffle.core.progress import progress
+from opacus_shuffle.engine.carried_records import refuse_carried_records
 from opacus_shuffle.engine.misplaced_rows import refuse_misplaced_rows
 from opacus_shuffle.engine.mixed_records import UnprobedError, first_rows, refuse_mixed_records
 from opacus_shuffle.engine.prepare_model import check_position_ids
@@ -235,7 +236,7 @@ class FirstBatch:
         self.trained = frozenset(name for name, each in network.named_parameters() if id(each) in trained)
 
     def check(self, network: nn.Module, call_of: Any, *, batch: int | None) -> None:
-        """Refuses records that depend on each other, and position ids of one row.
+        """Refuses records that depend on each other, or on those of an earlier batch, and position ids of one row.
 
         Args:
             network: What is trained.
@@ -249,6 +250,7 @@ class FirstBatch:
         with progress("looking at records"):
             apart = are_apart(network, call_of, axis=self.axis)
             if not apart:
+                refuse_carried_records(network, call_of, axis=self.axis, more=[n for n in (batch,) if n])
                 refuse_mixed_records(network, call_of, axis=self.axis, more=[n for n in (batch,) if n])
             if not apart or self.ghost:
                 batch_first = self.axis == 0

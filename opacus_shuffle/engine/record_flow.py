@@ -14,6 +14,7 @@ out depend on all that went in, which is true of any.
 
 from __future__ import annotations
 
+import gc
 from typing import Any, NoReturn
 
 import torch
@@ -84,6 +85,14 @@ class RecordFlow(InsightMode):
                 except Exception as error:  # bytes are no numbers to all
                     self.leave(f"{func}: {error}")
         return result
+
+    def outlasting(self) -> bool:
+        """Returns whether memory that depends on records is still held by somebody, who may read it in a later batch."""
+
+        def held() -> bool:
+            return any(bool(bits.any()) for memory, (bits, _) in self._bytes.items() if not memory.expired())
+
+        return held() and (gc.collect() >= 0) and held()  # what only refers to itself is held by nobody
 
     def leave(self, how: str) -> NoReturn:
         """Ends the run by :class:`UnfollowedError`; ``how`` says what could not be followed."""

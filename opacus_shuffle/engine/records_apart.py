@@ -2,9 +2,10 @@
 
 What is proved: no output of a record comes from another one, and every layer with parameters finds in its i-th row what comes
 of record i alone, and gradients that come of it alone. Then a record's gradient is its own whatever the others are. That is for
-the run that was followed: a yes or no that was read from records (is any of them padded?) is taken as it came, what a network
-keeps from one batch for the next is not followed, and results without a row per record, a loss of the batch's, say, are not
-looked at. So one record's outputs, what layers get of it and its gradients are compared besides, with others beside it.
+the run that was followed: a yes or no that was read from records (is any of them padded?) is taken as it came, and results
+without a row per record, a loss of the batch's, say, are not looked at. So one record's outputs, what layers get of it and its
+gradients are compared besides, with others beside it. Nothing is proved of a network that keeps what comes of records after the
+run, where a later batch might read it.
 """
 
 from __future__ import annotations
@@ -198,9 +199,7 @@ class _Following:
 
     def _follow(self, call: Call) -> bool:
         copied = tree_map_only(torch.Tensor, lambda each: each.clone() if self._has_rows(each) else each, call)
-        for each in tensors_in(list(copied)):
-            if self._has_rows(each):
-                self._flow.mark(each, self._axis)
+        self._mark(copied)
         backward = not hasattr(
             self._network, "autograd_grad_sample_hooks"
         )  # Opacus's hooks look at passes with gradients alone
@@ -213,10 +212,18 @@ class _Following:
                 self.decided = self._flow.decided
                 if backward:
                     self._go_back(outputs)
+            del copied, outputs
+            self._taken.clear()
+            self._misplaced |= self._flow.outlasting()
         if self._flow.failed:
             raise self._flow.failed
         own = [1 << record for record in range(self._records)]
         return not self._misplaced and own in told and all(map(self._apart, told))
+
+    def _mark(self, call: Call) -> None:
+        for each in tensors_in(list(call)):
+            if self._has_rows(each):
+                self._flow.mark(each, self._axis)
 
     def _has_rows(self, value: Any) -> bool:
         return has_records(value, self._records, self._axis)

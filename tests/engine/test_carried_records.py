@@ -1,0 +1,280 @@
+"""A network by which records of one batch act on later ones is refused by name; what is only kept is not."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+
+import pytest
+import torch
+from helpers.toy import make_toy
+from torch import nn
+
+from opacus_shuffle import PrivacyEngine
+from opacus_shuffle.engine import records_apart
+from opacus_shuffle.engine.carried_records import refuse_carried_records
+from opacus_shuffle.engine.records_apart import are_apart
+
+
+class Keeping(nn.Module):
+    """A network that does something with its hidden batch and with what it keeps."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(5, 6), nn.Linear(6, 3), function
+        self.adapter = nn.Linear(6, 6)
+        nn.init.zeros_(self.adapter.weight)
+        nn.init.zeros_(self.adapter.bias)
+        self.register_buffer("running", torch.zeros(6))
+        self.register_parameter("centre", nn.Parameter(torch.zeros(6), requires_grad=False))
+        self.bank, self.queue, self.named = [], deque(maxlen=64), {"states": {}}
+        self.state, self.scale, self.count = None, 1.0, 0
+
+    def forward(self, x):
+        return self.last(self.function(self, torch.tanh(self.first(x))))
+
+
+def running_mean(network, hidden):
+    before = network.running.clone()
+    network.running.lerp_(hidden.detach().mean(0), 0.01)
+    return hidden - before
+
+
+def running_mean_anew(network, hidden):
+    before, network.running = network.running, 0.9 * network.running + 0.1 * hidden.detach().mean(0)
+    return hidden - before
+
+
+def memory_bank(network, hidden):
+    bank = torch.cat([torch.zeros(1, 6), *network.bank])
+    network.bank.append(hidden.detach())
+    return hidden + torch.softmax(hidden @ bank.T, 1) @ bank
+
+
+def queue_of_rows(network, hidden):
+    found = sum(network.queue, torch.zeros(6))
+    network.queue.extend(hidden.detach())
+    return hidden + found
+
+
+def in_dictionaries(network, hidden):
+    states = network.named["states"]
+    before, states["hidden"] = states.get("hidden"), hidden.detach()
+    return hidden if before is None else hidden + before.mean(0)
+
+
+def recurrent_state(network, hidden):
+    before, network.state = network.state, hidden.detach()
+    return hidden if before is None else hidden + 0.5 * before
+
+
+def recurrent_state_with_its_graph(network, hidden):
+    before, network.state = network.state, hidden
+    return hidden if before is None else hidden + 0.5 * before
+
+
+def number(network, hidden):
+    before, network.scale = network.scale, 0.9 * network.scale + 0.1 * hidden.detach().abs().mean().item()
+    return hidden / before
+
+
+def array(network, hidden):
+    before, network.state = network.state, hidden.detach().numpy().mean(0)
+    return hidden if before is None else hidden - torch.from_numpy(before)
+
+
+def parameter(network, hidden):
+    before = network.centre.detach().clone()
+    network.centre.data.lerp_(hidden.detach().mean(0), 0.1)
+    return hidden - before
+
+
+def gradients_scale(network, hidden):
+    def hook(gradient):
+        before, network.state = network.state, gradient.abs().mean()
+        return gradient if before is None else gradient / before
+
+    hidden = hidden * 1
+    if hidden.requires_grad:
+        hidden.register_hook(hook)
+    return hidden
+
+
+def a_single_row(network, hidden):
+    before, network.state = network.state, hidden.detach()[0]
+    return hidden if before is None else hidden + before
+
+
+def into_a_layer_that_gives_zero(network, hidden):
+    before, network.state = network.state, hidden.detach()
+    return hidden if before is None else hidden + network.adapter(before)
+
+
+def elsewhere():
+    bank = []
+
+    def of(network, hidden):
+        found = torch.zeros(6) if not bank else bank[-1]
+        bank[:] = [hidden.detach().mean(0)]
+        return hidden - found
+
+    return of
+
+
+CARRYING = {
+    "running": [running_mean, running_mean_anew],
+    "bank": [memory_bank],
+    "queue": [queue_of_rows],
+    "named": [in_dictionaries],
+    "state": [
+        *(recurrent_state, recurrent_state_with_its_graph, array, gradients_scale, a_single_row),
+        into_a_layer_that_gives_zero,
+    ],
+    "scale": [number],
+    "something else than its buffers and attributes": [parameter, elsewhere()],
+}
+CASES = [(name, each) for name, several in CARRYING.items() for each in several]
+
+
+def last_seen(network, hidden):
+    network.state = hidden.detach()
+    return hidden
+
+
+def all_seen(network, hidden):
+    network.bank.append(hidden.detach())
+    network.named["states"][len(network.bank)] = hidden.detach()
+    return hidden
+
+
+def unread_mean(network, hidden):
+    network.running.lerp_(hidden.detach().mean(0), 0.1)
+    return hidden
+
+
+def cleared(network, hidden):
+    network.bank.clear()
+    network.bank.append(hidden)
+    return hidden + network.bank[-1]
+
+
+def counted(network, hidden):
+    network.count += len(hidden)
+    return hidden * (1 + 1 / network.count)
+
+
+def drawn(network, hidden):
+    return hidden * torch.rand(())
+
+
+ONLY_KEPT = [last_seen, all_seen, unread_mean, cleared]
+HARMLESS = [*ONLY_KEPT, counted, drawn]
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def refuse(network):
+    rows = torch.randn(6, 5)
+    refuse_carried_records(network.train(), lambda records: (records, ((rows[:records],), {})))
+
+
+@pytest.mark.parametrize(("name", "function"), CASES)
+def test_what_carries_records_into_the_next_batch_is_refused_by_its_name(name, function):
+    with pytest.raises(ValueError, match=rf"^module carries records of one batch into later ones by (0\.)?{name}: a step"):
+        refuse(nn.Sequential(Keeping(function)))
+
+
+@pytest.mark.parametrize("function", HARMLESS)
+def test_what_is_kept_and_not_read_is_not_refused(function):
+    refuse(Keeping(function))
+
+
+@pytest.mark.parametrize("function", [*(each for _, each in CASES), *ONLY_KEPT])
+def test_nothing_is_proved_where_records_are_kept(function, monkeypatch):
+    """By following alone, without the comparison of several others."""
+    monkeypatch.setattr(records_apart, "_others_do_not_matter", lambda *_, **__: True)
+    rows = torch.randn(6, 5)
+    assert not are_apart(Keeping(function).train(), lambda records: (records, ((rows[:records],), {})))
+
+
+@pytest.mark.parametrize("function", [counted, drawn])
+def test_networks_that_keep_nothing_of_records_are_still_proved(function):
+    rows = torch.randn(6, 5)
+    assert are_apart(Keeping(function).train(), lambda records: (records, ((rows[:records],), {})))
+
+
+def test_memory_that_only_refers_to_itself_is_kept_by_nobody():
+    def cycle(network, hidden):
+        held = [hidden]
+        held.append(held)
+        return hidden
+
+    rows = torch.randn(6, 5)
+    assert are_apart(Keeping(cycle).train(), lambda records: (records, ((rows[:records],), {})))
+
+
+@pytest.mark.parametrize("function", [running_mean, memory_bank, queue_of_rows, in_dictionaries, number, parameter])
+def test_looking_leaves_no_trace(function):
+    network = Keeping(function)
+    before, random_state = copy.deepcopy(network), torch.get_rng_state()
+    with pytest.raises(ValueError, match="carries records"):
+        refuse_carried_records(network.train(), lambda records: (records, ((torch.ones(records, 5),), {})))
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert (network.bank, network.queue, network.named) == ([], deque(), {"states": {}})
+    assert (network.scale, network.state) == (1.0, None)
+    assert all(torch.equal(each, before.state_dict()[name]) for name, each in network.state_dict().items())
+    assert all(each.grad is None for each in network.parameters())
+
+
+def test_a_network_of_one_size_of_batches_is_looked_at_in_that():
+    def in_twelves(network, hidden):
+        return running_mean(network, hidden.view(-1, 12, 6).view(-1, 6))
+
+    rows = torch.randn(12, 5)
+    with pytest.raises(ValueError, match="carries records"):
+        refuse_carried_records(Keeping(in_twelves).train(), lambda records: (records, ((rows[:records],), {})), more=[12])
+
+
+def test_a_network_that_does_not_run_is_left_to_others():
+    refuse_carried_records(
+        Keeping(lambda network, hidden: hidden @ hidden), lambda records: (records, ((torch.ones(3, 5),), {}))
+    )
+
+
+class Loss(Keeping):
+    """Returns a loss of the batch, as models with labels do."""
+
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+def private(network, accountant="subsampled_shuffle"):
+    toy = make_toy() | {"module": network, "optimizer": torch.optim.SGD(network.parameters(), lr=0.1)}
+    engine = PrivacyEngine(accountant=accountant)
+    return engine, engine.make_private(noise_multiplier=1.0, **toy)
+
+
+@pytest.mark.parametrize("kind", [Keeping, Loss])
+@pytest.mark.parametrize("accountant", ["subsampled_shuffle", "rdp"])
+def test_make_private_refuses_it(kind, accountant):
+    network = kind(memory_bank)
+    with pytest.raises(ValueError, match=r"carries records of one batch into later ones by bank: "):
+        private(network, accountant)
+    assert not hasattr(network, "autograd_grad_sample_hooks")
+    assert not network.bank
+
+
+@pytest.mark.filterwarnings("ignore:buffer")
+def test_a_network_that_keeps_what_it_has_seen_is_trained():
+    network = Keeping(last_seen)
+    network.adapter.requires_grad_(False)
+    engine, (model, optimizer, loader) = private(network)
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert len(engine.accountant) == 4
+    assert network.state is not None
