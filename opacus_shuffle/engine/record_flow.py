@@ -14,7 +14,9 @@ out depend on all that went in, which is true of any.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -40,22 +42,30 @@ class RecordFlow(InsightMode):
     Args:
         records: How many there are, eight at most.
         products: Leaves products out, as nothing but their shapes matters here.
+        constants: The tensors that there were before the run, which depend on no record. The first operation on memory that is
+            neither theirs nor made by an operation of the run (but by another thread, say) ends the run. None: all such
+            memory is taken to depend on no record.
     """
 
-    def __init__(self, records: int, products: LeftOutProducts | None = None) -> None:
+    def __init__(
+        self, records: int, products: LeftOutProducts | None = None, constants: Iterable[torch.Tensor] | None = None
+    ) -> None:
         if not 0 < records <= MOST_RECORDS:
             raise ValueError(f"records must be 1 to {MOST_RECORDS}, a bit of a byte for each, got {records}")
         super().__init__()  # type: ignore[no-untyped-call]
         self.failed: UnfollowedError | None = None  # which a network may have caught
         self.decided = False  # by a value of records that was read: a yes or no, or the run has ended
         self._records, self._products = records, products
-        self._bytes: dict[StorageWeakRef, tuple[Bits, int]] = {}
-        self._sweep_at = _SWEEP
+        self._bytes: dict[StorageWeakRef, tuple[Bits, int] | None] = {}  # None: no record ever came there
+        self._sweep_at, self._strict = _SWEEP, constants is not None
+        self._asked = False  # just now, so that operations are the flow's own
+        self._note_made(constants or ())
 
     def mark(self, tensor: torch.Tensor, axis: int) -> None:
         """Declares that row i of a tensor along an axis holds record i, and depends on no other."""
-        rows = (1 << torch.arange(self._records, device=tensor.device)).to(torch.uint8)
-        self._keep(tensor, rows.view(-1, *[1] * (tensor.dim() - axis - 1)))
+        with self._asking():
+            rows = (1 << torch.arange(self._records, device=tensor.device)).to(torch.uint8)
+            self._keep(tensor, rows.view(-1, *[1] * (tensor.dim() - axis - 1)))
 
     def origins(self, tensor: torch.Tensor) -> Bits:
         """Returns which records each entry of a tensor may depend on: a byte per entry, in its shape, bit i for record i."""
@@ -64,21 +74,41 @@ class RecordFlow(InsightMode):
 
     def rows(self, tensor: torch.Tensor, axis: int) -> list[int]:
         """Returns which records each row of a tensor along an axis may depend on: a number per row, bit i for record i."""
-        bits = self.origins(tensor).movedim(axis, 0).flatten(1)
-        return [sum(1 << record for record in range(self._records) if bool((row & (1 << record)).any())) for row in bits]
+        with self._asking():
+            bits = self.origins(tensor).movedim(axis, 0).flatten(1)
+            return [sum(1 << record for record in range(self._records) if bool((row & (1 << record)).any())) for row in bits]
+
+    def depends(self, tensor: torch.Tensor) -> bool:
+        """Returns whether any entry of a tensor may depend on a record."""
+        with self._asking():
+            return bool(self.origins(tensor).any())
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """A block whose operations are on bits, and are not followed themselves."""
+        self._asked, before = True, self._asked
+        try:
+            yield
+        finally:
+            self._asked = before
 
     def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Performs an operation, and notes which records its results may depend on."""
+        if self._asked:
+            return func(*args, **kwargs)
         operands = tensors_in((args, kwargs))
         if any(type(each).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for each in operands):
             self.leave("a tensor whose operations are of its own making")
         with torch._C.DisableTorchFunction():
+            if func.overloadpacket is torch.ops.aten.lift_fresh:  # torch.tensor(...), of numbers that Python or NumPy has
+                self._note_made(operands)
             bits: dict[int, Bits | None] = {id(each): found for each in operands if (found := self._bits(each)) is not None}
             if bits and ASKING & set(func.tags) and not self._is_indexed_by_constants(func, args):
                 self.decided = True
                 if func.overloadpacket is not torch.ops.aten._local_scalar_dense or args[0].dtype != torch.bool:
                     self.leave(str(func))
             result = func(*args, **kwargs) if self._products is None else self._products.meet(func, args, kwargs)
+            self._note_made(tensors_in(result))
             if bits and torch.Tag.inplace_view not in func.tags:
                 try:
                     self._follow(Known(func, args, kwargs, result, bits, self._records), operands, func._schema.is_mutable)
@@ -90,7 +120,7 @@ class RecordFlow(InsightMode):
         """Returns whether memory that depends on records is still held by somebody, who may read it in a later batch."""
 
         def held() -> bool:
-            return any(bool(bits.any()) for memory, (bits, _) in self._bytes.items() if not memory.expired())
+            return any(found and bool(found[0].any()) for memory, found in self._bytes.items() if not memory.expired())
 
         return held() and (gc.collect() >= 0) and held()  # what only refers to itself is held by nobody
 
@@ -119,13 +149,27 @@ class RecordFlow(InsightMode):
         if tensor.layout != torch.strided:
             self.leave("a sparse tensor")
         with torch._C.DisableTorchFunction():
-            found = self._bytes.get(StorageWeakRef(tensor.untyped_storage()))
-            if found is None or not tensor.numel():
+            if not tensor.numel():
+                return None
+            memory = StorageWeakRef(tensor.untyped_storage())
+            found = self._bytes.get(memory)
+            if found is None:
+                if self._strict and memory not in self._bytes:
+                    self.leave("memory that no operation of this run has made")
                 return None
             beside, size = found
             if size != tensor.element_size() or len(beside) * size != tensor.untyped_storage().nbytes():
                 self.leave("memory that is read as other numbers")
             return beside.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _note_made(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notes memory that is known not to come from elsewhere; what is known of it already stays."""
+        for each in tensors:
+            if each.layout == torch.strided:
+                self._bytes.setdefault(StorageWeakRef(each.untyped_storage()), None)
+        if len(self._bytes) > self._sweep_at:
+            self._bytes = {each: found for each, found in self._bytes.items() if not each.expired()}
+            self._sweep_at = len(self._bytes) + _SWEEP
 
     def _keep(self, tensor: torch.Tensor, bits: Bits) -> None:
         """Notes which records a tensor's entries depend on; ``bits`` may be of any shape that expands to the tensor's."""
@@ -133,12 +177,9 @@ class RecordFlow(InsightMode):
             return
         memory, size = tensor.untyped_storage(), tensor.element_size()
         key = StorageWeakRef(memory)
-        if key in self._bytes:
-            beside = self._bytes[key][0]
-        else:
-            beside = torch.zeros(memory.nbytes() // size, dtype=torch.uint8, device=tensor.device)
-            if len(self._bytes) > self._sweep_at:
-                self._bytes = {each: found for each, found in self._bytes.items() if not each.expired()}
-                self._sweep_at = len(self._bytes) + _SWEEP
-            self._bytes[key] = beside, size
+        found = self._bytes.get(key)
+        if found is None:
+            found = torch.zeros(memory.nbytes() // size, dtype=torch.uint8, device=tensor.device), size
+            self._bytes[key] = found
+        beside = found[0]
         beside.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(bits)

@@ -34,13 +34,13 @@ from opacus_shuffle.engine.record_flow import RecordFlow
 from opacus_shuffle.permutation.finding.cheap_products import ASKING, LeftOutProducts, cheap_products
 from opacus_shuffle.permutation.finding.paths import LEAVING
 from opacus_shuffle.permutation.higher_order import InsightMode
-from opacus_shuffle.permutation.network import results, seed_draws, tensors_in
+from opacus_shuffle.permutation.network import kept_activations, results, seed_draws, tensors_in
 from opacus_shuffle.permutation.sample_input import Call
 
 RECORDS = 4
 
-UNSEEN = (torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_)
-"""Functions that read the values of all their arguments in C++, which no dispatch mode sees."""
+UNSEEN = (torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_, torch.Tensor.data_ptr)
+"""Functions that read the values of all their arguments in C++, which no dispatch mode sees, or say where these lie."""
 
 SPLITTING = (torch.Tensor.tensor_split, torch.tensor_split)
 """Functions that read in C++, unseen by dispatch modes, the places at which they split their first argument."""
@@ -192,7 +192,8 @@ class _Following:
 
     def __init__(self, network: nn.Module, call: Call, records: int, axis: int, products: LeftOutProducts | None) -> None:
         self._network, self._records, self._axis = network, records, axis
-        self._products, self._flow = products, RecordFlow(records, products)
+        constants = [*network.parameters(), *network.buffers(), *kept_activations(network), *results(call)]
+        self._products, self._flow = products, RecordFlow(records, products, constants)
         self._misplaced = self.decided = False
         self._taken: dict[nn.Module, list[Any]] = {}
         self.apart = self._follow(call)
@@ -292,7 +293,7 @@ class _Leaving(TorchFunctionMode):
             read = args[0]
         elif func in UNSEEN or func in SPLITTING:
             read = (args[func in SPLITTING :], kwargs)
-        if any(bool(self._flow.origins(each).any()) for each in tensors_in(read)):
+        if any(map(self._flow.depends, tensors_in(read))):
             self._flow.leave(func.__name__)
         with contextlib.ExitStack() as inside:
             if func is torch.autograd.grad and isinstance(args[0], torch.Tensor):

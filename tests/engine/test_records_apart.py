@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -286,6 +287,50 @@ def test_what_cannot_be_followed_does_not_reach_layers_that_give_zero_unseen(nam
 def test_what_reads_values_out_of_sight_is_noticed_at_once(function, monkeypatch):
     monkeypatch.setattr(records_apart, "_others_do_not_matter", lambda *_, **__: True)
     assert not proved(Adapted(function), torch.randn(6, 5))
+
+
+def written_by_ctypes(hidden):
+    moved = torch.zeros(hidden.shape)
+    rows = hidden.detach().contiguous()
+    size = rows[0].numel() * rows.element_size()
+    for place in range(len(rows)):
+        ctypes.memmove(moved.data_ptr() + place * size, rows.data_ptr() + (len(rows) - 1 - place) * size, size)
+    return moved
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: elsewhere(lambda: h.mean(0)).expand_as(h) + 0,
+        lambda h: h + elsewhere(lambda: h.flip(0)),
+        lambda h: h + torch.frombuffer(bytearray(24), dtype=torch.float32),
+        written_by_ctypes,
+    ],
+)
+def test_memory_that_nobody_saw_made_is_noticed_at_once(function, monkeypatch):
+    monkeypatch.setattr(records_apart, "_others_do_not_matter", lambda *_, **__: True)
+    assert not proved(Adapted(function), torch.randn(6, 5))
+
+
+class WithConstants(nn.Module):
+    """A network that uses constants of all kinds, which were there before or are made in passing."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.register_buffer("buffer", torch.rand(6))
+        self.attribute, self.several = torch.rand(6), {"one": [torch.rand(6)]}
+
+    def forward(self, x, table):
+        hidden = self.first(x) * self.buffer + self.attribute * self.several["one"][0]
+        hidden = hidden + torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) * torch.as_tensor(2.0) + torch.arange(6.0)
+        hidden = torch.where(hidden > 0, hidden, 0.1) + torch.randn(6) + torch.eye(6)[0] + torch.full((6,), 2)
+        return self.last(hidden + table[0, torch.LongTensor([0, 1, 2, 3, 4, 5])] + hidden.new_tensor([0.5]))
+
+
+def test_constants_of_all_kinds_are_no_obstacle():
+    x, table = torch.randn(6, 5), torch.rand(1, 6)
+    assert are_apart(WithConstants().train(), lambda records: (records, ((x[:records], table), {})))
 
 
 def test_splitting_at_constants_is_no_obstacle():
