@@ -32,6 +32,7 @@ from opacus_shuffle.core.progress import progress
 from opacus_shuffle.engine.carried_records import refuse_carried_records
 from opacus_shuffle.engine.misplaced_rows import refuse_misplaced_rows
 from opacus_shuffle.engine.mixed_records import UnprobedError, first_rows, refuse_mixed_records
+from opacus_shuffle.engine.mixed_totals import refuse_mixed_totals
 from opacus_shuffle.engine.prepare_model import check_position_ids
 from opacus_shuffle.engine.records_apart import are_apart
 from opacus_shuffle.engine.run import Request
@@ -251,7 +252,11 @@ class FirstBatch:
             apart = are_apart(network, call_of, axis=self.axis)
             if not apart:
                 refuse_carried_records(network, call_of, axis=self.axis, more=[n for n in (batch,) if n])
-                refuse_mixed_records(network, call_of, axis=self.axis, more=[n for n in (batch,) if n])
+                try:
+                    refuse_mixed_records(network, call_of, axis=self.axis, more=[n for n in (batch,) if n])
+                except UnprobedError:  # no row per record, it may be
+                    refuse_mixed_totals(network, call_of, axis=self.axis)
+                    raise
             if not apart or self.ghost:
                 batch_first = self.axis == 0
                 refuse_misplaced_rows(network, call_of, axis=self.axis, batch_first=batch_first, ghost=self.ghost, apart=apart)
