@@ -76,7 +76,11 @@ class RecordFlow(InsightMode):
         """Returns which records each row of a tensor along an axis may depend on: a number per row, bit i for record i."""
         with self._asking():
             bits = self.origins(tensor).movedim(axis, 0).flatten(1)
-            return [sum(1 << record for record in range(self._records) if bool((row & (1 << record)).any())) for row in bits]
+            while bits.shape[1] > 1:  # the second half on the first one
+                half = bits.shape[1] // 2
+                bits, rest = bits[:, :half] | bits[:, half : 2 * half], bits[:, 2 * half :]
+                bits[:, : rest.shape[1]] |= rest
+            return [int(each) for each in bits.sum(1)]
 
     def depends(self, tensor: torch.Tensor) -> bool:
         """Returns whether any entry of a tensor may depend on a record."""

@@ -104,7 +104,7 @@ def find_on_calls(
     """
     draws = Draws()
     try:
-        run, explorer = _traced(network, [*calls, *others], draws)
+        run, explorer = _traced(network, calls, others, draws)
         if explorer.lost and not every_way:
             raise _not_followed(network, *next(iter(explorer.lost.items())))
         run.merge_slices(constant=not explorer.reads())
@@ -120,19 +120,16 @@ def find_on_calls(
     return spec
 
 
-def _traced(network: nn.Module, calls: list[Call], draws: Draws) -> tuple[TracedRun, Explorer]:
-    """Traces the network until nothing more is learnt of what is packed and what is written to."""
+def _traced(network: nn.Module, calls: list[Call], others: Sequence[Call], draws: Draws) -> tuple[TracedRun, Explorer]:
+    """Traces the network until nothing more is learnt of what is packed and what is written to.
+
+    On ``others`` where their values may matter: those of a form on which nothing depends on values go the same way.
+    """
     frugal, earlier = Frugal(network), EarlierCalls(network)
-    with state_kept(network), plain_attention(), draws.watched():
-        for args, kwargs in calls:
-            for training in (True, False):
-                enter_phase("tracing")
-                with contextlib.suppress(Exception):  # tracing says what is wrong with it
-                    network.train(training)
-                    frugal(lambda: without_graph(lambda: network(*args, **kwargs)))  # noqa: B023
-        earlier.compare()
+    _run_before(network, calls, frugal, earlier, draws)
     packings: dict[tuple[str, int], set[Packing]] = {}
     written: set[str] = set()
+    met: list[Call] = []
     for attempt in range(ROUNDS):
         last = attempt == ROUNDS - 1
         run = TracedRun(network, packings, None if last else written)
@@ -147,6 +144,15 @@ def _traced(network: nn.Module, calls: list[Call], draws: Draws) -> tuple[Traced
                 learnt |= _learn(run, packings) or bool(run.newly_written)
                 if learnt and not last and not place:
                     break  # all the others would be traced anew
+            waiting = [call for call in others if (last or not learnt) and not explorer.knows(call, calls[0])]
+            if new := [call for call in waiting if not any(call is each for each in met)]:
+                _run_before(network, new, frugal, earlier, draws)
+                explorer.count()
+                met += new
+            for call in waiting:
+                for training in (True, False):
+                    explorer.trace(call, training=training, name="another input")
+                learnt |= _learn(run, packings) or bool(run.newly_written)
         if last or not learnt:
             with state_kept(network):  # a short sample may have changed the network for good
                 explorer.explore(calls[0])
@@ -154,6 +160,18 @@ def _traced(network: nn.Module, calls: list[Call], draws: Draws) -> tuple[Traced
         if not (learnt or run.newly_written or _learn(run, packings)):
             break
     return run, explorer
+
+
+def _run_before(network: nn.Module, calls: Sequence[Call], frugal: Frugal, earlier: EarlierCalls, draws: Draws) -> None:
+    """Runs the network untraced, for what it draws each time and what it keeps of its calls."""
+    with state_kept(network), plain_attention(), draws.watched():
+        for args, kwargs in calls:
+            for training in (True, False):
+                enter_phase("tracing")
+                with contextlib.suppress(Exception):  # tracing says what is wrong with it
+                    network.train(training)
+                    frugal(lambda: without_graph(lambda: network(*args, **kwargs)))  # noqa: B023
+        earlier.compare()
 
 
 def _learn(run: TracedRun, packings: dict[tuple[str, int], set[Packing]]) -> bool:

@@ -61,6 +61,15 @@ def of_size(call: Call, target: float, near: int = 1) -> Iterator[Call]:
                 yield _resized(call, dims, {size: new})
 
 
+def with_as_many_records(call: Call, like: Call) -> Call:
+    """Returns a call with the number of records that another has, as far as it can be told."""
+    counts = [
+        next((leaf.shape[0] for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+        for each in (call, like)
+    ]
+    return _resized(call, range(1), {counts[0]: counts[1]}) if all(counts) else call
+
+
 def many_sizes(call: Call, lengths: Iterable[int]) -> Iterator[Call]:
     """Yields inputs of these lengths and numbers of records."""
     for size in lengths:

@@ -51,16 +51,17 @@ def check_calls(action: GroupAction, network: nn.Module, calls: Sequence[Call]) 
         known = [weights.run(calls[0], training=False)]
     except Exception:  # some buffers are masks, indices or probabilities, and mean nothing perturbed
         weights = PerturbedWeights(network, generator, buffers=False)
-    informative = False
+    references = []
     for number, call in enumerate(calls):
-        references = {False: known.pop() if known else _reference(network, weights, call, training=False)}
+        references.append({False: known.pop() if known else _reference(network, weights, call, training=False)})
         if number == 0:
             trained = _reference(network, weights, call, training=True)
-            if not _same(references[False], trained):  # or this mode computes what the other did
-                references[True] = trained
-        _Check(action, network, weights, call, references, generator).run(more=1 if len(calls) == 1 else 0)
-        informative |= any(bool(each.any()) for reference in references.values() for each in reference)
-    if not informative:
+            if not _same(references[0][False], trained):  # or this mode computes what the other did
+                references[0][True] = trained
+    moved: list[PermutationPlan] = []
+    for call, reference in zip(calls, references, strict=True):
+        _Check(action, network, weights, call, reference, generator, moved).run(more=1 if len(calls) == 1 else 0)
+    if not any(bool(each.any()) for reference in references for mode in reference.values() for each in mode):
         raise ValueError(f"{type(network).__name__} gives only zeros on the sample input: give another, so it can be checked")
 
 
@@ -93,19 +94,19 @@ class _Check:
         call: Call,
         references: Mapping[bool, list[torch.Tensor]],
         generator: torch.Generator,
+        moved: list[PermutationPlan],
     ) -> None:
         self._action, self._network, self._weights = action, network, weights
         self._call, self._references, self._generator = call, references, generator
         self._rounding = {training: [0.0] * len(reference) for training, reference in references.items()}
         self._rounding_known = False
-        self._moved: list[PermutationPlan] = []
+        self._moved = moved  # one after the other, also by the checks on other inputs
 
     def run(self, *, more: int) -> None:
         """Tries as many permutations as tell copies of one apart, and this many more at least, if any is needed."""
         for plan in self._plans(more):
             if (worst := self._change(plan)) > TOLERANCE:
                 self._blame(plan, worst)
-        self._back()
 
     def _plans(self, more: int) -> Iterator[PermutationPlan]:
         """Yields a permutation that leaves nothing in place, and then others."""

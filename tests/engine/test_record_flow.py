@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -214,3 +217,15 @@ def test_values_that_cannot_be_followed_end_the_run(function):
 def test_more_records_than_a_byte_has_bits_are_refused(records):
     with pytest.raises(ValueError, match=rf"records must be 1 to 8, .* got {records}"):
         RecordFlow(records)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2), st.integers(1, 8))
+def test_the_bits_of_a_row_are_those_of_all_its_entries(seed, axis, records):
+    generator = torch.Generator().manual_seed(seed)
+    shape = torch.randint(0, 6, (3,), generator=generator).tolist()
+    tensor, flow = torch.zeros(shape), RecordFlow(records)
+    bits = torch.randint(0, 2**records, shape, generator=generator).to(torch.uint8)
+    if tensor.numel():
+        flow._keep(tensor, bits)
+    slowly = [functools.reduce(operator.or_, row.flatten().tolist(), 0) for row in bits.movedim(axis, 0)]
+    assert flow.rows(tensor, axis) == slowly

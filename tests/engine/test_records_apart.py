@@ -404,3 +404,29 @@ def test_products_are_computed_where_their_values_are_read(monkeypatch):
     network = Reading(lambda h, mask: h if bool((h.mean() > -5).all()) else h - h.mean(0))
     assert proved(network, torch.randn(6, 5), torch.ones(6, 2))
     assert runs == [False, True]
+
+
+class ReadsTwice(nn.Module):
+    """Reads a value at its beginning and another one later."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        negative = bool((x < 0).any())
+        out = self.layer(x)
+        if not negative and bool((x > 5).any()):
+            out = 2 * out
+        return out + 1
+
+
+def test_every_way_is_found_and_none_is_gone_to_its_end_twice():
+    ends = []
+    network = ReadsTwice()
+    network.register_forward_hook(lambda *_: ends.append(1))
+    values = [-1.0, -2.0, 1.0, 9.0, 2.0, -3.0, 8.0]
+    calls = [((torch.full((2, 3), value),), {}) for value in values]
+    ways = records_apart._by_answers(network, calls)
+    assert [float(args[0][0, 0]) for args, _ in ways] == [-1.0, 1.0, 9.0]
+    assert len(ends) == 3

@@ -27,7 +27,9 @@ class EarlierCalls:
     def __init__(self, network: nn.Module) -> None:
         self._network = network
         self._before = self.state()
+        self._buffers = [(buffer, buffer._version) for buffer in network.buffers()]
         self._changing: list[tuple[Holder, Any]] = []
+        self._known: set[tuple[int, Any]] = set()
 
     def __bool__(self) -> bool:
         return bool(self._changing)
@@ -36,12 +38,22 @@ class EarlierCalls:
         """Returns what the network keeps now, such that equal states are equal."""
         return {(id(holder), key): content for holder, key, content in _contents(self._network)}
 
+    def plain_changes(self) -> dict[tuple[int, Any], Any] | None:
+        """Returns what is not as it was before all calls where that is flags, numbers and texts alone; None if it is more."""
+        changed = {key: content for key, content in self.state().items() if self._before.get(key, self) != content}
+        buffers = list(self._network.buffers())
+        same = len(buffers) == len(self._buffers) and all(
+            buffer is before and buffer._version == version
+            for buffer, (before, version) in zip(buffers, self._buffers, strict=True)
+        )
+        return changed if same and not any(isinstance(content, tuple) for content in changed.values()) else None
+
     def compare(self) -> None:
-        """Notes what has changed."""
-        after = list(_contents(self._network))
-        self._changing = [
-            (holder, key) for holder, key, content in after if self._before.get((id(holder), key), holder) != content
-        ]
+        """Notes what has changed, besides what did before."""
+        for holder, key, content in list(_contents(self._network)):
+            if self._before.get((id(holder), key), holder) != content and (id(holder), key) not in self._known:
+                self._known.add((id(holder), key))
+                self._changing.append((holder, key))
 
     def count(self) -> list[torch.Tensor]:
         """Has numbers that change ask what they compare as; returns the tensors that change."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from opacus_shuffle.core.progress import enter_phase
 from opacus_shuffle.permutation.finding.cheap_products import Frugal
+from opacus_shuffle.permutation.finding.decisions import Decisions
 from opacus_shuffle.permutation.finding.draws import Draws
 from opacus_shuffle.permutation.finding.earlier_calls import EarlierCalls
 from opacus_shuffle.permutation.finding.handlers import HandlerError, declared_axes
@@ -30,12 +30,11 @@ from opacus_shuffle.permutation.finding.paths import (
     Paths,
     Place,
     combined,
-    possible_answers,
     was_raised,
 )
 from opacus_shuffle.permutation.finding.trace import ReplacingError, Tracer
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
-from opacus_shuffle.permutation.finding.watched_runs import LOOKED_AT, Answers, Meeting, Watched, runs_plainly
+from opacus_shuffle.permutation.finding.watched_runs import LOOKED_AT, Answers, Watched, runs_plainly
 from opacus_shuffle.permutation.higher_order import OpaqueOperationError
 from opacus_shuffle.permutation.network import (
     plain_attention,
@@ -45,7 +44,16 @@ from opacus_shuffle.permutation.network import (
     state_kept,
     without_graph,
 )
-from opacus_shuffle.permutation.other_inputs import LENGTHS, entries_in, form_of, many_sizes, of_size, other_sizes, other_values
+from opacus_shuffle.permutation.other_inputs import (
+    LENGTHS,
+    entries_in,
+    form_of,
+    many_sizes,
+    of_size,
+    other_sizes,
+    other_values,
+    with_as_many_records,
+)
 from opacus_shuffle.permutation.sample_input import Call
 
 MOST_WAYS = 200
@@ -70,22 +78,15 @@ class Explorer:
         earlier: Knows what it keeps from one call to the next.
 
     Attributes:
-        met: Places at which values decide, with the answers that were followed.
         lost: Decisions of which one way broke, and how.
         shortest: The shortest input that was traced, for what can be found out on any.
     """
 
     def __init__(self, network: nn.Module, run: TracedRun, draws: Draws, frugal: Frugal, earlier: EarlierCalls) -> None:
-        self.met: dict[Place, set[Answer]] = {}
+        self._seen = Decisions()
         self.lost: dict[Place, Exception] = {}
         self._network, self._run, self._draws, self._frugal = network, run, draws, frugal
         self._earlier = earlier
-        self._first: dict[Place, Meeting] = {}
-        # What some run has answered every time: a loop may end later than any did.
-        self._throughout: dict[Place, set[Answer]] = {}
-        self._compared: dict[Place, set[frozenset[tuple[Any, Any]]]] = {}  # per run
-        self._became: dict[Place, set[frozenset[float]]] = {}  # likewise
-        self._spoken_of: dict[Place, list[float]] = {}
         self._lengths: dict[bool, set[int]] = {True: set(), False: set()}  # of runs in operations, in training and not
         self._most_reads = self._operations = self._most_entries = self._spent = 0
         self._exploring = self._python_draws = self._replaces = False
@@ -112,7 +113,8 @@ class Explorer:
         if self._is_settled(call, training, answers, coins):
             return
         try:
-            watched = self._frugal(lambda: self._watched(call, training, answers, coins))
+            with state_kept(self._network):
+                watched = self._frugal(lambda: self._watched(call, training, answers, coins))
         except (HandlerError, OpaqueOperationError):
             raise
         except Exception as error:
@@ -122,6 +124,14 @@ class Explorer:
                 why = f"{why.rstrip(' .:')}. {LOOKED_AT}"
             raise ValueError(f"{name} does not run through {type(self._network).__name__} in {mode} mode: {why}") from error
         self._take(watched, call, training, answers, coins)
+
+    def knows(self, call: Call, like: Call) -> bool:
+        """Returns whether runs on other values of its form were traced in which nothing depends on values.
+
+        Its number of records may be another: other numbers than that of the call that it is ``like`` are tried anyway.
+        """
+        as_many = with_as_many_records(call, like)
+        return all(self._is_settled(as_many, training, {}, None) for training in (True, False))
 
     def _take(self, watched: Watched, call: Call, training: bool, answers: Answers, coins: int | None) -> None:
         """Labels a run that was watched, and notes what it did."""
@@ -141,23 +151,11 @@ class Explorer:
         self._most_entries = max(self._most_entries, 0 if self._exploring else paths.entries)
         if watched.draws_in_python:
             self._python_draws = True
-        elif not (answers or coins is not None or self._earlier) and all(place in paths.compared for place in paths.met):
-            self._settled.append([training, *form_of(call)])
-        self._note(paths, call, training, answers, coins)
-
-    def _note(self, paths: Paths, call: Call, training: bool, answers: Answers, coins: int | None) -> None:
-        """Notes where a run that was traced has decided, and how."""
-        for place, numbers in paths.compared.items():
-            self._compared.setdefault(place, set()).add(frozenset(numbers))
-        for place, became in paths.became.items():
-            self._became.setdefault(place, set()).add(frozenset(became))
-        self._spoken_of = paths.spoken_of | self._spoken_of
-        for place, given in paths.met.items() if coins is None else ():
-            self.met.setdefault(place, set()).update(given)
-            self._throughout.setdefault(place, set()).update(given if len(given) == 1 else ())
-            first = self._first.setdefault(place, Meeting(call, training, answers, next(iter(given), None)))
-            if call is self.shortest and not answers:  # the cheapest to go on from
-                self._first[place] = dataclasses.replace(first, call=call, training=training, answers=answers)
+        elif not answers and coins is None and all(place in paths.compared for place in paths.met):
+            self._settled.append([training, watched.began, *form_of(call)])
+        self._seen.note(
+            paths, call, training=training, answers=answers, by_coins=coins is not None, cheapest=call is self.shortest
+        )
 
     def count(self) -> None:
         """Has what the network counts be noticed where it decides, until its state is taken back."""
@@ -184,7 +182,7 @@ class Explorer:
             self._call_again(self.shortest)
         if self._python_draws:
             self._draw_in_python(self.shortest)
-        if any(place not in self._compared for place in self.met):
+        if self._seen.by_values():
             for other in (self.shortest, *other_values(self.shortest)):
                 self._try(other, training=False)
         elsewhere = next((other for other in sizes if other is not self.shortest), call)
@@ -194,12 +192,12 @@ class Explorer:
             self._try_all_ways(elsewhere)
         for coins in range(2 ** min(self._most_reads, COINS) if self._most_reads > 1 else 0):
             self._try(self.shortest, training=False, coins=coins)
-        if self._run.unreached() and any(place not in self._compared for place in self.met):
+        if self._run.unreached() and self._seen.by_values():
             for many in of_size(self.shortest, MANY_RECORDS, near=0):  # one of them may go there
                 self._try(many, training=False, answers={RANKED: ALL})
         if self._run.unreached():  # what is met often, as in a loop over experts, may have gone past some every time
             for way in (0, -1):
-                at_once = {place: self._answers(place)[way] for place in self.met if self._answers(place)}
+                at_once = {place: self._seen.answers(place)[way] for place in self._seen.met if self._seen.answers(place)}
                 self._try(self.shortest, training=False, answers=at_once)
 
     def _try_all_ways(self, elsewhere: Call) -> None:
@@ -211,22 +209,24 @@ class Explorer:
 
     def _try_ways(self, elsewhere: Call, tried: set[tuple[Place, Answer]]) -> None:
         """Traces runs in which every decision is taken otherwise, also those that such runs meet."""
-        while waiting := [pair for pair in self._ways() if pair not in tried and pair[1] not in self._throughout[pair[0]]]:
+        while waiting := [
+            pair for pair in self._seen.ways() if pair not in tried and pair[1] not in self._seen.throughout[pair[0]]
+        ]:
             for place, answer in waiting:
                 if len(tried) == MOST_WAYS:
                     self.lost[place] = RuntimeError(f"it has more than {MOST_WAYS} ways")
                     return
                 tried.add((place, answer))
-                if len(self._compared.get(place, ())) == 1:  # seen behind another decision alone, maybe
-                    self._try(elsewhere, training=self._first[place].training, answers=self._first[place].answers)
-                    if not self._varies(place):
+                if len(self._seen.compared.get(place, ())) == 1:  # seen behind another decision alone, maybe
+                    self._try(elsewhere, training=self._seen.first[place].training, answers=self._seen.first[place].answers)
+                    if not self._seen.vary(place):
                         continue
-                first = self._first[place]
+                first = self._seen.first[place]
                 answers = {**first.answers, place: answer}
                 error = self._try(first.call, training=first.training, answers=answers)
-                if error is None or not isinstance(answer, bool) or answer in self.met[place] or was_raised(error):
+                if error is None or not isinstance(answer, bool) or answer in self._seen.met[place] or was_raised(error):
                     continue
-                if place in self._compared:
+                if place in self._seen.compared:
                     self._at_sizes(place, answer)
                     continue
                 # What a mask chose may be empty against the answer, as in ``if mask.any(): x[mask].max()``.
@@ -235,8 +235,8 @@ class Explorer:
 
     def reads(self) -> list[Place]:
         """Returns the places at which values become numbers of Python."""
-        values = {place: given for place, given in self.met.items() if place not in self._compared}
-        return [place for place, given in values.items() if not all(isinstance(each, str) for each in given) or not given]
+        values = self._seen.by_values().items()
+        return [place for place, given in values if not all(isinstance(each, str) for each in given) or not given]
 
     def _try_many_sizes(self, call: Call, lengths: Sequence[int]) -> None:
         """Traces inputs of many sizes, as long as that takes few operations."""
@@ -248,6 +248,7 @@ class Explorer:
 
     def _call_again(self, call: Call) -> None:
         """Traces what the network does when it was called before."""
+        traced: list[dict[Any, Any]] = []
         for training in (True, False):
             with state_kept(self._network):
                 for _ in range(CALLS):
@@ -255,6 +256,10 @@ class Explorer:
                     self._call_before(call, training=training)
                     if self._earlier.state() == before:  # nor will later calls change anything
                         break
+                    if (plain := self._earlier.plain_changes()) is not None:
+                        if plain in traced:
+                            continue
+                        traced.append(plain)
                     for mode in (True, False):
                         self._try(call, training=mode)
 
@@ -268,7 +273,7 @@ class Explorer:
     def _try_sizes_spoken_of(self, call: Call) -> None:
         """Traces inputs of the sizes that the code speaks of where sizes become something that nobody can ask."""
         self._spent = 0
-        numbers = [self._spoken_of[place] for place, runs in self._became.items() if len(runs) > 1]
+        numbers = [self._seen.spoken_of[place] for place, runs in self._seen.became.items() if len(runs) > 1]
         targets = dict.fromkeys(target for each in numbers for target in combined(each) if target > 1)
         for target in itertools.islice(targets, MOST_TARGETS):
             for other in of_size(call, target):
@@ -279,13 +284,13 @@ class Explorer:
     def _try_values_spoken_of(self, tried: set[tuple[Place, Answer]]) -> None:
         """Traces runs in which numbers that are read are those that the code speaks of."""
         self._spent = 0
-        for place in [place for place in self._spoken_of if place in self.met and self._varies(place)]:
-            first = self._first[place]
+        for place in [place for place in self._seen.spoken_of if place in self._seen.met and self._seen.vary(place)]:
+            first = self._seen.first[place]
             if isinstance(first.answer, bool | str | None):
                 continue
-            for target in combined(self._spoken_of[place])[:MOST_TARGETS]:
+            for target in combined(self._seen.spoken_of[place])[:MOST_TARGETS]:
                 answer = type(first.answer)(target)
-                if (place, answer) in tried or answer in self.met[place]:
+                if (place, answer) in tried or answer in self._seen.met[place]:
                     continue
                 if self._spent > MOST_MORE:
                     return
@@ -302,28 +307,18 @@ class Explorer:
 
     def _at_sizes(self, place: Place, answer: Answer) -> None:
         """Traces inputs of the sizes that others are compared with at a place, until one of them is answered so."""
-        first = self._first[place]
-        targets = {other for run in self._compared[place] for _, other in run if other is not None and math.isfinite(other)}
+        first = self._seen.first[place]
+        targets = {
+            other for run in self._seen.compared[place] for _, other in run if other is not None and math.isfinite(other)
+        }
         for target in sorted(targets)[:MOST_SIZES]:
             for call in of_size(first.call, target):
-                if self._try(call, training=first.training) is None and answer in self.met[place]:
+                if self._try(call, training=first.training) is None and answer in self._seen.met[place]:
                     return
 
     def decisions(self) -> dict[str, int]:
         """Returns the places at which values or sizes decide, with the number of ways that were followed."""
-        return {str(place): len(given) for place, given in sorted(self.met.items()) if self._varies(place)}
-
-    def _ways(self) -> Iterator[tuple[Place, Answer]]:
-        return ((place, answer) for place in list(self.met) for answer in self._answers(place))
-
-    def _varies(self, place: Place) -> bool:
-        """Returns whether values decide at a place, or sizes that are not the same in all runs."""
-        return len(self._compared.get(place, "any")) > 1
-
-    def _answers(self, place: Place) -> list[Answer]:
-        if not self._varies(place) and not self._first[place].answers:
-            return []
-        return possible_answers(self._first[place].answer)
+        return {str(place): len(given) for place, given in sorted(self._seen.met.items()) if self._seen.vary(place)}
 
     def _try(self, call: Call, *, training: bool, answers: Answers | None = None, coins: int | None = None) -> Exception | None:
         """Traces a run that may be impossible; returns why, and then has labelled nothing.
@@ -357,7 +352,7 @@ class Explorer:
 
     def _is_settled(self, call: Call, training: bool, answers: Answers, coins: int | None) -> bool:
         """Returns whether a run like this one was traced, in which nothing depends on values."""
-        return not answers and coins is None and [training, *form_of(call)] in self._settled
+        return not answers and coins is None and [training, self._earlier.state(), *form_of(call)] in self._settled
 
     def _untraced(self, call: Call, training: bool, answers: Answers, coins: int | None) -> None:
         args, kwargs = call
@@ -379,13 +374,13 @@ class Explorer:
             paths = self._paths(call, answers, coins)
             tracer = Tracer(self._network, self._run, self._draws)
             self._network.train(training)
-            before = python_random_states()
+            before, began = python_random_states(), self._earlier.state()
             try:
                 with declared_axes(self._network, tracer):
                     tracer.watch(lambda: self._network(*args, **kwargs), paths, alone=alone)
             finally:
                 self._spent += paths.operations
-            return Watched(tracer, paths, before != python_random_states())
+            return Watched(tracer, paths, before != python_random_states(), began)
 
         return without_graph(run)
 

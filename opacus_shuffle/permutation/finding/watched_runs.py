@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -23,11 +24,12 @@ Answers = Mapping[Place, Answer]
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """A run that is to be labelled."""
+    """A run that is to be labelled, and what the network kept of earlier ones when it began."""
 
     tracer: Tracer
     paths: Paths
     draws_in_python: bool
+    began: Mapping[tuple[int, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)

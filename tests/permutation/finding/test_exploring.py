@@ -8,6 +8,7 @@ from helpers.perceptron import X, mlp
 from torch import nn
 
 from opacus_shuffle.permutation import find_permutations
+from opacus_shuffle.permutation.discover import find_on_calls
 from opacus_shuffle.permutation.finding import exploring
 from opacus_shuffle.permutation.finding.trace import Tracer
 
@@ -87,3 +88,43 @@ def test_what_turns_tensors_in_place_on_another_way_is_followed_if_it_can_be():
     assert round(2 ** find_permutations(Turned(fails=False), X).log2_size()) == 720
     with pytest.raises(ValueError, match="decides by values"):
         find_permutations(Turned(fails=True), X)
+
+
+class Gated(nn.Module):
+    """Goes through one more layer where a value says so, or where none does."""
+
+    def __init__(self, by_values):
+        super().__init__()
+        self.net, self.more, self.by_values = mlp(), nn.Linear(4, 4), by_values
+
+    def forward(self, x):
+        return self.net(self.more(x) if self.by_values and x[0, 0] > 2 else x)
+
+
+@pytest.mark.parametrize("by_values", [False, True])
+def test_other_records_are_traced_where_values_decide_and_only_there(by_values, monkeypatch):
+    traced = []
+    watch = Tracer.watch
+    monkeypatch.setattr(Tracer, "watch", lambda self, *args, **kwargs: (traced.append(args), watch(self, *args, **kwargs))[1])
+    find_on_calls(Gated(by_values), [((X,), {})], "residual")
+    alone = len(traced)
+    find_on_calls(Gated(by_values), [((X,), {})], "residual", others=[((torch.cat([3 + X, X]),), {})])
+    assert (len(traced) > 2 * alone) == by_values
+
+
+class Counting(nn.Module):
+    """Moves its units apart from its second call on."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.calls = mlp(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        hidden = self.net[1](self.net[0](x))
+        return self.net[2](hidden.cumsum(1) if self.calls > 1 else hidden)
+
+
+def test_what_a_network_does_in_later_calls_alone_is_traced_though_its_first_call_depends_on_nothing():
+    with pytest.raises(ValueError, match="cumsum"):
+        find_on_calls(Counting(), [((X,), {})], "residual", others=[((X + 1,), {})])
