@@ -310,7 +310,7 @@ def test_made_by_hand_nonsense_is_refused_and_the_network_is_left_alone(changes,
 
 
 class Gated(nn.Module):
-    """Keeps a running mean of its hidden units in a buffer that is assigned anew, or written into."""
+    """Keeps a running mean of its hidden units' weights in a buffer that is assigned anew, or written into."""
 
     def __init__(self, in_place: bool) -> None:
         super().__init__()
@@ -319,9 +319,9 @@ class Gated(nn.Module):
 
     def forward(self, x):
         hidden = torch.tanh(self.up(x))
-        scale = self.scale.clone()  # of earlier batches: within one, it would mix records
+        scale = self.scale.clone()
         if self.training and len(x):
-            moved = 0.9 * self.scale + 0.1 * hidden.detach().abs().mean(0)
+            moved = 0.9 * self.scale + 0.1 * self.up.weight.detach().abs().mean(1)
             if self.in_place:
                 self.scale.copy_(moved)
             else:
