@@ -64,7 +64,7 @@ def _is_mixed(network: nn.Module, records: int, call: Call, axis: int) -> bool:
         return False
     rough = any(each.dtype in (torch.float16, torch.bfloat16) for each in plain)
     largest = max((float(each.abs().max()) for each in (*plain, *other)), default=0.0)
-    close = (1e-2 if rough else 1e-4) * largest  # of all layers: of one alone it may be nothing but rounding
+    close = (1e-2 if rough else 1e-5) * largest  # of all layers: of one alone it may be nothing but rounding
     return any(bool(((one - two).abs() > close).any()) for one, two in zip(plain, other, strict=True))
 
 

@@ -104,8 +104,8 @@ class RecordFlow(InsightMode):
         if any(type(each).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for each in operands):
             self.leave("a tensor whose operations are of its own making")
         with torch._C.DisableTorchFunction():
-            if func.overloadpacket is torch.ops.aten.lift_fresh:  # torch.tensor(...), of numbers that Python or NumPy has
-                self._note_made(operands)
+            if func.overloadpacket is torch.ops.aten.lift_fresh:  # torch.tensor(...), but not the memory of NumPy's arrays
+                self._note_made(each for each in operands if each.untyped_storage().resizable())
             bits: dict[int, Bits | None] = {id(each): found for each in operands if (found := self._bits(each)) is not None}
             if bits and ASKING & set(func.tags) and not self._is_indexed_by_constants(func, args):
                 self.decided = True

@@ -39,8 +39,8 @@ from opacus_shuffle.permutation.sample_input import Call
 
 RECORDS = 4
 
-UNSEEN = (torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_, torch.Tensor.data_ptr)
-"""Functions that read the values of all their arguments in C++, which no dispatch mode sees, or say where these lie."""
+UNSEEN = (torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_, torch.Tensor.data_ptr, torch.Tensor.__repr__)
+"""Functions that read the values of all their arguments where no dispatch mode sees it, or say where these lie."""
 
 SPLITTING = (torch.Tensor.tensor_split, torch.tensor_split)
 """Functions that read in C++, unseen by dispatch modes, the places at which they split their first argument."""

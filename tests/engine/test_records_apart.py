@@ -7,6 +7,7 @@ import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from helpers.records_together import APART, MISPLACED, MIXING, Between, Inside, hooked
@@ -281,6 +282,7 @@ def test_what_cannot_be_followed_does_not_reach_layers_that_give_zero_unseen(nam
         by_size,
         lambda h: h * len(torch.tensor_split(h, tensor_indices_or_sections=h[0, :1].detach().long())),
         lambda h: h * len([h.detach().clone().apply_(abs)]),
+        lambda h: h * len(str(h.detach().sum())),
         lambda h: h + torch.zeros(h.shape).map_(h.detach(), max),
     ],
 )
@@ -298,12 +300,20 @@ def written_by_ctypes(hidden):
     return moved
 
 
+def written_by_numpy(hidden):
+    array = np.zeros(hidden.shape, dtype=np.float32)
+    torch.from_numpy(array).copy_(hidden.detach())
+    return torch.tensor(array[::-1].copy())
+
+
 @pytest.mark.parametrize(
     "function",
     [
         lambda h: elsewhere(lambda: h.mean(0)).expand_as(h) + 0,
         lambda h: h + elsewhere(lambda: h.flip(0)),
         lambda h: h + torch.frombuffer(bytearray(24), dtype=torch.float32),
+        shared_with_numpy,
+        written_by_numpy,
         written_by_ctypes,
     ],
 )
