@@ -77,9 +77,9 @@ def _carriers(network: nn.Module, records: int, call: Call, axis: int) -> str | 
     """Returns what carries records into the next batch, None if nothing does."""
     enter_phase("whether they stay in the network")
     plain, plain_gradients, plain_kept = _after(network, call, call, records, axis)
-    for change in (rescaled, repeated):
+    for change, kept_row in ((rescaled, 0), (repeated, 0), (repeated, 1)):  # all are the last one, or the first
         try:
-            earlier = _changed(call, change, records, axis)
+            earlier = _changed(call, change, kept_row, records, axis)
             found, gradients, kept = _after(network, earlier, call, records, axis)
         except Exception:
             if change is rescaled:  # what the network may not take, a probability above one, say
@@ -91,11 +91,11 @@ def _carriers(network: nn.Module, records: int, call: Call, axis: int) -> str | 
     return None
 
 
-def _changed(call: Call, change: Callable[..., torch.Tensor], records: int, axis: int) -> Call:
+def _changed(call: Call, change: Callable[..., torch.Tensor], kept: int, records: int, axis: int) -> Call:
     """Returns other records than those of a call."""
 
     def other(value: torch.Tensor) -> torch.Tensor:
-        return change(value, axis, 0).clone() if has_records(value, records, axis) else value
+        return change(value, axis, kept).clone() if has_records(value, records, axis) else value
 
     return tree_map_only(torch.Tensor, other, call)  # type: ignore[no-any-return]
 

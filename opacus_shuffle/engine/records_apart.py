@@ -32,6 +32,7 @@ from opacus_shuffle.engine.mixed_records import (
 )
 from opacus_shuffle.engine.record_flow import RecordFlow
 from opacus_shuffle.permutation.finding.cheap_products import ASKING, LeftOutProducts, cheap_products
+from opacus_shuffle.permutation.finding.earlier_calls import EarlierCalls
 from opacus_shuffle.permutation.finding.paths import LEAVING
 from opacus_shuffle.permutation.higher_order import InsightMode
 from opacus_shuffle.permutation.network import kept_activations, results, seed_draws, tensors_in
@@ -219,6 +220,7 @@ class _Following:
         with untouched(self._network), torch.set_grad_enabled(backward), warnings.catch_warnings(), self._watched():
             warnings.simplefilter("ignore")
             seed_draws(0)
+            noted = EarlierCalls(self._network)
             with self._modes():
                 outputs = [each for each in results(self._network(*copied[0], **copied[1])) if self._has_rows(each)]
                 told = [self._flow.rows(each, self._axis) for each in outputs]
@@ -227,7 +229,8 @@ class _Following:
                     self._go_back(outputs)
             del copied, outputs
             self._taken.clear()
-            self._misplaced |= self._flow.outlasting()
+            noted.compare()  # of what was decided, a yes or no may be kept
+            self._misplaced |= self._flow.outlasting() or (self.decided and bool(noted))
         if self._flow.failed:
             raise self._flow.failed
         own = [1 << record for record in range(self._records)]

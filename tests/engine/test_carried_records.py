@@ -83,6 +83,17 @@ def array(network, hidden):
     return hidden if before is None else hidden - torch.from_numpy(before)
 
 
+def yes_or_no(network, hidden):
+    before, network.state = network.state, bool((hidden.detach()[:, 0] > 0.2).any())
+    return 2 * hidden if before else hidden
+
+
+def yes_or_no_in_a_list(network, hidden):
+    found = sum(network.bank)
+    network.bank.append(bool((hidden.detach()[:, 0] > 0.2).any()))
+    return hidden * (1 + found)  # of several records, some are larger and some are not
+
+
 def parameter(network, hidden):
     before = network.centre.detach().clone()
     network.centre.data.lerp_(hidden.detach().mean(0), 0.1)
@@ -123,11 +134,11 @@ def elsewhere():
 
 CARRYING = {
     "running": [running_mean, running_mean_anew],
-    "bank": [memory_bank],
+    "bank": [memory_bank, yes_or_no_in_a_list],
     "queue": [queue_of_rows],
     "named": [in_dictionaries],
     "state": [
-        *(recurrent_state, recurrent_state_with_its_graph, array, gradients_scale, a_single_row),
+        *(recurrent_state, yes_or_no, recurrent_state_with_its_graph, array, gradients_scale, a_single_row),
         into_a_layer_that_gives_zero,
     ],
     "scale": [number],
