@@ -1,6 +1,7 @@
 """Buffers that the data flow into: a running mean, say. Nothing clips or noises them, and whoever gets the network gets them.
 
-So it is with tensors that are plain attributes. Where a later pass reads them, records act on steps that they have no part in.
+So it is with tensors that are plain attributes, or lie in a list or a dictionary that is one. Where a later pass reads them,
+records act on steps that they have no part in; :mod:`~opacus_shuffle.engine.carried_records` refuses what the next one reads.
 
 >>> import torch
 >>> class Mean(nn.Module):
@@ -22,6 +23,7 @@ So it is with tensors that are plain attributes. Where a later pass reads them, 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +31,7 @@ import torch
 from torch import nn
 
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
+from opacus_shuffle.permutation.network import ATTRIBUTES
 
 
 class WatchedBuffers:
@@ -45,7 +48,7 @@ class WatchedBuffers:
         self.changed: list[str] = []
         self._places = list(_places(network))
         self._scanned = False
-        self._before: list[tuple[int, int]] = []
+        self._before: list[list[tuple[int, int]]] = []
         self._handles: list[Any] = [
             network.register_forward_pre_hook(self._look),
             network.register_forward_hook(self._look_again),
@@ -74,18 +77,20 @@ class WatchedBuffers:
                 if place[2] not in known:
                     self._places.append(place)
                     self._tell(place[2])
-            if not self._places:
-                self.end()
+        # Attributes do not leave with the state dict, so once is enough.
+        self._places = [each for each in self._places if each[2] not in self.changed or each[1] in each[0]._buffers]
+        if not self._places:
+            self.end()
 
     def __call__(self, *_: Any) -> None:
         """Warns again of buffers, as a hook of the state dict."""
         if leaving := [name for part, key, name in self._places if name in self.changed and key in part._buffers]:
             self._warn(leaving)
 
-    def _now(self) -> list[tuple[int, int]]:
-        """Returns for each watched place which tensor is there and how often it was written to."""
-        tensors = [part._buffers.get(key, vars(part).get(key)) for part, key, _ in self._places]
-        return [(id(each), 0 if each is None or each.is_inference() else each._version) for each in tensors]
+    def _now(self) -> list[list[tuple[int, int]]]:
+        """Returns for each watched place which tensors are there and how often each was written to."""
+        kept = [_tensors_of(part._buffers.get(key, vars(part).get(key))) for part, key, _ in self._places]
+        return [[(id(each), 0 if each.is_inference() else each._version) for each in tensors] for tensors in kept]
 
     def _tell(self, name: str) -> None:
         """Warns of a tensor, by its name, the first time."""
@@ -106,10 +111,16 @@ class WatchedBuffers:
         )
 
 
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors that an attribute is, or that lie in it if it is a container."""
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | deque) else (value,)
+    return [each for each in held if isinstance(each, torch.Tensor)]
+
+
 def _places(network: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """Yields buffers and tensors that are plain attributes: their module, their name there, and their whole name."""
+    """Yields buffers and attributes that are or hold tensors: their module, their name there, and their whole name."""
     for name, part in network.named_modules():
-        plain = [key for key, each in vars(part).items() if isinstance(each, torch.Tensor)]
+        plain = [key for key, each in vars(part).items() if key not in ATTRIBUTES and _tensors_of(each)]
         yield from ((part, key, f"{name}.{key}" if name else key) for key in [*part._buffers, *plain])
 
 

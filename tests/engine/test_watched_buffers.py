@@ -25,6 +25,7 @@ class Statistics(nn.Module):
         self.how = how
         self.register_buffer("mean", torch.zeros(40))
         self.register_buffer("constant", torch.ones(40))
+        self.bank, self.table = [], {"fixed": torch.ones(1)}
 
     def forward(self, x):
         with torch.no_grad():
@@ -32,6 +33,10 @@ class Statistics(nn.Module):
                 self.mean.lerp_(x.mean(0), 0.1)
             if self.how == "attribute" and self.training and len(x):
                 self.centre = x.mean(0)
+            if self.how == "list" and self.training and len(x):
+                self.bank.append(x.detach())
+            if self.how == "dictionary" and self.training and len(x):
+                self.table["means"] = x.mean(0).detach()
             if self.how == "anew" and self.training and len(x):
                 self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
         return x * self.constant
@@ -93,10 +98,11 @@ def test_buffers_that_stay_and_passes_in_evaluation_are_nothing_to_warn_of():
     assert len(told) == 1
 
 
-def test_an_attribute_that_a_training_pass_changes_is_named_once_and_does_not_leave_with_the_weights():
-    _, network, (model, optimizer, loader) = private("attribute")
+@pytest.mark.parametrize(("how", "name"), [("attribute", "centre"), ("list", "bank"), ("dictionary", "table")])
+def test_an_attribute_that_a_training_pass_changes_is_named_once_and_does_not_leave_with_the_weights(how, name):
+    _, network, (model, optimizer, loader) = private(how)
     network[0].width = torch.ones(())
-    with pytest.warns(PrivacyAssumptionWarning, match=r"'1\.centre' of the network changes") as told:
+    with pytest.warns(PrivacyAssumptionWarning, match=rf"'1\.{name}' of the network changes") as told:
         run_epoch(model, optimizer, loader)
     assert sum(isinstance(each.message, PrivacyAssumptionWarning) for each in told) == 1
     with warnings.catch_warnings():
