@@ -29,13 +29,11 @@ from torch.utils._pytree import tree_map_only
 
 from opacus_shuffle.core.progress import enter_phase
 from opacus_shuffle.engine.mixed_records import (
-    Gradients,
     all_same,
     has_records,
     pass_both_ways,
     repeated,
     rescaled,
-    same_gradients,
     untouched,
 )
 from opacus_shuffle.permutation.network import ATTRIBUTES, results
@@ -76,16 +74,17 @@ def refuse_carried_records(
 def _carriers(network: nn.Module, records: int, call: Call, axis: int) -> str | None:
     """Returns what carries records into the next batch, None if nothing does."""
     enter_phase("whether they stay in the network")
-    plain, plain_gradients, plain_kept = _after(network, call, call, records, axis)
+    plain, plain_kept = _after(network, call, call, records, axis)
+    again, _ = _after(network, call, call, records, axis)
     for change, kept_row in ((rescaled, 0), (repeated, 0), (repeated, 1)):  # all are the last one, or the first
         try:
             earlier = _changed(call, change, kept_row, records, axis)
-            found, gradients, kept = _after(network, earlier, call, records, axis)
+            found, kept = _after(network, earlier, call, records, axis)
         except Exception:
             if change is rescaled:  # what the network may not take, a probability above one, say
                 continue
             raise
-        if not all_same(plain, found) or not same_gradients(plain_gradients, gradients):
+        if not _as_far_apart(plain, found, again):
             names = [name for name in plain_kept.keys() | kept.keys() if _differ(plain_kept.get(name), kept.get(name))]
             return ", ".join(sorted(names)) or "something else than its buffers and attributes"
     return None
@@ -100,10 +99,8 @@ def _changed(call: Call, change: Callable[..., torch.Tensor], kept: int, records
     return tree_map_only(torch.Tensor, other, call)  # type: ignore[no-any-return]
 
 
-def _after(
-    network: nn.Module, earlier: Call, call: Call, records: int, axis: int
-) -> tuple[list[torch.Tensor], Gradients, Kept]:
-    """Returns what a network gives after an earlier batch, its gradients, and what it has kept of that batch."""
+def _after(network: nn.Module, earlier: Call, call: Call, records: int, axis: int) -> tuple[list[torch.Tensor], Kept]:
+    """Returns what a network gives after an earlier batch and its gradients, and what it has kept of that batch."""
 
     def told(outputs: Any) -> list[torch.Tensor]:
         return [each for each in results(outputs) if each.requires_grad or has_records(each, records, axis)]
@@ -114,7 +111,33 @@ def _after(
     with untouched(network):
         pass_both_ways(network, earlier, bent, seed=0)
         kept = _kept(network)
-        return *pass_both_ways(network, call, told, seed=1), kept
+        found, gradients = pass_both_ways(network, call, told, seed=1)
+        return [*(each.clone() for each in found), *gradients], kept
+
+
+def _as_far_apart(plain: list[torch.Tensor], found: list[torch.Tensor], again: list[torch.Tensor]) -> bool:
+    """Returns whether results differ by no more than those of the same run done again, as kernels that race may have it.
+
+    These are the same computations on the same numbers, so that, but for such kernels, not even rounding may be another one:
+    among a long queue's thousands of rows those of one batch count little.
+    """
+    if len(plain) != len(found) or len(plain) != len(again):
+        return len(plain) != len(again)
+    for one, other, same in zip(plain, found, again, strict=True):
+        if one.shape != other.shape or one.shape != same.shape:
+            return one.shape != same.shape
+        if not all_same([one], [same]):
+            continue  # it draws from the operating system, say
+        if _distance(one, other) > 10 * _distance(one, same):
+            return False
+    return True
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Returns the largest difference of two tensors' entries, where NaN is as far from NaN as numbers from themselves."""
+    differ = (one != other) & ~(one.isnan() & other.isnan())
+    gap = (one - other).abs()[differ] if one.is_floating_point() or one.is_complex() else differ[differ].float()
+    return float(gap.nan_to_num(torch.inf).max()) if gap.numel() else 0.0
 
 
 def _kept(network: nn.Module) -> Kept:

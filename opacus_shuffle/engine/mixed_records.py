@@ -151,7 +151,7 @@ def _mixing_place(network: nn.Module, call: Call, records: int, axis: int) -> st
                 return _first_difference(network, call, changed, records, axis, kept)
             # A changed record may overflow, and zero times infinity is not zero.
             finite = all(torch.isfinite(each).all() for each in other_gradients)
-            if finite and not same_gradients(gradients, other_gradients):
+            if finite and not _same_gradients(gradients, other_gradients):
                 return f"its gradients, {_called(network, '')}"
             del other_rows, other_gradients  # as large as the network, each
         del rows, gradients
@@ -247,7 +247,7 @@ def all_same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return len(ones) == len(others) and all(map(_same, ones, others))
 
 
-def same_gradients(ones: Gradients, others: Gradients) -> bool:
+def _same_gradients(ones: Gradients, others: Gradients) -> bool:
     """Returns whether gradients differ by no more than a thousandth of their norm, or by rounding."""
     if len(ones) != len(others) or not ones:
         return len(ones) == len(others)

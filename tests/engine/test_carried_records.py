@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import secrets
 from collections import deque
 
 import pytest
@@ -83,6 +84,15 @@ def array(network, hidden):
     return hidden if before is None else hidden - torch.from_numpy(before)
 
 
+def long_queue(network, hidden):
+    """Contrasts each record with thousands of earlier ones, of which a batch replaces few."""
+    if network.state is None:
+        network.state = torch.randn(2**16, 6, generator=torch.Generator().manual_seed(0))
+    losses = torch.logsumexp(hidden @ network.state.T, 1)
+    network.state = torch.cat([network.state[len(hidden) :], hidden.detach()])
+    return losses[:, None].expand(-1, 6)
+
+
 def yes_or_no(network, hidden):
     before, network.state = network.state, bool((hidden.detach()[:, 0] > 0.2).any())
     return 2 * hidden if before else hidden
@@ -138,7 +148,7 @@ CARRYING = {
     "queue": [queue_of_rows],
     "named": [in_dictionaries],
     "state": [
-        *(recurrent_state, yes_or_no, recurrent_state_with_its_graph, array, gradients_scale, a_single_row),
+        *(recurrent_state, yes_or_no, long_queue, recurrent_state_with_its_graph, array, gradients_scale, a_single_row),
         into_a_layer_that_gives_zero,
     ],
     "scale": [number],
@@ -178,8 +188,16 @@ def drawn(network, hidden):
     return hidden * torch.rand(())
 
 
+def drawn_anew(network, hidden):
+    return hidden + torch.rand(6, generator=torch.Generator().manual_seed(secrets.randbits(32)))
+
+
+def not_finite(network, hidden):
+    return hidden / 0.0
+
+
 ONLY_KEPT = [last_seen, all_seen, unread_mean, cleared]
-HARMLESS = [*ONLY_KEPT, counted, drawn]
+HARMLESS = [*ONLY_KEPT, counted, drawn, drawn_anew, not_finite]
 
 
 @pytest.fixture(autouse=True)
