@@ -148,7 +148,7 @@ def _kept(network: nn.Module) -> Kept:
             tensors = [] if name in ATTRIBUTES else results(value)
             whole = f"{place}.{name}" if place else name
             if tensors:
-                found[whole] = [each.detach().clone() for each in tensors]
+                found[whole] = [each.detach().to_dense().clone() for each in tensors]
             elif name not in ATTRIBUTES and isinstance(value, int | float | list | tuple | dict | deque | np.ndarray):
                 found[whole] = repr(value)
     return found

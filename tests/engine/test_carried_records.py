@@ -93,6 +93,11 @@ def long_queue(network, hidden):
     return losses[:, None].expand(-1, 6)
 
 
+def sparse(network, hidden):
+    before, network.state = network.state, hidden.detach().to_sparse()
+    return hidden if before is None else hidden + before.to_dense()
+
+
 def yes_or_no(network, hidden):
     before, network.state = network.state, bool((hidden.detach()[:, 0] > 0.2).any())
     return 2 * hidden if before else hidden
@@ -148,7 +153,7 @@ CARRYING = {
     "queue": [queue_of_rows],
     "named": [in_dictionaries],
     "state": [
-        *(recurrent_state, yes_or_no, long_queue, recurrent_state_with_its_graph, array, gradients_scale, a_single_row),
+        *(recurrent_state, yes_or_no, long_queue, sparse, recurrent_state_with_its_graph, array, gradients_scale, a_single_row),
         into_a_layer_that_gives_zero,
     ],
     "scale": [number],
