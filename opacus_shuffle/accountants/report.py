@@ -94,6 +94,14 @@ class PrivacyReport:
         proved = [bound for bound in self.bounds if bound.guarantee is Guarantee.PROVED and bound.bound in own]
         return min(proved, key=lambda bound: bound.epsilon)
 
+    def statement(self) -> str:
+        """One sentence to quote, of the proved ε, and what must be said beside it."""
+        notes = [not_private(self.predictable)] if self.predictable else []
+        notes += [f"{name.capitalize()} {text}." for name, text in HOW_IT_RAN.items() if getattr(self, name)]
+        notes.append(rewound_sentence(self.rewound))
+        said = ", ".join(self._title().split(", ")[:2]) + ", is "
+        return " ".join(filter(None, [f"{said}{promise(self.best)}, against an adversary who {self.best.adversary}.", *notes]))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         first = self.bounds[0]
@@ -239,6 +247,24 @@ class PrivacyReport:
         used = {bound.guarantee for bound in self.bounds}
         terms += [(guarantee.name, guarantee.value) for guarantee in Guarantee if guarantee in used]
         return terms + [(name, text) for name, text in HOW_IT_RAN.items() if getattr(self, name)]
+
+
+def promise(bound: PrivacyBound) -> str:
+    """Returns what a proved ε promises, in the words that end a sentence beginning with "training is".
+
+    Raises:
+        ValueError: If ε is not proved for every data set: there is no such sentence then.
+    """
+    if bound.guarantee is not Guarantee.PROVED:
+        raise ValueError(
+            f"bound must be proved for every data set, got {bound.bound!r}, {bound.guarantee.value}: take 'certified'"
+        )
+    name = "zero-out" if bound.adjacency is Adjacency.ZERO_OUT else "replacement"
+    alone = "nobody" if bound.trusted == "nobody" else f"{bound.trusted} alone"
+    return (
+        f"({round_up(bound.epsilon)}, {bound.delta:.3g})-differentially private for every data set in {name} adjacency, "
+        f"trusting {alone}"
+    )
 
 
 def not_private(predictable: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from opacus_shuffle._version import __version__
-from opacus_shuffle.commands import audit, epsilon, training
+from opacus_shuffle.commands import audit, compare, epsilon, training
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 
 
@@ -20,7 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PrivacyAssumptionWarning)  # what is printed says it already
-            warnings.filterwarnings("ignore", message="Secure RNG turned off|Full backward hook is firing")
+            warnings.filterwarnings(
+                "ignore", message="Secure RNG turned off|Full backward hook is firing|Optimal order is the largest"
+            )
             return _run(arguments)
     except (ValueError, OverflowError, MemoryError) as error:
         return _complain(str(error) or "too little memory for these numbers: take smaller ones", 2)
@@ -33,6 +35,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         try:
             options = vars(parser().parse_args(arguments))
+            if "command" not in options:
+                return _complain("which command? opacus-shuffle compare is the one to begin with; see opacus-shuffle --help", 2)
             options.pop("command")(options)
         finally:
             if sys.stdout is not None:  # as a process started without it has it
@@ -70,8 +74,8 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands; each adds its own."""
     everything = _Parser(prog="opacus-shuffle", description="Shuffle-model differential privacy for Opacus.")
     everything.add_argument("--version", action="version", version=f"opacus-shuffle {__version__}")
-    commands = everything.add_subparsers(required=True, metavar="{epsilon,noise,report,plot,train,audit}")
-    for family in (epsilon, training, audit):
+    commands = everything.add_subparsers(metavar="{compare,train,epsilon,noise,report,plot,audit}")
+    for family in (compare, training, epsilon, audit):
         family.add_to(commands)
     return everything
 

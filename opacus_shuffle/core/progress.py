@@ -16,6 +16,8 @@ from contextvars import ContextVar
 LOGGER = logging.getLogger("opacus_shuffle")
 QUIET = 2.0
 """Seconds for which a task says nothing."""
+BAR = 20
+"""Characters of a progress bar."""
 
 
 class _Task:
@@ -24,12 +26,15 @@ class _Task:
         self._begun = self._last = time.monotonic()
         self._seconds: dict[str, float] = {}
         self._width = 0
+        self._bar = ""
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: str, share: float | None) -> None:
         total = self._count()
         self._phase = phase
+        if share is not None:
+            self._bar = f"{'#' * round(BAR * share):.<{BAR}} {share:4.0%}, "
         if total > QUIET:
-            self._show(f"{self._name}: {phase}, {total:.0f} s")
+            self._show(f"{self._name}: {self._bar}{phase}, {total:.0f} s")
 
     def leave(self) -> None:
         total = self._count()
@@ -72,7 +77,12 @@ def progress(name: str) -> Iterator[None]:
         task.leave()
 
 
-def enter_phase(phase: str) -> None:
-    """Says that the task which is under way, if there is one, enters a phase, or is still in it."""
+def enter_phase(phase: str, *, share: float | None = None) -> None:
+    """Says that the task which is under way, if there is one, enters a phase, or is still in it.
+
+    Args:
+        phase: What is being done.
+        share: How much of the whole task is done, 0 to 1, for a bar, which stays until the next share.
+    """
     if (task := _TASK.get()) is not None:
-        task.enter(phase)
+        task.enter(phase, share)

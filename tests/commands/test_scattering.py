@@ -92,10 +92,16 @@ def test_an_image_moved_by_four_pixels_has_its_coefficients_moved_by_one_place()
 def test_a_row_depends_on_its_own_image_alone():
     images = torch.randn(5, 3, 16, 12, generator=torch.Generator().manual_seed(0))
     together = scattering_features(images)
-    assert together.shape == (5, 3 * 81 * 4 * 3)
+    assert together.shape == (5, 3 * 17 * 4 * 3)
     for number in range(5):
         torch.testing.assert_close(together[number : number + 1], scattering_features(images[number : number + 1]))
     torch.testing.assert_close(together.norm(dim=1), torch.ones(5))
+
+
+def test_the_first_order_is_the_beginning_of_the_second():
+    images = torch.randn(2, 2, 12, 12, generator=torch.Generator().manual_seed(0))
+    assert scattering(images, order=1).shape == (2, 2, 17, 3, 3)
+    assert scattering(images, order=1).equal(scattering(images)[:, :, :17])
 
 
 def test_an_image_of_one_grey_has_features_that_are_numbers():

@@ -45,6 +45,18 @@ def test_a_long_task_shows_one_line_on_a_terminal_and_takes_it_away(clock, monke
     assert terminal.getvalue() == f"\r{shown}\r{' ' * len(shown)}\r"
 
 
+def test_a_bar_says_how_much_is_done_and_stays_through_phases_that_do_not(clock, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with progress("training"):
+        for done in range(5):
+            enter_phase("rounds", share=done / 4)
+            enter_phase("looking")
+    shown = [line.strip() for line in terminal.getvalue().split("\r") if line.strip()]
+    assert "training: ##########..........  50%, rounds, 5 s" in shown
+    assert "training: ##########..........  50%, looking, 6 s" in shown
+    assert shown[-1] == "training: #################### 100%, looking, 10 s"
+
+
 def test_a_long_task_tells_the_log_how_long_each_phase_took(clock, caplog):
     with caplog.at_level(logging.INFO, logger="opacus_shuffle"):
         do()

@@ -1,0 +1,160 @@
+"""The main job: one model for four kinds of trust, each within the same proved budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from opacus_shuffle.accountants.compute import privacy_report
+from opacus_shuffle.accountants.report import promise
+from opacus_shuffle.analysis import gaussian
+from opacus_shuffle.commands import compare, kinds_of_trust
+from opacus_shuffle.commands.compare import CompareSettings, size_of
+from opacus_shuffle.commands.image_datasets import load_image_dataset
+from opacus_shuffle.commands.kinds_of_trust import KINDS, train_kind
+from opacus_shuffle.commands.main import main
+from opacus_shuffle.core.guarantees import Guarantee
+
+RECORDS, ROUNDS = 200, 2
+NOBODY = dataclasses.replace(KINDS[3], rounds=ROUNDS)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """One comparison of a few images in a few rounds: what was printed, and the files."""
+    folder = tmp_path_factory.mktemp("compare")
+    few = [
+        TensorDataset(*(each[:RECORDS, ..., ::2, ::2] if each.ndim > 1 else each[:RECORDS] for each in images.tensors))
+        for images in load_image_dataset("mnist-5k")
+    ]
+    few = [TensorDataset(torch.nn.functional.pad(images.tensors[0], (1, 1, 1, 1)), images.tensors[1]) for images in few]
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(compare, "load_image_dataset", lambda *_: few)
+        patch.setattr(compare, "KINDS", tuple(dataclasses.replace(kind, rounds=ROUNDS) for kind in KINDS))
+        found = compare.compare(CompareSettings(epsilon=2.0, seed=0))
+    path = str(folder / "found.json")
+    compare.write_statement(found, path)
+    return found, json.loads((folder / "found.json").read_text())
+
+
+def test_every_kind_of_trust_stays_within_the_same_proved_budget(ran):
+    found, _ = ran
+    assert [(each.kind.trusted, each.kind.how) for each in found.outcomes] == [(kind.trusted, kind.how) for kind in KINDS]
+    for each in found.outcomes:
+        assert each.bound.guarantee is Guarantee.PROVED
+        assert (each.bound.delta, each.bound.adjacency, each.bound.rounds) == (1e-5, "zero_out", ROUNDS)
+        assert 1.9 < each.bound.epsilon <= 2.0
+    assert [each.bound.trusted for each in found.outcomes] == ["the server", "the shuffler", "the shuffler", "nobody"]
+
+
+def test_less_trust_takes_more_noise_in_all(ran):
+    server, bits, shuffled, local = (each.noise_multiplier for each in ran[0].outcomes)
+    assert server == pytest.approx(bits, rel=0.05)
+    assert server < shuffled * RECORDS**0.5 <= local * RECORDS**0.5
+
+
+def test_users_of_gaussian_reports_send_four_bytes_for_every_weight_and_round(ran):
+    weights = 17 * 16 * 10 + 10
+    assert [each.bytes_per_user for each in ran[0].outcomes[2:]] == [4 * weights * ROUNDS] * 2
+    assert ran[0].outcomes[0].bytes_per_user is None
+    assert ran[0].outcomes[1].bytes_per_user > weights * ROUNDS / 8
+
+
+def test_what_is_printed_fits_a_terminal_and_is_what_is_exported(ran):
+    found, exported = ran
+    lines = str(found).splitlines()
+    assert max(map(len, lines)) <= 80
+    told = " ".join(lines)
+    assert exported["quote"] in told
+    assert exported["caveat"] in told
+    assert "differentially private for every data set in zero-out adjacency, trusting the shuffler alone" in exported["quote"]
+    assert "not private" in exported["caveat"]
+    assert exported["private"] is False
+    assert exported["quote"] in found.markdown()
+    assert found.markdown().count("\n| ") == 6
+    for row, shown in zip(exported["rows"], found.rows(), strict=True):
+        assert float(shown[2]) >= row["privacy"]["epsilon"]
+        assert 0 <= row["test_accuracy"] <= 1
+
+
+def test_the_accuracies_are_drawn(ran, tmp_path):
+    pytest.importorskip("matplotlib")
+    compare.save(compare.draw(ran[0]), str(tmp_path / "picture.png"))
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--epsilon", "0"], "epsilon"),
+        (["--delta", "1"], "delta"),
+        (["--seed", "-1"], "seed"),
+        (["--data", "mnist"], "data-root"),
+        (["--statement", "found.txt"], "--statement"),
+        (["--statement", "/nowhere/found.md"], "--statement"),
+        (["--output", "picture"], "--output"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line_before_anything_is_trained(capsys, monkeypatch, arguments, named):
+    monkeypatch.setattr(compare, "train_kind", lambda *_, **__: pytest.fail("it trains"))
+    assert main(["compare", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert named in printed.err
+    assert len(printed.err.splitlines()) == 1
+
+
+def test_no_command_at_all_names_the_one_to_begin_with(capsys):
+    assert main([]) == 2
+    assert "opacus-shuffle compare" in capsys.readouterr().err
+
+
+def features(seed, records=60):
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(records, 5, generator=generator), torch.randint(10, (records,), generator=generator)
+    return TensorDataset(torch.nn.functional.normalize(x, dim=1), y)
+
+
+def test_a_seed_repeats_a_run_and_its_budget_is_that_of_gaussian_noise():
+    kind = dataclasses.replace(NOBODY, rounds=9)
+    first, again = (train_kind(kind, features(0), features(1), epsilon=3.0, delta=1e-6, seed=7) for _ in range(2))
+    assert first == again
+    closed = gaussian.compute_epsilon(mu=9**0.5 / first.noise_multiplier, delta=1e-6)
+    assert first.bound.epsilon == pytest.approx(closed, rel=1e-9)
+    assert 2.999 < first.bound.epsilon <= 3.0
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.trusted}, {kind.how}")
+@pytest.mark.parametrize("records", [10, 4000, 60_000])
+def test_the_passes_over_the_data_follow_their_number(kind, records):
+    rounds = kind.epochs(records) * records / kind.batch_size(records)
+    assert rounds == pytest.approx(kind.rounds, rel=0.1)
+    assert kind.batch_size(records) <= records
+
+
+def test_the_server_and_the_bits_are_about_the_same_rounds():
+    server, bits = (dataclasses.replace(kind, trusted="", how="", accountant="", bound="") for kind in KINDS[:2])
+    assert server == bits
+
+
+def test_numbers_of_bytes_are_rounded_up():
+    assert size_of(1_000_001) == "1.1 MB"
+    assert kinds_of_trust.CLASSES == 10
+
+
+def test_a_report_s_statement_says_its_proved_epsilon_and_no_other_bound_has_one():
+    report = privacy_report("shuffle_gauss", noise_multiplier=5.0, num_users=2000, steps=3, delta=1e-6)
+    said = report.statement()
+    assert said.startswith("shuffle_gauss, 3 rounds, is (")
+    number = float(said.split("(")[1].split(",")[0])
+    assert report.best.epsilon <= number <= report.best.epsilon * 1.001
+    assert "for every data set in zero-out adjacency, trusting the shuffler alone" in said
+    pair = next(bound for bound in report.bounds if bound.bound == "pair")
+    with pytest.raises(ValueError, match="bound must be proved for every data set, got 'pair'"):
+        promise(pair)
