@@ -169,7 +169,7 @@ def draw(comparison: Comparison) -> Any:
     bars = axes.barh(names, heights, color=[colours[each.kind.trusted] for each in comparison.outcomes])
     axes.bar_label(bars, [f" {height:.1f} %" for height in heights])
     axes.invert_yaxis()
-    axes.set(xlim=(0, 100), xlabel=f"test accuracy, {comparison.settings.data}")
+    axes.set(xlim=(0, 112), xticks=range(0, 101, 20), xlabel=f"test accuracy, {comparison.settings.data}")
     settings = comparison.settings
     axes.set_title(f"proved ε ≤ {settings.epsilon:g} at δ = {settings.delta:g}, zero-out adjacency", fontsize=11)
     return figure
