@@ -44,6 +44,9 @@ HOW_IT_RAN = {
 POINTS = 9
 """Of each curve of the picture."""
 
+_COMPARABLE = ("mechanism", "rounds", "delta", "adjacency", "adversary", "trusted")
+"""What two values must have in common to speak of the same thing."""
+
 HEAD = ("trusted", "bound", "epsilon", "holds for", "status")
 
 
@@ -201,8 +204,10 @@ class PrivacyReport:
 
     def _cells(self) -> list[tuple[str, str, str, str, str]]:
         """The table's rows as text."""
-        where = {Guarantee.PROVED: "every data set", Guarantee.PAIR: "one pair of data sets", Guarantee.ESTIMATE: "(estimate)"}
-        return [(b.trusted, b.bound, round_up(b.epsilon), where[b.guarantee], b.guarantee.name) for b in self.bounds]
+        where = {Guarantee.PAIR: "one pair of data sets", Guarantee.ESTIMATE: "(estimate)"}
+        return [
+            (b.trusted, b.bound, round_up(b.epsilon), where.get(b.guarantee, b.covers), b.guarantee.name) for b in self.bounds
+        ]
 
     def _headline(self) -> str:
         """The number to quote, and what it means to someone who has never heard of the shuffle model."""
@@ -276,8 +281,13 @@ def not_private(predictable: Sequence[str]) -> str:
 
 
 def contradiction(estimate: PrivacyBound, pair: PrivacyBound) -> str:
-    """The sentence to say where an estimate is below what one pair of data sets has for certain; empty if it is not."""
+    """The sentence to say where an estimate is below what one pair of data sets has for certain; empty if it is not.
+
+    Nothing is said of two values that are about different adversaries, data sets, rounds or δ: they contradict nothing.
+    """
     if estimate.guarantee is not Guarantee.ESTIMATE or pair.lower is None or estimate.epsilon >= pair.lower:
+        return ""
+    if any(getattr(estimate, name) != getattr(pair, name) for name in _COMPARABLE):
         return ""
     return (
         f"{estimate.bound} ({round_up(estimate.epsilon)}) is no upper bound here: the pair of data sets of {pair.bound!r} has "

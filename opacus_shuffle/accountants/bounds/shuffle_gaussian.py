@@ -12,7 +12,7 @@ local 30.183
 certified 0.113
 published 9.617
 pair 0.054
-secure_aggregation 0.19
+secure_aggregation 0.198
 central 0.053
 """
 
@@ -24,6 +24,7 @@ import math
 from collections.abc import Iterable
 
 import numpy as np
+import scipy.stats
 
 from opacus_shuffle.accountants.bounds.registry import Answer, Rounds, register_bound
 from opacus_shuffle.accountants.mechanism import Mechanism
@@ -35,6 +36,8 @@ from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Adjacency, Guarantee,
 
 FAMILY: tuple[type[Mechanism], ...] = (ShuffleGauss, SubsampledShuffle, ShuffledCheckIn)
 PAIR = "one pair of data sets: all other records report zero, one record at the clipping norm becomes zero"
+FEW = 0.01
+"""The share of δ that ``secure_aggregation`` spends on rounds by coins that have very few reports."""
 
 
 def printed_rdp(mechanism: Mechanism | ShuffledRound, orders: Vector) -> Vector:
@@ -134,43 +137,68 @@ def _local(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterab
 
 @_baseline(
     "secure_aggregation",
-    meaning="only the sum of a round's reports is seen, and who took part",
+    meaning="only the sum of a round's reports is seen, and who took part, which no bound of the shuffler's gives away: where "
+    "users are sampled, it may exceed them",
     legend="sums alone are seen",
     trusted="the aggregation",
     adversary="sees the sum of every round's reports, and who takes part",
 )
 def _secure_aggregation(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
-    """The sum of a round's reports carries the noise of all of them."""
-    epsilon = unshuffled_epsilon(_summed(rounds), delta=delta, distance=adjacency.distance)
-    if not any(mechanism.sampling == "poisson" and mechanism.sample_rate < 1 for mechanism, _ in rounds):
-        return Answer(epsilon)
-    return Answer(epsilon, guarantee=Guarantee.ESTIMATE, covers=f"{EVERY_DATA_SET}, at the expected number of reports")
+    """The sum of a round's reports carries the noise of all of them: of as many as there are but for a small share of δ."""
+    ran = shuffled_rounds.merge(shuffled(rounds))
+    sampled = any(each.sample_rate < 1 for each, _ in ran)
+    by_coins = sampled and any(each.sampling == "poisson" for each, _ in ran)
+    few = FEW * delta if by_coins else 0.0
+    share = few / sum(count for _, count in ran)
+    noised = [(_of_sum(each, _fewest(each, share)), count) for each, count in ran]
+    epsilon = unshuffled_epsilon(noised, delta=delta - few, distance=adjacency.distance)
+    if by_coins:  # a sum is no more than its reports
+        epsilon = min(epsilon, unshuffled_epsilon(ran, delta=delta, distance=adjacency.distance))
+    return Answer(epsilon, covers=f"{EVERY_DATA_SET}, participants seen" if sampled else None)
+
+
+def _fewest(each: ShuffledRound, probability: float) -> float:
+    if each.sampling == "poisson" and each.sample_rate < 1:
+        return fewest_reports(each.num_users, each.sample_rate, probability)
+    return each.num_users * each.sample_rate
+
+
+@functools.lru_cache(maxsize=256)
+def fewest_reports(num_users: int, sample_rate: float, probability: float) -> int:
+    """Returns k such that a record is in a round by coins of fewer than k reports with at most this probability.
+
+    A record that takes part makes one report, the others a binomial number; rounded down.
+    """
+    others, tail = scipy.stats.binom(num_users - 1, sample_rate), probability / sample_rate * (1 - 1e-6)
+    fewer = max(0, int(others.ppf(min(tail, 0.5))))
+    while fewer and others.cdf(fewer - 1) > tail:
+        fewer -= 1
+    return 1 + fewer
 
 
 @_baseline(
     "central",
-    meaning="a trusted server picks the participants in secret and adds the noise of all reports to their sum",
+    meaning="a trusted server picks the participants in secret and adds the noise of the expected number of reports to their "
+    "sum, however many take part",
     legend="trusted server",
     trusted="the server",
     adversary="sees the noised sum of every round",
 )
 def _central(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
-    """DP-SGD: the sampled Gaussian mechanism with the noise of the sum."""
+    """DP-SGD: the sampled Gaussian mechanism with the noise of the sum, √B·σ."""
+    server = [(_of_sum(each, each.num_users * each.sample_rate), count) for each, count in shuffled(rounds)]
     if adjacency is Adjacency.ZERO_OUT:
-        epsilon = sampled_gaussian_epsilon(_summed(rounds), delta=delta)
+        epsilon = sampled_gaussian_epsilon(server, delta=delta)
     elif any(mechanism.sample_rate < 1 for mechanism, _ in rounds):
         raise NotCovered(f"baseline='central' with sampling is about adjacency='zero_out', got {adjacency.value!r}")
     else:
-        epsilon = unshuffled_epsilon(_summed(rounds), delta=delta, distance=adjacency.distance)
+        epsilon = unshuffled_epsilon(server, delta=delta, distance=adjacency.distance)
     if not any(mechanism.sampling == "fixed_size" and mechanism.sample_rate < 1 for mechanism, _ in rounds):
         return Answer(epsilon)
     return Answer(epsilon, guarantee=Guarantee.ESTIMATE, covers=f"{EVERY_DATA_SET}, as if each user took part by its own coin")
 
 
-def _summed(rounds: Rounds) -> shuffled_rounds.Rounds:
-    """The rounds with the noise of the sum, √B·σ."""
+def _of_sum(each: ShuffledRound, reports: float) -> ShuffledRound:
+    """The round with the noise of the sum of so many reports."""
     largest = 1e12  # that any mechanism takes
-    return [
-        (each.with_noise(min(math.sqrt(max(each.num_users * each.sample_rate, 1.0)) * each.noise_multiplier, largest)), count)
-        for each, count in shuffled(rounds)
-    ]
+    return each.with_noise(min(math.sqrt(max(reports, 1.0)) * each.noise_multiplier, largest))
