@@ -5,7 +5,9 @@ travels as g bits that say where on the grid it lies and b noise bits that are 1
 
 **published**: SCO Theorem A.6 (Claim A.8, Corollary A.9 with drop-outs), constants as printed. **tight**: p = ½, and for every
 b the largest g whose bound (:mod:`opacus_shuffle.analysis.binomial_sums`) meets (ε, δ); b is the smallest with which the
-variance is within :data:`OVERHEAD` of its limit for infinitely many bits.
+variance is within :data:`OVERHEAD` of its limit for infinitely many bits. A protocol that is built for a noise multiplier
+sends the fewest bits with which its variance is within a stated share of the limit, with p below ½ where one fair bit each
+would be too much noise.
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ CALIBRATIONS = ("published", "tight")
 SMALLEST_MULTIPLIER, SMALLEST_EPSILON = 0.1, 1e-9
 OVERHEAD = 0.05
 """How far above its limit the variance of the tight calibration may stay for the sake of fewer bits."""
+ROUNDING_SHARE = 0.1
+"""The same for a protocol that is built for a noise multiplier: 5 % of the standard deviation."""
 _PACE, _COARSE = 1.25, 8
+_HALVINGS = 5
+_PROBABILITY_STEPS = 2**16
+"""A noise bit's probability is a multiple of one over this: sixteen fair coins make it exactly."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +62,12 @@ class GridPlan:
         """What the honest users add to a coordinate's sum."""
         return BinomialNoise(trials=self.noise_bits * self.honest_users, probability=self.bit_probability)
 
-    def variance(self, num_users: int) -> float:
-        """Of a coordinate's sum of ``num_users`` reports, in grid steps squared: noise, and rounding at its worst."""
-        return num_users * (0.25 + self.noise_bits * self.bit_probability * (1 - self.bit_probability))
+    def variance(self, num_users: int, rate: float = 1.0) -> float:
+        """Of a coordinate's sum of ``num_users`` reports, in grid steps squared: noise, and rounding at its worst.
+
+        ``rate`` is the expected share of the users whose values are rounded, as those on the grid are not.
+        """
+        return num_users * (0.25 * rate + self.noise_bits * self.bit_probability * (1 - self.bit_probability))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,12 +196,74 @@ def _published_plan(
 
 
 @functools.lru_cache(maxsize=1024)
-def tight_vector_plan(
-    *, num_users: int, dimension: int, mu: float, lost: float, honest_fraction: float, even: bool = False
-) -> GridPlan:
-    """Returns the cheapest grid, of an even number of steps if asked for, that is ``mu``-Gaussian-private but for ``lost``."""
+def tight_vector_plan(*, num_users: int, dimension: int, mu: float, lost: float, honest_fraction: float) -> GridPlan:
+    """Returns the cheapest grid that is ``mu``-Gaussian-private but for ``lost``."""
     honest = honest_users(num_users, honest_fraction)
-    tail = max(lost / dimension, 1e-300)
+    return _cheapest(num_users, honest, _granularity_for(mu, lost / dimension, honest), limit=1 / mu**2)
+
+
+@functools.lru_cache(maxsize=1024)
+def fewest_bits_plan(
+    *,
+    num_users: int,
+    dimension: int,
+    mu: float,
+    lost: float,
+    honest_fraction: float,
+    rounding_share: float,
+    rate: float,
+    zero_on_grid: bool,
+) -> GridPlan:
+    """Returns the grid with the fewest bits that is ``mu``-Gaussian-private but for ``lost``.
+
+    Args:
+        num_users: n, users who report.
+        dimension: d.
+        mu: μ under replacement.
+        lost: What the tails of all coordinates may take of one round's δ.
+        honest_fraction: The share of users who add their noise for certain.
+        rounding_share: How far above the limit the variance may be, at the expected number of users whose values are rounded.
+        rate: Their expected share.
+        zero_on_grid: The grid has an even number of steps.
+
+    Raises:
+        ValueError: If no protocol gets there.
+    """
+    honest = honest_users(num_users, honest_fraction)
+    largest = _granularity_for(mu, lost / dimension, honest)
+    allowed = (1 + rounding_share) / mu**2 * num_users / honest
+
+    def at(variance: float) -> GridPlan | None:
+        """The grid with this much noise of the honest users, at least; None if it is too coarse."""
+        bits = math.ceil(4 * variance / honest)
+        rare = (1 - math.sqrt(1 - 4 * variance / honest)) / 2 if bits == 1 else 0.5
+        noise = BinomialNoise(trials=bits * honest, probability=math.ceil(rare * _PROBABILITY_STEPS) / _PROBABILITY_STEPS)
+        g = largest(noise)
+        g -= g % 2 if zero_on_grid else 0
+        if g < 1:
+            return None
+        plan = GridPlan(g, bits, noise.probability, honest)
+        return plan if plan.variance(num_users, rate) <= allowed * g**2 else None
+
+    low = 1 / mu**2  # of a grid of one step
+    while (found := at(low * _PACE)) is None:
+        low *= _PACE
+        if 4 * low > MOST_TRIALS:
+            raise ValueError(
+                f"no protocol with fewer than 2**50 noise bits keeps to rounding_share={rounding_share} for num_users="
+                f"{num_users}: raise it, or the noise multiplier"
+            )
+    high = low * _PACE
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        plan = at(middle)
+        low, high, found = (low, middle, plan) if plan else (middle, high, found)
+    return found
+
+
+def _granularity_for(mu: float, share: float, honest: int) -> Callable[[BinomialNoise], int]:
+    """Returns what finds the finest grid on which noise is μ-Gaussian-private but for a share of δ for each coordinate."""
+    tail = max(share, 1e-300)
 
     def largest_granularity(noise: BinomialNoise) -> int:
         g = math.floor(mu * math.sqrt(noise.variance))
@@ -202,9 +274,9 @@ def tight_vector_plan(
             if not math.isfinite(slope):
                 return 0
             g = min(g, math.floor(mu / slope))
-        return g - g % 2 if even else g
+        return g
 
-    return _cheapest(num_users, honest, largest_granularity, limit=1 / mu**2)
+    return largest_granularity
 
 
 @functools.lru_cache(maxsize=1024)

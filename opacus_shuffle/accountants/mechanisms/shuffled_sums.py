@@ -131,7 +131,7 @@ class ShuffledSums(Mechanism):
     def build(cls, **fields: Any) -> Mechanism:
         """Returns the mechanism with these fields; where the bits are left out, those of the protocol with this noise.
 
-        A grid does not allow every noise: the multiplier is the one asked for or up to 2.5 % more.
+        A grid does not allow every noise: the multiplier is the one asked for or up to 5 % more.
         """
         sound = {*cls.required_fields()} <= fields.keys() <= {*cls.field_names()}
         if fields.get("granularity") or fields.get("noise_trials") or not sound:
@@ -150,6 +150,7 @@ class ShuffledSums(Mechanism):
             delta=ROUND_DELTA,
             honest_fraction=fields.get("honest_fraction", 1.0),
             zero_on_grid=coins,
+            rate=rate if coins else 1.0,
         )
         return cls.of_protocol(protocol, sample_rate=rate) if coins else cls.of_protocol(protocol, num_users=users)
 
@@ -231,6 +232,13 @@ class ShuffledSums(Mechanism):
     def noise_std(self) -> float:
         """The binomial noise of one coordinate of the sum, honest reports' alone, over the clipping norm."""
         return 2 * math.sqrt(self.noise.variance) / self.granularity
+
+    @property
+    def noise_of_sum(self) -> float:
+        """Standard deviation of one coordinate of the sum over the clipping norm: noise bits, and rounding at its worst."""
+        honest = honest_users(self.reports, self.honest_fraction)
+        variance = self.noise.variance * self.reports / honest + self.expected_reports / 4
+        return 2 * math.sqrt(variance) / self.granularity
 
 
 @functools.lru_cache(maxsize=256)

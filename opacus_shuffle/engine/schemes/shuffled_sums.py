@@ -44,9 +44,9 @@ class VectorSums(Scheme):
         protocol = request.aggregator
         if protocol is None:
             norm = moderate("max_grad_norm", request.max_grad_norm)
-            sizes, coins = (_reports(run.sampling), _entries(request), norm), run.sampling.kind == "poisson"
+            sizes = (_reports(run.sampling), _entries(request), norm)
             protocol = ShuffleVectorSum.with_noise_multiplier(
-                *sizes, run.noise_multiplier, delta=ROUND_DELTA, zero_on_grid=coins
+                *sizes, run.noise_multiplier, delta=ROUND_DELTA, **_rounding(run.sampling)
             )
         self.check_aggregator(protocol, request, run.sampling)
         return dataclasses.replace(run, noise_multiplier=protocol.noise_multiplier, aggregator=protocol)
@@ -167,6 +167,11 @@ def _reports(sampling: SamplingPlan) -> int:
     return sampling.num_users if sampling.kind == "poisson" else sampling.batch_size
 
 
+def _rounding(sampling: SamplingPlan) -> dict[str, Any]:
+    """Whose values are rounded: with coins those of the users who take part."""
+    return {"zero_on_grid": True, "rate": sampling.sample_rate} if sampling.kind == "poisson" else {}
+
+
 def _mechanism(protocol: ShuffleVectorSum, sampling: SamplingPlan) -> ShuffledSums:
     """The round that a protocol is with such batches."""
     if sampling.kind == "poisson":
@@ -199,5 +204,4 @@ def _protocol_for(budget: Budget, steps: int, sampling: SamplingPlan, request: R
         return min(gaussian_epsilons(rounds, delta=delta, adjacency=Adjacency(budget.adjacency)).values())
 
     sigma = smallest_noise(spent, target_epsilon=epsilon)
-    coins = sampling.kind == "poisson"
-    return ShuffleVectorSum.with_noise_multiplier(*sizes, sigma, delta=delta, rounds=steps, zero_on_grid=coins)
+    return ShuffleVectorSum.with_noise_multiplier(*sizes, sigma, delta=delta, rounds=steps, **_rounding(sampling))
