@@ -22,13 +22,16 @@ LOWEST, HIGHEST = 1e-3, 1e9
 RELATIVE_TOLERANCE = 1e-7
 
 
-def smallest_noise(epsilon: Callable[[float], float], *, target_epsilon: float, lowest: float = LOWEST) -> float:
-    """Returns the smallest noise multiplier (to 1e-7, rounded up) whose ε stays within a target.
+def smallest_noise(
+    epsilon: Callable[[float], float], *, target_epsilon: float, lowest: float = LOWEST, tolerance: float = RELATIVE_TOLERANCE
+) -> float:
+    """Returns the smallest noise multiplier (rounded up) whose ε stays within a target.
 
     Args:
         epsilon: ε of a run at a noise multiplier; more noise must not cost more.
         target_epsilon: ε to stay within, above 0.
         lowest: The least multiplier to try.
+        tolerance: Relative, by which it may be too large.
 
     Returns:
         A multiplier whose ε was computed and found within the target; ``lowest`` if that is enough.
@@ -69,8 +72,8 @@ def smallest_noise(epsilon: Callable[[float], float], *, target_epsilon: float, 
     if unsafe is None:
         return lowest
     assert safe is not None
-    tolerance = RELATIVE_TOLERANCE / 4
-    return math.exp(safe_root(excess, unsafe=unsafe, safe=safe, tolerance=tolerance, step=tolerance))
+    close = tolerance / 4
+    return math.exp(safe_root(excess, unsafe=unsafe, safe=safe, tolerance=close, step=close))
 
 
 def _steps(start: float, end: float, step: float) -> list[float]:

@@ -163,3 +163,8 @@ class Mechanism:
     def expected_reports(self) -> float:
         """Reports per round: exact where their number is fixed, else its mean."""
         return self.num_users * self.sample_rate
+
+    @property
+    def noise_of_sum(self) -> float:
+        """Standard deviation of the noise on one coordinate of the sum of the expected reports, over the clipping norm."""
+        return self.noise_multiplier * (math.sqrt(self.expected_reports) if self.noise_is_local else 1.0)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from opacus_shuffle._version import __version__
-from opacus_shuffle.commands import audit, compare, epsilon, training
+from opacus_shuffle.commands import audit, compare, epsilon, plan, training
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 
 
@@ -74,8 +74,8 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands; each adds its own."""
     everything = _Parser(prog="opacus-shuffle", description="Shuffle-model differential privacy for Opacus.")
     everything.add_argument("--version", action="version", version=f"opacus-shuffle {__version__}")
-    commands = everything.add_subparsers(metavar="{compare,train,epsilon,noise,report,plot,audit}")
-    for family in (compare, training, epsilon, audit):
+    commands = everything.add_subparsers(metavar="{compare,train,plan,epsilon,noise,report,plot,audit}")
+    for family in (compare, training, plan, epsilon, audit):
         family.add_to(commands)
     return everything
 

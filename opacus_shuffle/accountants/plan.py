@@ -1,0 +1,309 @@
+"""Planning a run before there is one: what noise a privacy budget costs under each kind of trust, and who could afford it.
+
+>>> found = plan(num_users=400, steps=3, sample_rate=0.25, target_epsilon=10.0, target_delta=1e-5)
+>>> for row in found.rows:
+...     print(f"{row.trusted}, {row.mechanism}: as a server with noise multiplier {row.server_noise_multiplier:.2g}")
+nobody, shuffled_checkin: as a server with noise multiplier 7.2
+the shuffler, shuffle_gauss: as a server with noise multiplier 4.3
+the shuffler, shuffled_checkin: as a server with noise multiplier 7.2
+the server, shuffled_checkin: as a server with noise multiplier 0.57
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from opacus_shuffle.accountants.bounds.registry import Bound, baselines_of, compute_baseline, compute_bound, find_bound
+from opacus_shuffle.accountants.calibrate import smallest_noise
+from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
+from opacus_shuffle.core.guarantees import Guarantee, PrivacyBound
+from opacus_shuffle.core.rounding import round_up
+from opacus_shuffle.core.solve import bracket, log_excess, safe_root
+from opacus_shuffle.core.tables import paragraph, text_table
+from opacus_shuffle.core.validation import integer, open_unit_interval, positive, reject_unknown, sampling_rate
+
+TOLERANCE = 1e-3
+"""Relative, of noise multipliers: three digits are enough to plan with, and they are rounded up."""
+
+COARSE = 0.01
+"""Relative, of how many users it takes."""
+
+MOST_USERS = 10**12
+
+HEAD = ("trusted", "mechanism", "noise", "on mean", "server's", "users", "rounds")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+    """What a budget costs under one kind of trust.
+
+    Attributes:
+        trusted: Who must not be the adversary.
+        round: One round, with the noise that it needs.
+        bound: The proved ε of all rounds, within the budget.
+        reports: B, the expected number of records in a round's sum.
+        noise_of_sum: Standard deviation of the noise on one coordinate of the sum, over the clipping norm.
+        server_noise_multiplier: Of DP-SGD on a trusted server, at the rate asked for, whose mean gradient is as noisy: what
+            such a run reaches with Opacus alone, this one reaches.
+        users_needed: n from which on the mean gradient is no noisier than that of the server at the n asked for, to one
+            percent; None if no population up to 10¹² is enough.
+        steps_possible: T up to which it is no noisier than the server's at the T asked for; 0 if it is in the first round.
+    """
+
+    trusted: str
+    round: Mechanism
+    bound: PrivacyBound
+    reports: float
+    noise_of_sum: float
+    server_noise_multiplier: float
+    users_needed: int | None
+    steps_possible: int
+
+    @property
+    def mechanism(self) -> str:
+        """The mechanism's name, which is its accountant's."""
+        return self.round.name
+
+    @property
+    def noise_of_mean(self) -> float:
+        """Standard deviation of the noise on one coordinate of the mean gradient, over the clipping norm."""
+        return self.noise_of_sum / self.reports
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        names = ("trusted", "mechanism", "reports", "noise_of_sum", "noise_of_mean", "server_noise_multiplier")
+        return {
+            **{name: getattr(self, name) for name in (*names, "users_needed", "steps_possible")},
+            "noise_multiplier": self.round.noise_multiplier,
+            "epsilon": self.bound.epsilon,
+            "bound": self.bound.bound,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a budget costs under every kind of trust; print it.
+
+    Attributes:
+        rows: From the least trust to the most.
+        num_users: n that was asked for.
+        steps: T.
+        sample_rate: γ.
+        target_epsilon: ε.
+        target_delta: δ.
+        dimension: d, or None.
+    """
+
+    rows: tuple[PlannedRun, ...]
+    num_users: int
+    steps: int
+    sample_rate: float
+    target_epsilon: float
+    target_delta: float
+    dimension: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        asked = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "rows"}
+        return {**asked, "rows": [row.to_dict() for row in self.rows]}
+
+    def __str__(self) -> str:
+        cells = [
+            (
+                row.trusted,
+                *((row.mechanism, round_up(row.round.noise_multiplier)) if row is not self.rows[-1] else ("DP-SGD", "")),
+                round_up(row.noise_of_mean, 3),
+                round_up(row.server_noise_multiplier, 3),
+                _short(row.users_needed),
+                f"{row.steps_possible:,}",
+            )
+            for row in self.rows
+        ]
+        title = (
+            f"epsilon = {self.target_epsilon:g} at delta = {self.target_delta:g}, zero_out adjacency, proved for every data "
+            f"set: {self.num_users:,} users, {self.steps:,} rounds, sampling rate {self.sample_rate:g}"
+        )
+        lines = [*paragraph(title), "", *text_table(HEAD, cells, right=HEAD[2:]), ""]
+        for term, text in _GLOSSARY.items():
+            lines += paragraph(text, term=term, indent=max(map(len, _GLOSSARY)) + 2)
+        if self.dimension is not None:
+            lines += ["", *paragraph(self._signal())]
+        return "\n".join(lines)
+
+    def _signal(self) -> str:
+        """How long the noise is beside the longest mean gradient that there can be."""
+        lengths = {row.noise_of_mean * math.sqrt(self.dimension or 1) for row in self.rows}
+        return (
+            f"In {self.dimension:,} coordinates the noise vector on the mean gradient is {round_up(min(lengths), 3)} to "
+            f"{round_up(max(lengths), 3)} clipping norms long; a mean of clipped gradients is at most 1."
+        )
+
+
+_GLOSSARY = {
+    "noise": "the noise multiplier to pass: of one report, or of the sum where the mechanism has it so",
+    "on mean": "noise on one coordinate of the mean gradient, in clipping norms",
+    "server's": "the noise multiplier of DP-SGD on a trusted server, at the same sampling rate, whose mean gradient is as "
+    "noisy: train so with Opacus alone to see the accuracy that this row reaches",
+    "users": "how many users make the mean gradient no noisier than the trusted server's is here",
+    "rounds": "how many rounds at most leave it no noisier than the trusted server's is here",
+}
+
+
+def _short(users: int | None) -> str:
+    """A number of users, in two digits if it is long."""
+    if users is None:
+        return "too many"
+    return f"{users:,}" if users < 10**6 else round_up(users / 10 ** (power := math.floor(math.log10(users))), 2) + f"e{power}"
+
+
+def plan(
+    *,
+    num_users: int,
+    steps: int,
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float = 1.0,
+    dimension: int | None = None,
+    **fields: Any,
+) -> Plan:
+    """Returns the noise that a proved ε costs with each kind of trust, and how many users or rounds would make up for it.
+
+    Users take part by coins at the sampling rate (samples of fixed size cost much the same), and everyone in every round where
+    a mechanism samples nobody.
+
+    Args:
+        num_users: n, the whole population.
+        steps: T, rounds, at least 1.
+        target_epsilon: ε to stay within, above 0, zero-out adjacency.
+        target_delta: δ in (0, 1).
+        sample_rate: γ, the expected share of the users in a round.
+        dimension: d, how many parameters are trained. Mechanisms that must know it are left out without it.
+        **fields: Other fields of mechanisms, such as ``honest_fraction``; a mechanism takes those that it has.
+
+    Raises:
+        ValueError: If an argument is out of range or no mechanism has such a field.
+
+    Formal Guarantees:
+        Every row's ε is proved for every data set and was computed at the noise that the row states.
+    """
+    asked = {"num_users": integer("num_users", num_users), "sample_rate": sampling_rate("sample_rate", sample_rate)}
+    epsilon, delta = positive("target_epsilon", target_epsilon), open_unit_interval("target_delta", target_delta)
+    count = integer("steps", steps)
+    if dimension is not None:
+        asked["dimension"] = integer("dimension", dimension)
+    kinds = [kind for kind in MECHANISMS.values() if kind.shuffled]
+    known = sorted({name for kind in kinds for name in kind.field_names()} - {"noise_multiplier"} - asked.keys())
+    reject_unknown("plan", {name: value for name, value in fields.items() if name not in known}, known)
+    ways = [_Way(entry, kind, own, count, epsilon, delta) for kind in kinds for entry, own in _entries(kind, asked, fields)]
+    best: dict[tuple[str, str], tuple[_Way, Mechanism]] = {}
+    for way in ways:
+        key = way.entry.trusted, "" if way.entry.baseline else way.kind.name
+        round_ = way.calibrated()
+        if round_ and (key not in best or noise_of_mean(round_) < (1 - COARSE) * noise_of_mean(best[key][1])):
+            best[key] = way, round_
+    chosen = sorted(best.values(), key=lambda pair: pair[0].entry.style.place)
+    server = noise_of_mean(chosen[-1][1])
+    rows = [
+        PlannedRun(
+            trusted=way.entry.trusted,
+            round=round_,
+            bound=way.spent(round_, count),
+            reports=round_.expected_reports,
+            noise_of_sum=round_.noise_of_sum,
+            server_noise_multiplier=noise_of_mean(round_) * num_users * sample_rate,
+            users_needed=way.users_needed(round_, server),
+            steps_possible=way.steps_possible(round_, server),
+        )
+        for way, round_ in chosen
+    ]
+    return Plan(tuple(rows), num_users, count, sample_rate, epsilon, delta, dimension)
+
+
+def noise_of_mean(mechanism: Mechanism) -> float:
+    """Returns the standard deviation of the noise on one coordinate of the mean gradient, over the clipping norm."""
+    return mechanism.noise_of_sum / mechanism.expected_reports
+
+
+def _entries(kind: type[Mechanism], asked: dict[str, Any], fields: dict[str, Any]) -> Iterator[tuple[Bound, dict[str, Any]]]:
+    """Yields a mechanism's default bound and its baselines at the rate asked for, with the fields that it has."""
+    own = {name: value for name, value in {**asked, **fields}.items() if name in kind.field_names()}
+    rate = asked["sample_rate"]
+    everyone = kind.sampling is None and rate < 1
+    sampling = getattr(kind, "sampling", "poisson")
+    if sampling == "fixed_size" or (rate == 1 and sampling and kind.noise_is_local):
+        return  # hardly different from coins; the same as the mechanism that samples nobody
+    if kind.sampling is None:
+        own.pop("sample_rate")
+    if {*kind.required_fields()} <= {*own, "noise_multiplier"}:
+        names = ("certified", *(() if everyone else baselines_of(kind)))
+        yield from ((find_bound(kind, name), own) for name in names)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """A mechanism's rounds by one bound, within a budget."""
+
+    entry: Bound
+    kind: type[Mechanism]
+    fields: dict[str, Any]
+    steps: int
+    epsilon: float
+    delta: float
+
+    def build(self, noise_multiplier: float, **changed: Any) -> Mechanism:
+        """Returns one round."""
+        return self.kind.build(noise_multiplier=noise_multiplier, **{**self.fields, **changed})
+
+    def spent(self, mechanism: Mechanism, steps: int) -> PrivacyBound:
+        """Returns what rounds cost."""
+        rounds = [(mechanism, steps)]
+        if self.entry.baseline:
+            return compute_baseline(rounds, delta=self.delta, baseline=self.entry.name)
+        return compute_bound(rounds, delta=self.delta, bound=self.entry.name)
+
+    def calibrated(self) -> Mechanism | None:
+        """Returns a round with the least noise, None if its ε is not proved."""
+        if self.spent(self.build(1.0), 1).guarantee is not Guarantee.PROVED:
+            return None
+        sigma = smallest_noise(
+            lambda noise: self.spent(self.build(noise), self.steps).epsilon,
+            target_epsilon=self.epsilon,
+            lowest=self.kind.least_noise,
+            tolerance=TOLERANCE,
+        )
+        return self.build(sigma)
+
+    def users_needed(self, mechanism: Mechanism, noise: float) -> int | None:
+        """Returns how many users make the mean gradient no noisier than this, at the noise multiplier that does so."""
+
+        def excess(log_users: float) -> float:
+            return log_excess(self._spent_at(mechanism, noise, math.ceil(math.exp(log_users)), self.steps), self.epsilon)
+
+        users = mechanism.num_users
+        if noise_of_mean(mechanism) <= noise:
+            return users
+        more = [users * 4**power for power in range(1, 20) if users * 4**power <= MOST_USERS]
+        unsafe, safe = bracket(excess, math.log(users), towards_safe=map(math.log, more), towards_unsafe=())
+        if safe is None or unsafe is None:
+            return users if safe is not None else None
+        return math.ceil(math.exp(safe_root(excess, unsafe=unsafe, safe=safe, tolerance=COARSE, step=COARSE)))
+
+    def steps_possible(self, mechanism: Mechanism, noise: float) -> int:
+        """Returns how many rounds at most leave the mean gradient no noisier than this."""
+        if noise_of_mean(mechanism) <= noise:
+            return self.steps
+        users, counts = mechanism.num_users, range(1, self.steps + 1)
+        if self._spent_at(mechanism, noise, users, 1) > self.epsilon:
+            return 0
+        return bisect.bisect_right(counts, self.epsilon, key=lambda steps: self._spent_at(mechanism, noise, users, steps))
+
+    def _spent_at(self, mechanism: Mechanism, noise: float, users: int, steps: int) -> float:
+        """Returns ε where the mean gradient of so many users is as noisy as this."""
+        sigma = mechanism.noise_multiplier
+        same = self.build(sigma, num_users=users)
+        sigma = max(sigma * noise / noise_of_mean(same), self.kind.least_noise)
+        return self.spent(self.build(sigma, num_users=users), steps).epsilon

@@ -1,0 +1,42 @@
+"""``opacus-shuffle plan``: what noise a budget costs with each kind of trust, before anything is trained."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from opacus_shuffle.accountants.plan import plan
+from opacus_shuffle.commands import flags
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command."""
+    parser = commands.add_parser("plan", help="what noise a budget costs, and how many users would do, by who is trusted")
+    parser.add_argument("--num-users", required=True, type=flags.number, metavar="N", help="n, the whole population")
+    parser.add_argument("--steps", required=True, type=flags.number, metavar="T", help="rounds (training steps)")
+    parser.add_argument("--target-epsilon", required=True, type=float, help="epsilon to stay within")
+    parser.add_argument("--target-delta", required=True, type=float, help="at which epsilon is meant")
+    parser.add_argument(
+        "--sample-rate",
+        type=flags.number,
+        metavar="GAMMA",
+        default=argparse.SUPPRESS,
+        help="expected share of the users in a round (default: all)",
+    )
+    parser.add_argument(
+        "--dimension",
+        type=flags.number,
+        metavar="D",
+        default=argparse.SUPPRESS,
+        help="how many parameters are trained; sums of bits are planned for a number alone",
+    )
+    flags.add_json_flag(parser)
+    parser.set_defaults(command=print_plan)
+
+
+def print_plan(options: dict[str, Any]) -> None:
+    """Prints the table."""
+    as_json = options.pop("json")
+    found = plan(**options)
+    print(json.dumps(found.to_dict()) if as_json else found)

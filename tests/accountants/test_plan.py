@@ -1,0 +1,122 @@
+"""A plan states noise that keeps its budget, and numbers of users and rounds that do what it says of them."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from opacus.accountants import PRVAccountant
+
+from opacus_shuffle.accountants.bounds.registry import compute_baseline, compute_bound
+from opacus_shuffle.accountants.plan import COARSE, TOLERANCE, plan
+from opacus_shuffle.commands import plan as plan_command
+from opacus_shuffle.commands.main import main
+
+ASKED = {"num_users": 400, "steps": 3, "target_epsilon": 10.0, "target_delta": 1e-5, "sample_rate": 0.25, "dimension": 50}
+FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in ASKED.items()]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return plan(**ASKED)
+
+
+def epsilon_at(row, sigma, *, users=400, steps=3):
+    fields = {"dimension": 50} if "dimension" in row.round.field_names() else {}
+    rate = {} if row.round.sampling is None else {"sample_rate": 0.25}
+    round_ = row.round.build(noise_multiplier=sigma, num_users=users, **rate, **fields)
+    compute, which = (compute_bound, "bound") if row.bound.bound == "certified" else (compute_baseline, "baseline")
+    return compute([(round_, steps)], delta=1e-5, **{which: row.bound.bound}).epsilon
+
+
+def test_every_kind_of_trust_has_a_row_from_nobody_to_the_server(found):
+    assert [(row.trusted, row.mechanism) for row in found.rows] == [
+        ("nobody", "shuffled_checkin"),
+        ("the shuffler", "shuffle_gauss"),
+        ("the shuffler", "shuffled_checkin"),
+        ("the shuffler", "shuffled_sums"),
+        ("the server", "shuffled_checkin"),
+    ]
+
+
+def test_the_noise_of_every_row_keeps_the_budget_and_hardly_less_would_not(found):
+    for row in found.rows:
+        assert row.bound.epsilon <= 10.0
+        grid = 0.03 if row.mechanism == "shuffled_sums" else 0  # whose bits allow not every noise
+        assert epsilon_at(row, row.round.noise_multiplier * (1 - 2 * TOLERANCE - grid)) > 10.0
+
+
+def test_the_server_s_row_is_dp_sgd_by_opacus_s_own_accountant(found):
+    *_, server = found.rows
+    accountant = PRVAccountant()
+    accountant.history = [(server.server_noise_multiplier, 0.25, 3)]
+    assert accountant.get_epsilon(1e-5) == pytest.approx(10.0, rel=0.02)
+    assert (server.users_needed, server.steps_possible) == (400, 3)
+    assert server.noise_of_mean == pytest.approx(server.server_noise_multiplier / 100)
+
+
+def test_sums_of_bits_are_nearly_as_good_as_a_server(found):
+    *_, sums, server = found.rows
+    assert server.server_noise_multiplier <= sums.server_noise_multiplier <= 1.1 * server.server_noise_multiplier
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_so_many_users_and_rounds_have_a_mean_as_quiet_as_the_server_s_and_fewer_users_or_more_rounds_have_not(found, place):
+    row, server = found.rows[place], found.rows[-1]
+    rate = 1.0 if row.round.sampling is None else 0.25
+
+    def sigma(users):  # of one report, such that the mean of B of them has the server's noise
+        return server.noise_of_mean * math.sqrt(rate * users)
+
+    users = row.users_needed
+    assert epsilon_at(row, sigma(users), users=users) <= 10.0
+    fewer = math.floor(users * (1 - 3 * COARSE))
+    assert epsilon_at(row, sigma(fewer), users=fewer) > 10.0
+    assert row.steps_possible == 0
+    assert epsilon_at(row, sigma(400), steps=1) > 10.0
+
+
+def test_rounds_that_are_possible_keep_the_budget_and_one_more_does_not(found):
+    *_, sums, server = found.rows
+    assert sums.steps_possible == 2  # bits add a little to a server's noise
+    assert epsilon_at(sums, 100 * server.noise_of_mean * (1 - 0.03), steps=3) > 10.0
+
+
+@pytest.mark.zoo
+def test_without_a_dimension_what_must_know_it_is_left_out_and_everyone_in_every_round_needs_no_coins():
+    rows = plan(**{**ASKED, "dimension": None, "sample_rate": 1.0}).rows
+    assert [(row.trusted, row.mechanism) for row in rows] == [
+        ("nobody", "shuffle_gauss"),
+        ("the shuffler", "shuffle_gauss"),
+        ("the aggregation", "shuffle_gauss"),
+        ("the server", "shuffle_gauss"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"num_users": 0}, "num_users"),
+        ({"steps": 0}, "steps"),
+        ({"sample_rate": 1.5}, "sample_rate"),
+        ({"target_epsilon": -1}, "target_epsilon"),
+        ({"target_delta": 1}, "target_delta"),
+        ({"dimension": 0.5}, "dimension"),
+        ({"noise_multiplier": 1}, "noise_multiplier"),
+        ({"honest_part": 0.5}, "honest_fraction"),
+    ],
+)
+def test_bad_input_is_refused_by_name(wrong, named):
+    with pytest.raises(ValueError, match=named):
+        plan(**{**ASKED, **wrong})
+
+
+def test_the_command_prints_the_same_rows(capsys, found, monkeypatch):
+    asked = []
+    monkeypatch.setattr(plan_command, "plan", lambda **options: asked.append(options) or found)
+    assert main(["plan", *FLAGS]) == 0
+    assert capsys.readouterr().out.strip() == str(found)
+    assert main(["plan", *FLAGS, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(found.to_dict()))
+    assert asked == [ASKED, ASKED]
