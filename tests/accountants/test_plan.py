@@ -36,6 +36,7 @@ def test_every_kind_of_trust_has_a_row_from_nobody_to_the_server(found):
         ("the shuffler", "shuffle_gauss"),
         ("the shuffler", "shuffled_checkin"),
         ("the shuffler", "shuffled_sums"),
+        ("the aggregation", "shuffled_checkin"),
         ("the server", "shuffled_checkin"),
     ]
 
@@ -57,7 +58,7 @@ def test_the_server_s_row_is_dp_sgd_by_opacus_s_own_accountant(found):
 
 
 def test_sums_of_bits_are_nearly_as_good_as_a_server(found):
-    *_, sums, server = found.rows
+    *_, sums, _, server = found.rows
     assert server.server_noise_multiplier <= sums.server_noise_multiplier <= 1.1 * server.server_noise_multiplier
 
 
@@ -78,7 +79,7 @@ def test_so_many_users_and_rounds_have_a_mean_as_quiet_as_the_server_s_and_fewer
 
 
 def test_rounds_that_are_possible_keep_the_budget_and_one_more_does_not(found):
-    *_, sums, server = found.rows
+    *_, sums, _, server = found.rows
     assert sums.steps_possible == 2  # bits add a little to a server's noise
     assert epsilon_at(sums, 100 * server.noise_of_mean * (1 - 0.03), steps=3) > 10.0
 
