@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from opacus_shuffle.engine.record_flow_rules import Bits, Known
-from opacus_shuffle.permutation.finding.cheap_products import ASKING, LeftOutProducts, StorageWeakRef
+from opacus_shuffle.permutation.finding.cheap_products import ASKING, StorageWeakRef
 from opacus_shuffle.permutation.higher_order import InsightMode
 from opacus_shuffle.permutation.network import tensors_in
 
@@ -41,21 +41,18 @@ class RecordFlow(InsightMode):
 
     Args:
         records: How many there are, eight at most.
-        products: Leaves products out, as nothing but their shapes matters here.
         constants: The tensors that there were before the run, which depend on no record. The first operation on memory that is
             neither theirs nor made by an operation of the run (but by another thread, say) ends the run. None: all such
             memory is taken to depend on no record.
     """
 
-    def __init__(
-        self, records: int, products: LeftOutProducts | None = None, constants: Iterable[torch.Tensor] | None = None
-    ) -> None:
+    def __init__(self, records: int, constants: Iterable[torch.Tensor] | None = None) -> None:
         if not 0 < records <= MOST_RECORDS:
             raise ValueError(f"records must be 1 to {MOST_RECORDS}, a bit of a byte for each, got {records}")
         super().__init__()  # type: ignore[no-untyped-call]
         self.failed: UnfollowedError | None = None  # which a network may have caught
         self.decided = False  # by a value of records that was read: a yes or no, or the run has ended
-        self._records, self._products = records, products
+        self._records = records
         self._bytes: dict[StorageWeakRef, tuple[Bits, int] | None] = {}  # None: no record ever came there
         self._sweep_at, self._strict = _SWEEP, constants is not None
         self._asked = False  # just now, so that operations are the flow's own
@@ -99,7 +96,7 @@ class RecordFlow(InsightMode):
     def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Performs an operation, and notes which records its results may depend on."""
         if self._asked:
-            return func(*args, **kwargs)
+            return self.go_on(func, args, kwargs)
         operands = tensors_in((args, kwargs))
         if any(type(each).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for each in operands):
             self.leave("a tensor whose operations are of its own making")
@@ -111,7 +108,7 @@ class RecordFlow(InsightMode):
                 self.decided = True
                 if func.overloadpacket is not torch.ops.aten._local_scalar_dense or args[0].dtype != torch.bool:
                     self.leave(str(func))
-            result = func(*args, **kwargs) if self._products is None else self._products.meet(func, args, kwargs)
+            result = self.go_on(func, args, kwargs)
             self._note_made(tensors_in(result))
             if bits and torch.Tag.inplace_view not in func.tags:
                 try:

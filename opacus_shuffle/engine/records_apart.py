@@ -178,7 +178,7 @@ class _Answers(InsightMode):
         """Performs an operation, and notes its result if Python reads it."""
         if tuple(self.met) in self._known:  # with the same sizes and answers it reads nothing more
             raise KnownWayError
-        result = func(*args, **kwargs)
+        result = self.go_on(func, args, kwargs)
         if ASKING & set(func.tags) and not isinstance(result, torch.Tensor):
             self.met.append(result)
         return result
@@ -206,7 +206,7 @@ class _Following:
     def __init__(self, network: nn.Module, call: Call, records: int, axis: int, products: LeftOutProducts | None) -> None:
         self._network, self._records, self._axis = network, records, axis
         constants = [*network.parameters(), *network.buffers(), *kept_activations(network), *results(call)]
-        self._products, self._flow = products, RecordFlow(records, products, constants)
+        self._products, self._flow = products, RecordFlow(records, constants)
         self._misplaced = self.decided = False
         self._taken: dict[nn.Module, list[Any]] = {}
         self.apart = self._follow(call)

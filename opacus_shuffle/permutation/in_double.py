@@ -118,9 +118,9 @@ class _InDouble(InsightMode):  # type: ignore[no-untyped-call]
             if any(isinstance(leaf, _Wide) for leaf in tree_leaves((args, kwargs))):
                 raise TypeError("a weight that is widened where it is read cannot be written to")
         elif args and isinstance(args[0], _Wide) and func.is_view:
-            return tree_map(_Wide, func(args[0].stored, *args[1:], **kwargs))
+            return tree_map(_Wide, self.go_on(func, (args[0].stored, *args[1:]), kwargs))
         elif args and isinstance(args[0], _Wide) and func.overloadpacket is torch.ops.aten.embedding:
-            return func(args[0].stored, *args[1:], **kwargs).double()  # chosen rows only
+            return self.go_on(func, (args[0].stored, *args[1:]), kwargs).double()  # chosen rows only
         else:
             args, kwargs = tree_map(_widen, args), tree_map(_widen, kwargs)
         if name in ("native_dropout", "_fused_dropout"):
@@ -129,7 +129,7 @@ class _InDouble(InsightMode):  # type: ignore[no-untyped-call]
             args = (*args[:4], False)
         if name == "_grouped_mm" and len(args) > 2 and args[0].dim() == 2 and args[1].dim() == 3:
             return _grouped_product(*args[:3])
-        result = func(*args, **kwargs)
+        result = self.go_on(func, args, kwargs)
         if name in NOISE:
             for tensor in tree_leaves(result):
                 tensor.fill_(NOISE[name])

@@ -183,8 +183,9 @@ class _Written(InsightMode):
             given = dict(zip(operator.arguments, args, strict=False)) | kwargs
             changed = [given.get(name) for name in operator.written]
             for memory in {storage(tensor) for tensor in tensors_in(changed)} & self._memories - self._before.keys():
-                self._before[memory] = [(data, data.clone()) for _, data in self._shown if storage(data) == memory]
-        return func(*args, **kwargs)
+                with self.outside():
+                    self._before[memory] = [(data, data.clone()) for _, data in self._shown if storage(data) == memory]
+        return self.go_on(func, args, kwargs)
 
     def take_back(self) -> None:
         """Has parameters be what they were, and where they were."""

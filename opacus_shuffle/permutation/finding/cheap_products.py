@@ -62,13 +62,13 @@ def cheap_products(zeros: LeftOutProducts | None = None, mode: InsightMode | Non
 
     Args:
         zeros: What leaves them out; new if not given.
-        mode: Meets the operations in its place, and hands them on to it.
+        mode: Meets the operations before.
 
     Raises:
         ValuesMatterError: From the operation that asks; or in the end, if it was caught on its way.
     """
     zeros = zeros or LeftOutProducts()
-    with _Leaving(zeros), mode or zeros:
+    with _Leaving(zeros), zeros, mode or contextlib.nullcontext():
         yield
     if zeros.asked:
         raise zeros.asked
@@ -98,12 +98,12 @@ class LeftOutProducts(InsightMode):
         known = {self._look_up(each) for each in operands} - {None}
         product = _zeros(func, args) if known or self._all else None
         if product is None and not known:
-            return func(*args, **kwargs)
+            return self.go_on(func, args, kwargs)
         operator = operator_of(func)
         unknown = product is not None or True in known
         if unknown and (operator.asks or operator.counts or operator.asserts):
             self.ask(func)
-        result = func(*args, **kwargs) if product is None else product
+        result = self.go_on(func, args, kwargs) if product is None else product
         for tensor in [*tensors_in(result), *(operands if operator.written else ())]:
             self._note(tensor, left_out=unknown)
         return result

@@ -65,4 +65,4 @@ class _Watch(InsightMode):
         """Notes a draw, if it is one."""
         if operator_of(func).draws:
             self._note(args, kwargs)
-        return func(*args, **kwargs)
+        return self.go_on(func, args, kwargs)

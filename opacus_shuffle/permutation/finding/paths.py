@@ -151,7 +151,7 @@ class Paths(InsightMode):
             raise RuntimeError(f"it went on for more than {self._most} operations")
         if self._numbers_read and not func.is_view and self.entries + _entries(func, args, kwargs) > self._most_entries:
             raise RuntimeError(f"it would make tensors of more than {self._most_entries:,} entries")
-        result = func(*args, **kwargs)
+        result = self.go_on(func, args, kwargs)
         if not func.is_view:
             self.entries += sum(tensor.numel() for tensor in tensors_in(result))
         operator = operator_of(func)
@@ -232,9 +232,10 @@ class Paths(InsightMode):
         coin = self._coin()
         answer = self._answers.get(place, self._answers.get(MASKS)) if coin is None else ALL if coin else NONE
         if answer is not None:
-            filled = {id(mask): torch.full_like(mask, answer == ALL) for mask in masks}
+            with self.outside():
+                filled = {id(mask): torch.full_like(mask, answer == ALL) for mask in masks}
             args = tree_map(lambda leaf: filled.get(id(leaf), leaf), args)
-            result = func(*args, **kwargs)
+            result = self.go_on(func, args, kwargs)
         some = any(leaf.numel() for leaf in tensors_in(result))
         self.met.setdefault(place, set()).add(ALL if some else NONE)
         return result

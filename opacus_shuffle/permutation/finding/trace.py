@@ -148,10 +148,10 @@ class Tracer(InsightMode):
             self.has_replaced = True
             if not self._alone:
                 raise ReplacingError(operator.name)
-            with self._as_before() as events:  # its memory is another one from here on
+            with self.outside(), self._as_before() as events:  # its memory is another one from here on
                 label_all(events)
         before = _strides(args[0]) if reshapes else None
-        result = func(*args, **kwargs)
+        result = self.go_on(func, args, kwargs)
         if before is not None and func.overloadpacket not in REPLACING:
             after = _strides(args[0])
             self._reshaped.append((args[0], before, after))
