@@ -30,7 +30,13 @@ def privacy_bound(mechanism: Mechanism | str, *, steps: int, delta: float, **opt
 
 
 def privacy_report(
-    mechanism: Mechanism | str, *, steps: int, delta: float, adjacency: str = "zero_out", **fields: Any
+    mechanism: Mechanism | str,
+    *,
+    steps: int,
+    delta: float,
+    adjacency: str = "zero_out",
+    orders: Iterable[float] | None = None,
+    **fields: Any,
 ) -> PrivacyReport:
     """Returns every bound on at least one step, and what the same noise would give under other trust models.
 
@@ -39,12 +45,14 @@ def privacy_report(
         steps: T, at least 1.
         delta: δ.
         adjacency: Some bounds have no value for ``"replace"`` and are left out.
+        orders: Rényi orders in place of the adaptive grid, for ``"published"`` of the first three mechanisms.
         **fields: The mechanism's fields.
 
     Raises:
         ValueError: If an argument is out of range or unknown.
     """
-    return PrivacyReport([(_mechanism(mechanism, fields), integer("steps", steps))], delta=delta, adjacency=adjacency)
+    rounds = [(_mechanism(mechanism, fields), integer("steps", steps))]
+    return PrivacyReport(rounds, delta=delta, adjacency=adjacency, orders=orders)
 
 
 def compute_epsilon(

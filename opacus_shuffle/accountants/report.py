@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,6 +57,7 @@ class PrivacyReport:
         rounds: What ran: mechanisms with their numbers of rounds, at least one (see :meth:`ShuffleAccountant.rounds`).
         delta: δ in (0, 1).
         adjacency: ``"zero_out"``, or ``"replace"``, for which some bounds have no value.
+        orders: Rényi orders in place of the adaptive grid, for the bounds that use any.
         simulated: The rounds were run in one process, as a training run is.
         emulated: The noise was added once to the sum (``local_noise=False``): the shuffle protocol is emulated.
         predictable: Seeds and generators that a user has passed, with which others can draw the noise again.
@@ -75,6 +76,7 @@ class PrivacyReport:
         *,
         delta: float,
         adjacency: str = "zero_out",
+        orders: Iterable[float] | None = None,
         simulated: bool = False,
         emulated: bool = False,
         rewound: int = 0,
@@ -88,7 +90,8 @@ class PrivacyReport:
         self.emulated = boolean("emulated", emulated)
         self.rewound = integer("rewound", rewound, minimum=0)
         self.predictable = tuple(predictable)
-        self.bounds = tuple(ladder(self.rounds, delta=delta, adjacency=adjacency))
+        self.orders = orders if orders is None else tuple(orders)
+        self.bounds = tuple(ladder(self.rounds, delta=delta, adjacency=adjacency, orders=self.orders))
 
     @property
     def best(self) -> PrivacyBound:
@@ -164,7 +167,7 @@ class PrivacyReport:
             except ImportError as error:
                 raise ImportError("plot needs matplotlib: pip install 'opacus_shuffle[plots]'") from error
             ax = plt.subplots(figsize=(9.0, 4.6), layout="constrained")[1]
-        found = epsilons_over_rounds(self.rounds, delta=self.delta, adjacency=self.adjacency)
+        found = epsilons_over_rounds(self.rounds, delta=self.delta, adjacency=self.adjacency, orders=self.orders)
         curves = {name: [(count, epsilon) for count, epsilon in points if epsilon > 0] for name, points in found.items()}
         for name, points in curves.items():
             entry = find_bound(self.kind, name)
@@ -296,13 +299,18 @@ def contradiction(estimate: PrivacyBound, pair: PrivacyBound) -> str:
 
 
 def epsilons_over_rounds(
-    rounds: Rounds, *, delta: float, adjacency: str = "zero_out", points: int | None = None
+    rounds: Rounds,
+    *,
+    delta: float,
+    adjacency: str = "zero_out",
+    points: int | None = None,
+    orders: Sequence[float] | None = None,
 ) -> dict[str, list[tuple[int, float]]]:
     """Returns for each bound (rounds, ε) after the first 1, …, T rounds of the history, geometrically spaced."""
     total = sum(count for _, count in rounds)
     curves: dict[str, list[tuple[int, float]]] = {}
     for count in sorted({round(value) for value in np.geomspace(1, total, points or POINTS)}):
-        for bound in ladder(first_rounds(rounds, count), delta=delta, adjacency=adjacency):
+        for bound in ladder(first_rounds(rounds, count), delta=delta, adjacency=adjacency, orders=orders):
             curves.setdefault(bound.bound, []).append((count, bound.epsilon))
     return curves
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from typing import Any
 
@@ -31,6 +32,9 @@ def add_to(commands: Any) -> None:
         parser.add_argument("--bound", choices=flags.all_bounds(), default="certified", help=which)
     for parser in (epsilon, noise, report):
         flags.add_json_flag(parser)
+    asked = "Rényi orders of the published formulas of Gaussian reports, such as 2:30 or 1.5,2,8 (default: as many as it takes)"
+    for parser in (epsilon, report):
+        parser.add_argument("--orders", type=flags.orders, metavar="FIRST:LAST", default=argparse.SUPPRESS, help=asked)
     plot.add_argument("-o", "--output", required=True, metavar="FILE", help="picture to write: .png, .pdf or .svg")
 
 
@@ -59,6 +63,7 @@ def print_noise(options: dict[str, Any]) -> None:
 
 def _print_answer(answer: PrivacyBound, run: dict[str, Any], number: str, what: str, *, as_json: bool, **found: float) -> None:
     """A number and what it is, which data sets it covers by which proof, and the ε that covers all of them."""
+    run = {name: value for name, value in run.items() if name != "orders"}  # the other bounds use none
     certified = answer if answer.bound == "certified" else privacy_bound(**{**run, "bound": "certified"})
     if as_json:
         print(json.dumps({**found, **answer.to_dict(), "certified_epsilon": certified.epsilon}))

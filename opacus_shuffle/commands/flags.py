@@ -17,6 +17,7 @@ import torch
 
 from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.mechanisms import MECHANISMS, Mechanism
+from opacus_shuffle.analysis.mean_ratio import MAX_ORDER
 from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.validation import integer
 
@@ -117,6 +118,22 @@ def numbers(text: str) -> float | tuple[float, ...]:
         message = f"{text!r} is no number, nor numbers with commas between: for instance 85.8e6"
         raise argparse.ArgumentTypeError(message) from None
     return found[0] if len(found) == 1 else found
+
+
+def orders(text: str) -> tuple[float, ...]:
+    """Reads ``2:30``, the whole Rényi orders from 2 to 30, or several numbers with commas between."""
+    try:
+        if ":" not in text:
+            return tuple(map(number, text.split(",")))
+        first, last = map(int, text.split(":"))
+    except ValueError:
+        first, last = 0, -1
+    if not 1 < first <= last <= MAX_ORDER:
+        message = (
+            f"{text!r} is no range of Rényi orders from 2 to at most {MAX_ORDER}, nor numbers: for instance 2:30 or 1.5,2,8"
+        )
+        raise argparse.ArgumentTypeError(message)
+    return tuple(range(first, last + 1))
 
 
 def _add(parser: argparse.ArgumentParser, field: dataclasses.Field, owners: Iterable[type], *, help: str) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -179,12 +180,22 @@ def compute_baseline(rounds: Rounds, *, delta: float, baseline: str, adjacency: 
     return _answer(entry, rounds, delta=delta, adjacency=adjacency)
 
 
-def ladder(rounds: Rounds, *, delta: float, adjacency: str = "zero_out") -> list[PrivacyBound]:
-    """Returns every bound and baseline that has a value for this adjacency, from the least trust to the most."""
-    found = []
-    for entry in _entries(kind_of(rounds)):
+def ladder(
+    rounds: Rounds, *, delta: float, adjacency: str = "zero_out", orders: Iterable[float] | None = None
+) -> list[PrivacyBound]:
+    """Returns every bound and baseline that has a value for this adjacency, from the least trust to the most.
+
+    Raises:
+        ValueError: If Rényi orders are given, and none of them uses any.
+    """
+    found, kind = [], kind_of(rounds)
+    orders = orders if orders is None else tuple(orders)
+    if orders is not None and not any(entry.uses_orders for entry in _entries(kind)):
+        raise ValueError(f"no bound of {kind.name} uses Rényi orders, got orders={reprlib.repr(orders)}: leave them out")
+    for entry in _entries(kind):
         with contextlib.suppress(NotCovered):
-            found.append(_answer(entry, rounds, delta=delta, adjacency=adjacency))
+            chosen = orders if entry.uses_orders else None
+            found.append(_answer(entry, rounds, delta=delta, adjacency=adjacency, orders=chosen))
     return found
 
 
@@ -224,7 +235,7 @@ def _answer(
             "both"
         )
     if orders is not None and not entry.uses_orders:
-        raise ValueError(f"bound={entry.name!r} uses no Rényi orders, got orders={orders!r}: leave them out")
+        raise ValueError(f"bound={entry.name!r} uses no Rényi orders, got orders={reprlib.repr(orders)}: leave them out")
     found = entry.function(rounds, delta=delta, adjacency=adjacency, orders=orders)
     return PrivacyBound(
         mechanism=rounds[0][0].name,

@@ -33,9 +33,11 @@ from opacus_shuffle.analysis import composition, falling, gaussian_clones, mean_
 from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, sampled_gaussian_epsilon, unshuffled_epsilon
 from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Adjacency, Guarantee, NotCovered
+from opacus_shuffle.core.validation import renyi_orders
 
 FAMILY: tuple[type[Mechanism], ...] = (ShuffleGauss, SubsampledShuffle, ShuffledCheckIn)
 PAIR = "one pair of data sets: all other records report zero, one record at the clipping norm becomes zero"
+PUBLISHED = f"the published formula, for {PAIR}; other pairs can be worse"
 FEW = 0.01
 """The share of δ that ``secure_aggregation`` spends on rounds by coins that have very few reports."""
 
@@ -90,8 +92,7 @@ def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
 @register_bound(
     FAMILY,
     "published",
-    meaning="the published formula, for one pair of data sets: all other records report zero, one record at the clipping norm "
-    "becomes zero; other pairs can be worse",
+    meaning=PUBLISHED,
     legend="one pair, as printed",
     guarantee=Guarantee.PAIR,
     covers=f"{PAIR}; one direction, D(moved || zero)",
@@ -104,7 +105,11 @@ def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     def composed(vector: Vector) -> Vector:
         return np.sum([count * printed_rdp(each, vector) for each, count in different], axis=0)
 
-    return Answer(composition.epsilon_from_rdp(composed, delta=delta, orders=orders)[0])
+    if orders is None:
+        return Answer(composition.epsilon_from_rdp(composed, delta=delta)[0])
+    orders = renyi_orders(orders, maximum=mean_ratio.MAX_ORDER)
+    chosen = f"{PUBLISHED}; over the {orders.size} Rényi orders from {orders.min():g} to {orders.max():g} that were asked for"
+    return Answer(composition.epsilon_from_rdp(composed, delta=delta, orders=orders)[0], meaning=chosen)
 
 
 @register_bound(
