@@ -31,6 +31,8 @@ from opacus_shuffle.core.validation import finite_number, integer, moderate, one
 
 CALIBRATIONS = ("published", "tight")
 SMALLEST_MULTIPLIER, SMALLEST_EPSILON = 0.1, 1e-9
+LARGEST_EPSILON = 300.0
+"""Of the tight calibration: at δ = 1e-5 about what one sum with a noise multiplier of :data:`SMALLEST_MULTIPLIER` costs."""
 OVERHEAD = 0.05
 """How far above its limit the variance of the tight calibration may stay for the sake of fewer bits."""
 ROUNDING_SHARE = 0.1
@@ -82,15 +84,23 @@ class Promise:
     sample_rate: float = 1.0
 
     def __post_init__(self) -> None:
-        if positive("epsilon", self.epsilon) > 15:
-            raise ValueError(f"epsilon must not exceed 15 (SCO Theorem 3.2), got {self.epsilon!r}: choose a smaller one")
+        one_of("calibration", self.calibration, CALIBRATIONS)
+        if positive("epsilon", self.epsilon) > 15 and self.calibration == "published":
+            raise ValueError(
+                f"epsilon with calibration='published' must not exceed 15 (SCO Theorem 3.2), got {self.epsilon!r}: choose a "
+                "smaller one, or calibration='tight'"
+            )
+        if self.epsilon > LARGEST_EPSILON:
+            raise ValueError(
+                f"epsilon must not exceed {LARGEST_EPSILON:g}, got {self.epsilon!r}: choose a smaller one; so large a one "
+                "protects nobody, and the tails of its noise are not known"
+            )
         if self.epsilon < SMALLEST_EPSILON:
             raise ValueError(f"epsilon must be at least {SMALLEST_EPSILON:g}, got {self.epsilon!r}: choose a larger one")
         if not 1e-200 <= positive("delta", self.delta) < 0.5:  # smaller tails are not known
             raise ValueError(f"delta must be at least 1e-200 and below 1/2 (SCO Theorem 3.2), got {self.delta!r}")
         if not 1 / 3 - 1e-12 <= finite_number("honest_fraction", self.honest_fraction) <= 1:
             raise ValueError(f"honest_fraction must lie in [1/3, 1] (SCO Claim A.8), got {self.honest_fraction!r}")
-        one_of("calibration", self.calibration, CALIBRATIONS)
         rate = sampling_rate("sample_rate", self.sample_rate)
         if rate < 1 and (self.calibration != "tight" or self.honest_fraction < 1):
             raise ValueError(
@@ -321,7 +331,7 @@ def noise_variance(*, dimension: int, max_norm: float, epsilon: float, delta: fl
     Args:
         dimension: d.
         max_norm: Δ₂, the largest ℓ₂ norm of a user's vector.
-        epsilon: ε in (0, 15].
+        epsilon: ε, up to 300; with ``"published"`` up to 15.
         delta: δ in (0, ½).
         calibration: ``"published"`` or ``"tight"``.
     """

@@ -23,7 +23,7 @@ class ShuffleScalarSum(GridSum):
     Args:
         num_users: n, users in the round.
         max_value: Δ; numbers outside [0, Δ] are refused.
-        epsilon: ε in (0, 15].
+        epsilon: ε, up to 300; with ``"published"`` up to 15.
         delta: δ in (0, ½).
         calibration: ``"tight"``: the least noise whose exact hockey stick meets (ε, δ). ``"published"``: SCO Lemma 3.1's
             constants.

@@ -34,7 +34,7 @@ class ShuffleVectorSum(GridSum):
         num_users: n, users in a round.
         dimension: d.
         max_norm: Δ₂; a longer vector is refused, one longer by less than 1e-5 of it (single precision's rounding) scaled back.
-        epsilon: ε in (0, 15].
+        epsilon: ε, up to 300; with ``"published"`` up to 15.
         delta: δ in (0, ½).
         calibration: ``"tight"``: the least noise that the exact accounting allows; over several rounds μ of each is 1/√T of the
             total's. ``"published"``: the constants of SCO Theorem A.6, some 10⁵ times more variance at the same proved (ε, δ);

@@ -47,6 +47,8 @@ class PrivacyBudget:
 
     def __post_init__(self) -> None:
         checked = Promise(self.epsilon, self.delta, self.calibration, self.honest_fraction)
+        if checked.epsilon > 15:  # what the methods promise of their loss is stated for the paper's range
+            raise ValueError(f"epsilon must not exceed 15 (SCO Theorem 3.2), got {self.epsilon!r}: choose a smaller one")
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, getattr(checked, field.name))
 

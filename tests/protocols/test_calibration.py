@@ -253,7 +253,7 @@ GOOD = {"epsilon": 1.0, "delta": 1e-3, "honest_fraction": 1.0, "calibration": "t
     [
         ("epsilon", 0.0),
         ("epsilon", -1.0),
-        ("epsilon", 15.01),
+        ("epsilon", 300.5),
         ("epsilon", math.nan),
         ("epsilon", math.inf),
         ("epsilon", "1"),
@@ -284,6 +284,15 @@ def test_bad_privacy_is_refused_with_its_name_and_value(name, value):
         assert repr(value) in str(raised.value)
 
 
+def test_the_paper_s_range_of_epsilon_binds_its_own_constants_only():
+    with pytest.raises(ValueError, match=r"epsilon with calibration='published' must not exceed 15 .*got 15.01.*'tight'"):
+        ShuffleVectorSum(100, 3, 1.0, 15.01, 1e-3, "published")
+    loud, quiet = (ShuffleVectorSum(100, 3, 1.0, epsilon, 1e-3) for epsilon in (100.0, 15.0))
+    lower, upper = loud.exact_epsilon()
+    assert 15 < lower <= upper <= 100
+    assert loud.variance < quiet.variance
+
+
 def test_the_paper_says_nothing_about_drop_outs_at_a_large_epsilon():
     with pytest.raises(ValueError, match=r"honest_fraction=0.5.*epsilon=3.0.*tight"):
         ShuffleVectorSum(10, 2, 1.0, 3.0, 1e-3, "published", 0.5)
@@ -299,7 +308,7 @@ def test_plans_beyond_2_to_the_50_bits_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("dimension", 0), ("max_norm", -1.0), ("epsilon", 16.0), ("delta", 0.5), ("calibration", "loose")]
+    ("name", "value"), [("dimension", 0), ("max_norm", -1.0), ("epsilon", 301.0), ("delta", 0.5), ("calibration", "loose")]
 )
 def test_planning_refuses_bad_numbers(name, value):
     with pytest.raises(ValueError, match=name):
