@@ -274,7 +274,7 @@ def test_aggregators_go_with_their_own_accountant_alone():
         ({"bound": "tight"}, "bound"),
         ({"adjacency": "add"}, "adjacency"),
         ({"max_grad_norm": [1.0]}, "max_grad_norm"),
-        ({"target_epsilon": 20.0}, "epsilon"),
+        ({"target_epsilon": 301.0}, "epsilon must not exceed 300, got 301.0"),
         ({"noise_multiplier": 1.0}, "noise_multiplier"),
     ],
     ids=str,
