@@ -202,6 +202,7 @@ def test_an_unknown_population_is_refused_with_the_remedy(accountant_class):
     assert accountant.get_epsilon(DELTA, num_users=1000) > 0
 
 
+@pytest.mark.zoo
 @every_bound_named("certified")
 def test_the_certified_value_never_exceeds_the_unshuffled_gaussian_and_is_it_for_one_user(accountant_class, bound):
     from opacus.accountants.analysis.gdp import eps_from_mu

@@ -47,6 +47,7 @@ def test_a_target_of_next_to_nothing_is_met():
     assert sigma == pytest.approx(100, rel=1e-6)
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("mechanism", ["shuffled_checkin", "shuffle_gauss", "subsampled_shuffle"])
 def test_a_quadrillion_users_are_answered_for(mechanism):
     """Arrays of the square root of n entries, and more, before."""

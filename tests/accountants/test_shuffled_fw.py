@@ -67,6 +67,7 @@ def test_certified_is_opacus_own_prv_accountant_at_the_same_noise(sigma, rate, s
     assert above - below < 0.1 * above
 
 
+@pytest.mark.zoo
 @every_run
 def test_certified_knows_neither_the_dimension_nor_the_clippings(run):
     plain = {key: run[key] for key in ("noise_multiplier", "sample_rate", "steps")}
@@ -275,6 +276,7 @@ def test_of_several_layers_the_worst_counts(bound):
     assert ShuffledWeights(noise_multiplier=1.0, num_users=1, dimension=(5,)).dimension == 5
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("scale", [1e-3, 0.1, 7.0])
 @every_run
 def test_only_ratios_of_clippings_matter(run, scale):

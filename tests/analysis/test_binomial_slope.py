@@ -131,6 +131,7 @@ def test_two_and_three_coordinates_never_exceed_the_bound(dimension, trials, pro
     assert both_ways(pairs, epsilon) <= limit + ROUNDING * (1 + math.exp(epsilon))
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("probability", [0.5, 0.08])
 @pytest.mark.parametrize("kind", ["diagonal", "signs", "random", "one large"])
 def test_thirty_tiny_moves_together_stay_below_the_bound(kind, probability):

@@ -100,6 +100,7 @@ def test_the_public_figures_come_out():
     assert 0.16754 <= clones.compute_epsilon(**PUBLIC) <= 0.17279
 
 
+@pytest.mark.zoo
 @settings(deadline=None, max_examples=40)
 @given(st.floats(0.05, 8), st.integers(2, 10**6), st.floats(1e-12, 0.05), st.floats(1.05, 3))
 def test_epsilon_falls_with_users_and_delta_and_grows_with_local_epsilon(local_epsilon, users, delta, factor):

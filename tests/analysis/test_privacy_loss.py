@@ -76,6 +76,7 @@ def test_both_sides_lie_within_a_percent_of_each_other_and_of_the_prototype(
     assert lower == pytest.approx(prototype, rel=0.01)
 
 
+@pytest.mark.zoo
 @settings(deadline=None, max_examples=8)
 @given(
     sigma=st.floats(0.5, 20),
@@ -150,6 +151,7 @@ def test_two_users_and_three_rounds_agree_with_simulation():
     assert worst(lower, +1) >= delta
 
 
+@pytest.mark.zoo
 def test_a_hundred_thousand_rounds_and_a_tiny_delta_work():
     one = ShuffledRound(noise_multiplier=9.48, num_users=60_000)
     lower, upper = pair_epsilon([(one, 100_000)], delta=1e-9)

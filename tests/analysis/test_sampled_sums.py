@@ -117,6 +117,7 @@ def test_lost_counts_with_the_sampling_rate_and_never_leaks_infinity():
     assert plain < lossy == pytest.approx(smaller, rel=1e-3)
 
 
+@pytest.mark.zoo
 @settings(max_examples=10, deadline=None)
 @given(mu=st.floats(0.05, 2.0), rate=st.floats(0.001, 0.9), steps=st.integers(1, 300))
 def test_epsilon_grows_with_rounds_rate_and_mu(mu, rate, steps):

@@ -70,6 +70,7 @@ def two_layers(hidden=6, inputs=4, outputs=3):
 # What it finds ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize(
     ("name", "level"),
     [

@@ -165,6 +165,7 @@ def test_counts_of_randomised_response_err_no_more_often_than_stated(epsilon, co
         assert errors > 0  # the test above could fail: the bound is not merely far below the truth
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("method", ["clopper_pearson", "gdp"])
 @pytest.mark.parametrize("confidence", [0.95, 0.5])
 @pytest.mark.parametrize(("mu", "delta"), [(0.5, 1e-2), (2.0, 1e-2), (2.0, 1e-5)])

@@ -72,6 +72,7 @@ def test_audits_exceed_the_proved_value_no_more_often_than_they_may(trials):
         assert max(found) > 0
 
 
+@pytest.mark.zoo
 def test_the_gaussian_fit_to_a_run_comes_within_30_percent_of_the_truth():
     # μ = 2, so at the best threshold α = β = Φ(−1) = 0.159, from 500 scores each: a rate's standard deviation is 0.0164, a
     # quantile's 0.0164/φ(1) = 0.068. Two confidence limits, each at 80 %, take 2·0.84·0.068 = 0.11 off μ, and chance adds
@@ -133,6 +134,7 @@ def test_the_difference_of_two_releases_is_the_noised_gradient():
         assert abs(mine - trial.score) < 80 * 8 * 2**-53
 
 
+@pytest.mark.zoo
 def test_theorem_6_is_below_what_the_shuffled_gradients_show():
     # No one else has a gradient, so all its conditions are met, but that an entry has 8 places to be in, and not 8032.
     run = private("shuffled_fw", sizes=(1000, 8, 3), sigma=0.4, shuffle_weights=True, batch_clip=1.0, dtype=torch.float32)

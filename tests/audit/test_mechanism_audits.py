@@ -165,6 +165,7 @@ def best_of_the_largest_coordinate(*, noise_multiplier, dimension, delta, steps=
     return best
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("changed", [{}, {"steps": 1, "sample_rate": 1.0, "delta": 2.5e-7}])
 def test_the_test_is_hardly_weaker_than_any_other_at_the_papers_settings(changed):
     # So the likelihood ratio of all steps would find little more.
@@ -179,6 +180,7 @@ def test_the_test_is_hardly_weaker_than_any_other_at_the_papers_settings(changed
     assert 0.97 * lower <= best_of_the_largest_coordinate(**settings) <= upper
 
 
+@pytest.mark.zoo
 def test_the_papers_vit_run_has_more_than_its_formula_says():
     result = audit_permuted_gaussian(**VIT, generator=seeded(1))
     assert result.largest.lower > 0.5
@@ -291,6 +293,7 @@ def test_replacement_has_only_claims_that_cover_it():
     assert "one user holds 1 or -1" in str(result)
 
 
+@pytest.mark.zoo
 def test_by_default_an_audit_of_many_reports_has_fewer_trials(monkeypatch):
     monkeypatch.setattr(mechanism_audits, "_REPORTS", 1_000_000)
     few = audit_shuffle_gauss(noise_multiplier=2.0, num_users=100, delta=1e-2, steps=2, generator=seeded(1))

@@ -283,6 +283,7 @@ def test_one_round_is_the_constructor():
     )
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("rate", [1.0, 0.3, 0.01])
 def test_no_statement_claims_less_than_one_pair_of_data_sets_shows(rate):
     protocol = ShuffleVectorSum(1000, 10, 1.0, 1.0, 1e-6, rounds=10, calibration="tight", sample_rate=rate)

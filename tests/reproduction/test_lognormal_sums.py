@@ -90,6 +90,7 @@ def test_counts_are_repetitions_order_is_nothing_and_a_shift_is_a_shift(approxim
     assert (shifted.mean, shifted.std) == pytest.approx((distribution.mean + 5, distribution.std), rel=1e-13)
 
 
+@pytest.mark.zoo
 @settings(max_examples=25, deadline=None)
 @given(st.floats(-1000, 1000), st.floats(1e-6, 100), st.integers(1, 10**12), st.sampled_from(["one_by_one", "doubling"]))
 def test_nothing_overflows_between_ten_and_a_trillion_terms(mean, std, count, combine):
@@ -189,6 +190,7 @@ def test_samples_are_sums_of_their_own_terms():
     assert distance(samples, np.log(np.exp(draws).sum(axis=1))) < agreement(20_000, 20_000)
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("std", [0.1, 1.0, 4.0, 20.0])
 def test_drawing_the_largest_terms_is_nearly_drawing_all(std):
     count, largest = 5000, 500
