@@ -32,7 +32,7 @@ def add_to(commands: Any) -> None:
         parser.add_argument("--bound", choices=flags.all_bounds(), default="certified", help=which)
     for parser in (epsilon, noise, report):
         flags.add_json_flag(parser)
-    asked = "Rényi orders of the published formulas of Gaussian reports, such as 2:30 or 1.5,2,8 (default: as many as it takes)"
+    asked = "Renyi orders of the published formulas of Gaussian reports, such as 2:30 or 1.5,2,8 (default: as many as it takes)"
     for parser in (epsilon, report):
         parser.add_argument("--orders", type=flags.orders, metavar="FIRST:LAST", default=argparse.SUPPRESS, help=asked)
     plot.add_argument("-o", "--output", required=True, metavar="FILE", help="picture to write: .png, .pdf or .svg")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -415,7 +416,7 @@ def test_help_that_has_nowhere_to_go_is_one_line(monkeypatch, capsys, job):
     assert main(job) == 2
     assert sys.stdout is not full  # nothing is left for Python's own flush at exit
     assert len(capsys.readouterr().err.splitlines()) == 1
-    with pytest.raises(OSError, match="space"):
+    with contextlib.suppress(OSError):  # raised here only by what fits into Python's buffer, at once by longer helps
         full.close()
 
 
