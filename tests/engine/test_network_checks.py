@@ -240,7 +240,9 @@ def test_indices_that_are_spread_in_memory_train_with_ghost_clipping():
             return self.last((x[..., None] * self.places(torch.arange(5).expand(len(x), 5))).mean(1))
 
     module = Places()
+    before = [each.detach().clone() for each in module.parameters()]
     stepping("ghost", lambda *_: None, module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    assert not any(map(torch.equal, before, module.parameters()))
 
 
 SHARED = {
