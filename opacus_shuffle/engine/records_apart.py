@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Container, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from opacus.layers import DPGRU, DPLSTM, DPRNN
@@ -64,7 +64,9 @@ def are_apart(network: nn.Module, call_of: Callable[[int], tuple[int, Call]], *,
         if records < 2:
             return False
         followed = _followed(network, call, records, axis)
-        return followed.apart and _others_do_not_matter(network, call, records, axis, decided=followed.decided)
+        return followed.apart and _others_do_not_matter(
+            network, call, records, axis, decided=followed.decided, keeps=followed.keeps
+        )
     except Exception:  # which the numerical comparison meets as well, or does not
         return False
 
@@ -77,8 +79,12 @@ def _followed(network: nn.Module, call: Call, records: int, axis: int) -> _Follo
     return _Following(network, call, records, axis, None)
 
 
-def _others_do_not_matter(network: nn.Module, call: Call, records: int, axis: int, *, decided: bool) -> bool:
-    """Returns whether a record's outputs, what layers get of it and its gradients stay beside several others, one at a time."""
+def _others_do_not_matter(network: nn.Module, call: Call, records: int, axis: int, *, decided: bool, keeps: bool) -> bool:
+    """Returns whether a record's outputs, what layers get of it and its gradients stay beside several others, one at a time.
+
+    Where it has ``decided`` by a yes or no, others are tried that change it. If it ``keeps`` a flag, a number or a text
+    besides, that must be the same whatever the answers are, each of which must have been met both ways.
+    """
 
     def pair(kept: int, other: int) -> Call:
         def cut(leaf: torch.Tensor) -> torch.Tensor:
@@ -90,11 +96,14 @@ def _others_do_not_matter(network: nn.Module, call: Call, records: int, axis: in
         return with_others(pair(kept, (kept + 1) % records), 2, axis, 0, rescaled)
 
     beside = [pair(0, records - 1), changed(0), pair(0, 0)]
+    ways: Ways = {}
     for kept in range(records) if decided else ():
         ways = _by_answers(network, [*(pair(kept, other) for other in range(records)), changed(kept)])
         if len(ways) > 1:
-            beside = ways
+            beside = [way.call for way in ways.values()]
             break
+    if decided and keeps and not _keep_the_same(ways):
+        return False
     first = _first_rows(network, beside[0], axis, beside=0.0)
     others = 0
     for each in beside[1:]:
@@ -107,16 +116,34 @@ def _others_do_not_matter(network: nn.Module, call: Call, records: int, axis: in
     return others > 0
 
 
-def _by_answers(network: nn.Module, calls: list[Call]) -> list[Call]:
+class _Way(NamedTuple):
+    """A call on which a network reads certain values, and the flags, numbers and texts that it keeps; None if tensors, too."""
+
+    call: Call
+    kept: dict[Any, Any] | None
+
+
+Ways = dict[tuple[Any, ...], _Way]
+"""One call for each sequence of values that a network reads."""
+
+
+def _by_answers(network: nn.Module, calls: list[Call]) -> Ways:
     """Returns one of the calls for each sequence of values that the network reads (as in ``if mask.all()``) on any of them."""
-    ways: dict[tuple[Any, ...], Call] = {}
+    ways: Ways = {}
     for each in calls:
-        answers = _Answers(ways)
+        answers, noted = _Answers(ways), EarlierCalls(network)
         with contextlib.suppress(Exception), untouched(network), torch.no_grad(), cheap_products(), answers:
             seed_draws(0)
             network(*each[0], **each[1])
-            ways.setdefault(tuple(answers.met), each)
-    return list(ways.values())
+            ways.setdefault(tuple(answers.met), _Way(each, noted.plain_changes()))
+    return ways
+
+
+def _keep_the_same(ways: Ways) -> bool:
+    """Returns whether the network keeps the same whatever it reads, and each value that it reads was met both ways."""
+    both = all(len({answers[place] for answers in ways if len(answers) > place}) > 1 for place in range(max(map(len, ways))))
+    kept = [way.kept for way in ways.values()]
+    return both and None not in kept and all(each == kept[0] for each in kept)
 
 
 def _first_rows(network: nn.Module, call: Call, axis: int, *, beside: float) -> list[torch.Tensor]:
@@ -201,13 +228,14 @@ class _Following:
     Attributes:
         apart: Whether no output has another record's values, and no row of a layer has.
         decided: Whether a yes or no was read.
+        keeps: Whether the network keeps anything of its call, as an attribute, say.
     """
 
     def __init__(self, network: nn.Module, call: Call, records: int, axis: int, products: LeftOutProducts | None) -> None:
         self._network, self._records, self._axis = network, records, axis
         constants = [*network.parameters(), *network.buffers(), *kept_activations(network), *results(call)]
         self._products, self._flow = products, RecordFlow(records, constants)
-        self._misplaced = self.decided = False
+        self._misplaced = self.decided = self.keeps = False
         self._taken: dict[nn.Module, list[Any]] = {}
         self.apart = self._follow(call)
 
@@ -229,8 +257,9 @@ class _Following:
                     self._go_back(outputs)
             del copied, outputs
             self._taken.clear()
-            noted.compare()  # of what was decided, a yes or no may be kept
-            self._misplaced |= self._flow.outlasting() or (self.decided and bool(noted))
+            noted.compare()
+            self.keeps = bool(noted)
+            self._misplaced |= self._flow.outlasting()
         if self._flow.failed:
             raise self._flow.failed
         own = [1 << record for record in range(self._records)]

@@ -229,7 +229,7 @@ def test_what_is_kept_and_not_read_is_not_refused(function):
 @pytest.mark.parametrize(
     "function",
     [
-        *(running_mean, memory_bank, in_dictionaries, number, yes_or_no, parameter, gradients_scale, elsewhere()),
+        *(running_mean, memory_bank, in_dictionaries, number, parameter, gradients_scale, elsewhere()),
         *(last_seen, all_seen, cleared),
     ],
 )
@@ -238,6 +238,33 @@ def test_nothing_is_proved_where_records_are_kept(function, monkeypatch):
     monkeypatch.setattr(records_apart, "_others_do_not_matter", lambda *_, **__: True)
     rows = torch.randn(6, 5)
     assert not are_apart(Keeping(function).train(), lambda records: (records, ((rows[:records],), {})))
+
+
+class Padded(nn.Module):
+    """Reads whether any record is padded, and keeps a text after its first call: its own, or one that says what was read."""
+
+    def __init__(self, tells):
+        super().__init__()
+        self.first, self.last, self.tells, self.kind = nn.Linear(5, 6), nn.Linear(6, 2), tells, None
+
+    def forward(self, x, mask):
+        padded = not bool(mask.all())
+        if self.kind is None:
+            self.kind = f"padded: {padded}" if self.tells else "rows"
+        hidden = torch.tanh(self.first(x))
+        return self.last(hidden * mask[:, None] if padded else hidden)
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_a_text_that_is_kept_is_an_obstacle_only_if_it_tells_what_was_read(tells):
+    rows, mask = torch.randn(6, 5), torch.tensor([1, 1, 0, 1, 0, 1])
+    network = Padded(tells).train()
+    assert are_apart(network, lambda records: (records, ((rows[:records], mask[:records]), {}))) == (not tells)
+
+
+def test_a_yes_or_no_of_records_that_is_kept_is_no_proof():
+    rows = torch.randn(6, 5)
+    assert not are_apart(Keeping(yes_or_no).train(), lambda records: (records, ((rows[:records],), {})))
 
 
 @pytest.mark.parametrize("function", [counted, drawn])

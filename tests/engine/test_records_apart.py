@@ -438,5 +438,5 @@ def test_every_way_is_found_and_none_is_gone_to_its_end_twice():
     values = [-1.0, -2.0, 1.0, 9.0, 2.0, -3.0, 8.0]
     calls = [((torch.full((2, 3), value),), {}) for value in values]
     ways = records_apart._by_answers(network, calls)
-    assert [float(args[0][0, 0]) for args, _ in ways] == [-1.0, 1.0, 9.0]
+    assert [float(way.call[0][0][0, 0]) for way in ways.values()] == [-1.0, 1.0, 9.0]
     assert len(ends) == 3
