@@ -165,6 +165,21 @@ class Mechanism:
         return self.num_users * self.sample_rate
 
     @property
+    def bits_per_coordinate(self) -> int | None:
+        """What one report takes for each of its coordinates; None if the mechanism does not say."""
+        return None
+
+    @property
+    def count_bits_per_coordinate(self) -> int | None:
+        """The same where the shuffler is handed the count of each coordinate's ones; None if reports are no such bits."""
+        return None
+
+    @property
+    def reporting_rate(self) -> float:
+        """The expected share of the users who send a report in a round."""
+        return self.sample_rate
+
+    @property
     def noise_of_sum(self) -> float:
         """Standard deviation of the noise on one coordinate of the sum of the expected reports, over the clipping norm."""
         return self.noise_multiplier * (math.sqrt(self.expected_reports) if self.noise_is_local else 1.0)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opacus_shuffle.accountants.bounds.registry import Rounds, baselines_of, bounds_of, find_bound, kind_of, ladder
+from opacus_shuffle.accountants.communication import sent_per_user
 from opacus_shuffle.accountants.origins import rewound_sentence
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound, finite
 from opacus_shuffle.core.rounding import round_down, round_up
@@ -65,6 +66,7 @@ class PrivacyReport:
 
     Attributes:
         bounds: The ladder's rungs, from the least trust to the most.
+        sent: What one user sends; None where the mechanism does not say.
 
     Raises:
         ValueError: If an argument is out of range or nothing ran.
@@ -91,6 +93,7 @@ class PrivacyReport:
         self.rewound = integer("rewound", rewound, minimum=0)
         self.predictable = tuple(predictable)
         self.orders = orders if orders is None else tuple(orders)
+        self.sent = sent_per_user(self.rounds)
         self.bounds = tuple(ladder(self.rounds, delta=delta, adjacency=adjacency, orders=self.orders))
 
     @property
@@ -123,6 +126,7 @@ class PrivacyReport:
             "private": not self.predictable,
             "predictable": list(self.predictable),
             "quote": self.best.bound,
+            **(self.sent.to_dict() if self.sent else {}),
             "bounds": [bound.to_dict() for bound in self.bounds],
         }
 
@@ -229,11 +233,12 @@ class PrivacyReport:
         )
 
     def _notes(self) -> list[str]:
-        """What was left out, and estimates that are below what one pair of data sets has for certain."""
+        """What was left out, estimates that are below what one pair of data sets has for certain, and what users send."""
         found = [contradiction(estimate, pair) for estimate in self.bounds for pair in self.bounds]
         found.insert(0, rewound_sentence(self.rewound))
         if self.predictable:
             found.insert(0, not_private(self.predictable))
+        found.append(str(self.sent or ""))
         return [sentence for sentence in found if sentence]
 
     def _glossary(self) -> list[tuple[str, str]]:

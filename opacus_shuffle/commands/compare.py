@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
+from opacus_shuffle.accountants.communication import size_of
 from opacus_shuffle.accountants.report import not_private, promise
 from opacus_shuffle.commands import flags
 from opacus_shuffle.commands.flags import setting
@@ -104,18 +105,6 @@ class Comparison:
         lines = [HEAD, ["---"] * len(HEAD), *self.rows()]
         table = [f"| {' | '.join(line)} |" for line in lines]
         return "\n".join([self.quote(), "", *table, "", self.caveat(), ""])
-
-
-def size_of(count: int) -> str:
-    """Returns a number of bytes in words, rounded up.
-
-    >>> size_of(999), size_of(1_001), size_of(5_306_880)
-    ('999 B', '1.1 kB', '5.4 MB')
-    """
-    for power, unit in ((3, "GB"), (2, "MB"), (1, "kB")):
-        if count >= 1000**power:
-            return f"{-(-count * 10 // 1000**power) / 10:,g} {unit}"
-    return f"{count} B"
 
 
 def compare(settings: CompareSettings) -> Comparison:

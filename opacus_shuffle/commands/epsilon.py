@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from opacus_shuffle.accountants.communication import sent_per_user
 from opacus_shuffle.accountants.compute import compute_noise_multiplier, privacy_bound, privacy_report
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 from opacus_shuffle.accountants.report import contradiction
@@ -62,11 +63,14 @@ def print_noise(options: dict[str, Any]) -> None:
 
 
 def _print_answer(answer: PrivacyBound, run: dict[str, Any], number: str, what: str, *, as_json: bool, **found: float) -> None:
-    """A number and what it is, which data sets it covers by which proof, and the ε that covers all of them."""
+    """A number and what it is, which data sets it covers by which proof, what users send, and the ε that covers all of them."""
     run = {name: value for name, value in run.items() if name != "orders"}  # the other bounds use none
     certified = answer if answer.bound == "certified" else privacy_bound(**{**run, "bound": "certified"})
+    kind = MECHANISMS[answer.mechanism]
+    sent = sent_per_user([(kind.build(**{name: run[name] for name in kind.field_names() if name in run}), answer.rounds)])
     if as_json:
-        print(json.dumps({**found, **answer.to_dict(), "certified_epsilon": certified.epsilon}))
+        costs = sent.to_dict() if sent else {}
+        print(json.dumps({**found, **answer.to_dict(), "certified_epsilon": certified.epsilon, **costs}))
         return
     print(number)
     print(f"{what} at delta = {answer.delta:.4g} (bound {answer.bound}, {answer.adjacency} adjacency)")
@@ -75,6 +79,8 @@ def _print_answer(answer: PrivacyBound, run: dict[str, Any], number: str, what: 
     print(f"the adversary {answer.adversary}")
     if answer.proof:
         print(f"the proof that gives it: {answer.proof}")
+    if sent:
+        print(sent)
     if answer.guarantee is not Guarantee.PROVED:
         print(f"certified for every data set: epsilon = {round_up(certified.epsilon)}")
     if answer.guarantee is Guarantee.ESTIMATE:

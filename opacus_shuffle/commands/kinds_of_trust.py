@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle.accountants.calibrate import smallest_noise
+from opacus_shuffle.accountants.communication import sent_per_user
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, unshuffled_epsilon
 from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Guarantee, PrivacyBound
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
@@ -185,7 +186,7 @@ def train_kind(
         kind=kind,
         bound=_spent(kind, engine, delta, steps),
         accuracy=_accuracy(network, test_set),
-        bytes_per_user=_bytes_per_user(kind, network, optimizer, steps),
+        bytes_per_user=_bytes_per_user(engine, network),
         noise_multiplier=float(optimizer.noise_multiplier),
     )
 
@@ -219,13 +220,11 @@ def _spent(kind: Kind, engine: PrivacyEngine, delta: float, steps: int) -> Priva
     )
 
 
-def _bytes_per_user(kind: Kind, network: nn.Linear, optimizer: Any, steps: int) -> int | None:
-    """What one user sends: a number of four bytes for every weight, or the protocol's bits."""
-    if kind.accountant == "prv":
-        return None
-    weights = sum(parameter.numel() for parameter in network.parameters())
-    bits = optimizer.aggregator.bits_per_user if kind.accountant == "shuffled_sums" else 32 * weights
-    return -(-steps * bits // 8)
+def _bytes_per_user(engine: PrivacyEngine, network: nn.Linear) -> int | None:
+    """What one user sends in reports; None where it sends none."""
+    rounds = getattr(engine.accountant, "rounds", ())  # Opacus's own accountants know of no reports
+    sent = sent_per_user(rounds, dimension=sum(parameter.numel() for parameter in network.parameters()))
+    return None if sent is None else sent.bytes_per_user
 
 
 @torch.no_grad()

@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 from opacus_shuffle.accountants.compute import privacy_report
 from opacus_shuffle.accountants.report import promise
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.commands import compare, kinds_of_trust
-from opacus_shuffle.commands.compare import CompareSettings, size_of
+from opacus_shuffle.commands import compare
+from opacus_shuffle.commands.compare import CompareSettings
 from opacus_shuffle.commands.image_datasets import load_image_dataset
 from opacus_shuffle.commands.kinds_of_trust import KINDS, train_kind
 from opacus_shuffle.commands.main import main
@@ -141,11 +141,6 @@ def test_the_passes_over_the_data_follow_their_number(kind, records):
 def test_the_server_and_the_bits_are_about_the_same_rounds():
     server, bits = (dataclasses.replace(kind, trusted="", how="", accountant="", bound="") for kind in KINDS[:2])
     assert server == bits
-
-
-def test_numbers_of_bytes_are_rounded_up():
-    assert size_of(1_000_001) == "1.1 MB"
-    assert kinds_of_trust.CLASSES == 10
 
 
 def test_a_report_s_statement_says_its_proved_epsilon_and_no_other_bound_has_one():

@@ -115,7 +115,6 @@ def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
             meaning += "; the same epsilon holds if the record is replaced by any other"
     elif proof == _SEEN:
         meaning += "; holds even if it is seen who takes part in each round"
-    meaning += f"; a record sends {max(each.bits_per_report for each, _ in rounds):,} bits a round"
     return Answer(epsilon, _lower(tuple(rounds), delta, adjacency), proof, meaning=meaning)
 
 

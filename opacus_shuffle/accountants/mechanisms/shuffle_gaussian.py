@@ -14,7 +14,17 @@ from opacus_shuffle.analysis.mean_ratio import Sampling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ShuffleGauss(Mechanism):
+class GaussianReports(Mechanism):
+    """A round in which users send their vectors with Gaussian noise, whoever they are."""
+
+    @property
+    def bits_per_coordinate(self) -> int:
+        """A number in single precision, which is what training sends."""
+        return 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShuffleGauss(GaussianReports):
     """All ``num_users`` users of the round report (SG Theorem 1); in training, the records of the batch."""
 
     name: ClassVar[str] = "shuffle_gauss"
@@ -30,7 +40,7 @@ class ShuffleGauss(Mechanism):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SubsampledShuffle(Mechanism):
+class SubsampledShuffle(GaussianReports):
     """Exactly m = round(γ·n) of the users report, a fresh uniform draw each round (SG Theorem 2); γ becomes m/n."""
 
     name: ClassVar[str] = "subsampled_shuffle"
@@ -42,7 +52,7 @@ class SubsampledShuffle(Mechanism):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ShuffledCheckIn(Mechanism):
+class ShuffledCheckIn(GaussianReports):
     """Each of the users reports with probability γ, by its own coin (SG Theorem 3)."""
 
     name: ClassVar[str] = "shuffled_checkin"

@@ -218,10 +218,19 @@ class ShuffledSums(Mechanism):
         return SampledSum(mu=mu, sample_rate=self.sample_rate, lost=self.lost, sampling=str(self.sampling))
 
     @property
-    def bits_per_report(self) -> int:
-        """What one record sends in a round."""
-        honest = honest_users(self.reports, self.honest_fraction)
-        return self.dimension * (self.granularity + self.noise_trials // honest)
+    def bits_per_coordinate(self) -> int:
+        """As many as the grid has steps, and one user's noise bits: g + b."""
+        return self.granularity + self.noise_trials // honest_users(self.reports, self.honest_fraction)
+
+    @property
+    def count_bits_per_coordinate(self) -> int:
+        """⌈log₂(g + b + 1)⌉: the shuffler can make the bits of their count, which is all that a user's bits say."""
+        return self.bits_per_coordinate.bit_length()
+
+    @property
+    def reporting_rate(self) -> float:
+        """1 by coins, which all users' reports hide; γ for samples of fixed size."""
+        return 1.0 if self.sampling == "poisson" else self.sample_rate
 
     @property
     def mu(self) -> float:
