@@ -19,6 +19,7 @@ from opacus_shuffle.accountants.mechanisms import (
     ShuffleGauss,
     SubsampledShuffle,
 )
+from opacus_shuffle.accountants.plan import plan
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyAssumptionWarning, PrivacyBound
 from opacus_shuffle.engine.prepare_model import prepare_model
@@ -53,6 +54,7 @@ __all__ = [
     "compute_noise_multiplier",
     "find_permutations",
     "permutation",
+    "plan",
     "prepare_model",
     "privacy_bound",
     "privacy_report",
