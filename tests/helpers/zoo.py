@@ -51,7 +51,7 @@ def marked(name: str, *values: object, level: str = "all") -> object:
 
 
 def tiered(names: Iterable[str]) -> list[object]:
-    """Cells about networks, of which the default tests take a dozen."""
+    """Cells about networks, of which the default tests take a few."""
     return [marked(name) for name in names]
 
 
