@@ -35,6 +35,11 @@ COARSE = 0.01
 
 MOST_USERS = 10**12
 
+UNKNOWN_DIMENSION = (
+    "Without the number of trained parameters (dimension, --dimension) sums of bits are left out, which are nearly as good as "
+    "a trusted server and trust a shuffler alone."
+)
+
 HEAD = ("trusted", "mechanism", "noise", "on mean", "server's", "users", "rounds")
 
 
@@ -131,8 +136,7 @@ class Plan:
         lines = [*paragraph(title), "", *text_table(HEAD, cells, right=HEAD[2:]), ""]
         for term, text in _GLOSSARY.items():
             lines += paragraph(text, term=term, indent=max(map(len, _GLOSSARY)) + 2)
-        if self.dimension is not None:
-            lines += ["", *paragraph(self._signal())]
+        lines += ["", *paragraph(UNKNOWN_DIMENSION if self.dimension is None else self._signal())]
         return "\n".join(lines)
 
     def _signal(self) -> str:
@@ -150,7 +154,7 @@ _GLOSSARY = {
     "server's": "the noise multiplier of DP-SGD on a trusted server, at the same sampling rate, whose mean gradient is as "
     "noisy: train so with Opacus alone to see the accuracy that this row reaches",
     "users": "how many users make the mean gradient no noisier than the trusted server's is here",
-    "rounds": "how many rounds at most leave it no noisier than the trusted server's is here",
+    "rounds": "how many rounds at most leave it no noisier than the trusted server's is here; 0: not even one does",
 }
 
 
@@ -200,6 +204,9 @@ def plan(
     known = sorted({name for kind in kinds for name in kind.field_names()} - {"noise_multiplier"} - asked.keys())
     reject_unknown("plan", {name: value for name, value in fields.items() if name not in known}, known)
     ways = [_Way(entry, kind, own, count, epsilon, delta) for kind in kinds for entry, own in _entries(kind, asked, fields)]
+    if unread := sorted(fields.keys() - {name for way in ways for name in way.fields}):
+        given = ", ".join(f"{name}={fields[name]!r}" for name in unread)
+        raise ValueError(f"{given} is about mechanisms that need dimension, which is left out: pass dimension, or leave it out")
     best: dict[tuple[str, str], tuple[_Way, Mechanism]] = {}
     for way in ways:
         key = way.entry.trusted, "" if way.entry.baseline else way.kind.name

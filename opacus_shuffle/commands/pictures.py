@@ -12,10 +12,13 @@ def check_output(output: str) -> None:
     if not kind or os.path.isdir(output) or not os.path.isdir(os.path.dirname(output) or "."):
         raise ValueError(f"--output must name a file in a folder that is there, got {output!r}: for instance report.png")
     try:
-        import matplotlib
+        import matplotlib.figure
     except ImportError as error:
         raise ValueError("a picture needs matplotlib: pip install 'opacus_shuffle[plots]'") from error
     matplotlib.use("Agg")
+    known = sorted(matplotlib.figure.Figure().canvas.get_supported_filetypes())
+    if kind[1:].lower() not in known:
+        raise ValueError(f"--output must end in one of {', '.join(known)}, got {output!r}: for instance report.png")
 
 
 def save(figure: Any, output: str) -> None:

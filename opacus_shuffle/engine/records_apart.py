@@ -141,6 +141,8 @@ def _by_answers(network: nn.Module, calls: list[Call]) -> Ways:
 
 def _keep_the_same(ways: Ways) -> bool:
     """Returns whether the network keeps the same whatever it reads, and each value that it reads was met both ways."""
+    if () in ways:  # it reads nothing without gradients, and did with them
+        return False
     both = all(len({answers[place] for answers in ways if len(answers) > place}) > 1 for place in range(max(map(len, ways))))
     kept = [way.kept for way in ways.values()]
     return both and None not in kept and all(each == kept[0] for each in kept)

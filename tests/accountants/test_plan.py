@@ -106,6 +106,8 @@ def test_without_a_dimension_what_must_know_it_is_left_out_and_everyone_in_every
         ({"dimension": 0.5}, "dimension"),
         ({"noise_multiplier": 1}, "noise_multiplier"),
         ({"honest_part": 0.5}, "honest_fraction"),
+        ({"honest_fraction": float("nan"), "dimension": None}, "honest_fraction=nan.*pass dimension"),
+        ({"honest_fraction": float("nan")}, "honest_fraction"),
     ],
 )
 def test_bad_input_is_refused_by_name(wrong, named):

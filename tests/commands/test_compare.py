@@ -18,6 +18,7 @@ from opacus_shuffle.commands.compare import CompareSettings
 from opacus_shuffle.commands.image_datasets import load_image_dataset
 from opacus_shuffle.commands.kinds_of_trust import KINDS, train_kind
 from opacus_shuffle.commands.main import main
+from opacus_shuffle.commands.pictures import check_output
 from opacus_shuffle.core.guarantees import Guarantee
 
 RECORDS, ROUNDS = 200, 2
@@ -153,3 +154,9 @@ def test_a_report_s_statement_says_its_proved_epsilon_and_no_other_bound_has_one
     pair = next(bound for bound in report.bounds if bound.bound == "pair")
     with pytest.raises(ValueError, match="bound must be proved for every data set, got 'pair'"):
         promise(pair)
+
+
+def test_a_picture_of_a_kind_that_nobody_draws_is_refused_before_any_training():
+    with pytest.raises(ValueError, match=r"--output must end in one of .*png.*got 'trust.xyz'"):
+        check_output("trust.xyz")
+    check_output("trust.SVG")
