@@ -22,12 +22,14 @@ from opacus_shuffle.core.guarantees import InconsistentBound
 from opacus_shuffle.core.system_randomness import SystemGenerator, uniforms
 from opacus_shuffle.core.validation import instance_of, integer, one_of
 from opacus_shuffle.protocols.calibration import GridPlan, Promise
+from opacus_shuffle.protocols.exact_binomials import deviation_of, exact_binomials
 from opacus_shuffle.protocols.messages import Messages, shuffled
-from opacus_shuffle.protocols.random_rounding import draws_of, numpy_draws, round_at_random
+from opacus_shuffle.protocols.random_rounding import round_at_random
+from opacus_shuffle.protocols.random_words import draws_of, numpy_draws, word_source
 from opacus_shuffle.protocols.statement import PrivacyStatement
-from opacus_shuffle.protocols.system_binomials import system_binomials
 
 _CHUNK = 2**17  # numbers that are rounded at a time: what a processor's cache holds
+_NARROW, _MANY = 1000.0, 128  # standard deviation and number of binomials whose table costs less than it saves
 TOLERANCE = 1e-5
 """How far beyond its bound a value may lie, relatively, for the rounding of single precision; it is taken back to the bound."""
 
@@ -306,8 +308,9 @@ class GridSum(ABC):
         """Draws the noise bits of so many users, added up: int64, shape (d,)."""
         reports = self.check_reports(num_reports)
         trials, draws = reports * self.noise_bits, draws_of(generator)
-        if isinstance(draws, SystemGenerator):
-            return torch.from_numpy(system_binomials(trials, self.bit_probability, self.dimension, draws))
+        pays = self.dimension >= _MANY and deviation_of(trials, self.bit_probability) <= _NARROW
+        if pays or isinstance(draws, SystemGenerator):
+            return torch.from_numpy(exact_binomials(trials, self.bit_probability, self.dimension, word_source(draws)))
         return torch.from_numpy(numpy_draws(draws).binomial(trials, self.bit_probability, self.dimension))
 
     def decode(self, counts: torch.Tensor, num_reports: int) -> torch.Tensor:
@@ -321,7 +324,8 @@ class GridSum(ABC):
         if counts.shape != (self.dimension,):
             raise ValueError(f"counts must have shape ({self.dimension},), got {tuple(counts.shape)}")
         expected = reports * self.noise_bits * self.bit_probability
-        return (counts.to(torch.float64) - expected) * (self._span / self.granularity) + reports * self._low
+        estimate = counts.to(torch.float64, copy=True).sub_(expected)
+        return estimate.mul_(self._span / self.granularity).add_(reports * self._low)
 
     def _simulate(self, points: Any, generator: torch.Generator | None) -> torch.Tensor:
         """A draw of the analyzer's answer."""

@@ -9,6 +9,7 @@ else: the sum of the rounded values plus Bin(b·n, p).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,13 @@ from opacus_shuffle.protocols.calibration import (
 )
 from opacus_shuffle.protocols.grid_sum import TOLERANCE, GridSum, real_numbers
 from opacus_shuffle.protocols.messages import Messages
+from opacus_shuffle.protocols.random_words import draws_of, numpy_draws, word_source
+from opacus_shuffle.protocols.sums_of_roundings import FINEST, sum_of_roundings
+
+_ENTRIES = 2**24
+"""Numbers in double precision that are held at a time."""
+_SHORT = 2**12
+"""Entries of a parameter that is joined with its neighbours, as a call for each would cost more than a copy."""
 
 
 class ShuffleVectorSum(GridSum):
@@ -191,6 +199,33 @@ class ShuffleVectorSum(GridSum):
         """
         return self._simulate(X, generator)
 
+    def encode_scaled(
+        self, pieces: Sequence[torch.Tensor], factors: torch.Tensor, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        """Returns what :meth:`encode` does, of vectors that lie in pieces and are to be scaled: no copy of them is made.
+
+        Args:
+            pieces: Shapes (n, ...), of ``dimension`` entries a user together, finite.
+            factors: What every user's pieces are multiplied by, shape (n,); then their norm is at most ``max_norm``.
+            generator: On the CPU; by default secret.
+        """
+        draws, rows = draws_of(generator), [piece.detach().reshape(len(piece), -1).cpu() for piece in pieces]
+        if self.granularity > FINEST:
+            parts = zip(*(torch.split(each, max(1, _ENTRIES // self.dimension)) for each in (*rows, factors)), strict=True)
+            return self._encode(
+                (torch.cat([each.double() for each in part[:-1]], dim=1) * part[-1][:, None] for part in parts), draws
+            )[0]
+        source, steps = word_source(draws), factors.cpu() * (self.granularity / self._span)
+        narrow = _joined([each if each.dtype == torch.float64 else each.float() for each in rows])
+        return torch.cat([sum_of_roundings(each, steps, granularity=self.granularity, source=source) for each in narrow])
+
+    def encode_zeros(self, count: int, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Returns what :meth:`encode` does, of so many vectors of zero: a single number where zero is on the grid."""
+        if self.granularity % 2 == 0:
+            return torch.tensor(count * (self.granularity // 2))
+        coins = numpy_draws(draws_of(generator)).binomial(count, 0.5, self.dimension)
+        return torch.from_numpy(coins) + count * (self.granularity // 2)
+
     def _within(self, values: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
         largest = float(norms.max()) if len(norms) else 0.0
         if not math.isfinite(largest):
@@ -210,3 +245,15 @@ class ShuffleVectorSum(GridSum):
             f"granularity={self.granularity}, "
             f"noise_bits={self.noise_bits}, bit_probability={self.bit_probability:.4g}, {self.bits_per_user} bits per user"
         )
+
+
+def _joined(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same columns in fewer pieces: neighbours that are short and of one type become one."""
+    found: list[list[torch.Tensor]] = []
+    for each in rows:
+        last = found[-1] if found else None
+        if last and each.dtype == last[0].dtype and max(each.shape[1], last[-1].shape[1]) <= _SHORT:
+            last.append(each)
+        else:
+            found.append([each])
+    return [each[0] if len(each) == 1 else torch.cat(each, dim=1) for each in found]

@@ -19,7 +19,7 @@ from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.validation import boolean, instance_of, integer, not_negative, one_of, open_unit_interval, positive
 from opacus_shuffle.protocols.calibration import CALIBRATIONS
-from opacus_shuffle.protocols.random_rounding import draws_of
+from opacus_shuffle.protocols.random_words import draws_of
 from opacus_shuffle.sco.accelerated_sgd import AcceleratedSGD
 from opacus_shuffle.sco.acceleration import AcceleratedIterates
 from opacus_shuffle.sco.bounded_gradients import BoundedGradients

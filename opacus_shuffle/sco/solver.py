@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opacus_shuffle.core.validation import boolean, instance_of, integer, positive
 from opacus_shuffle.protocols.calibration import noise_variance
-from opacus_shuffle.protocols.random_rounding import draws_of
+from opacus_shuffle.protocols.random_words import draws_of
 from opacus_shuffle.protocols.statement import PrivacyStatement
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 from opacus_shuffle.sco.bounded_gradients import BoundedGradients

@@ -13,62 +13,14 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from helpers.count_distributions import PLAN, UNLIKELY, assert_of_distribution, count_distribution, small_protocol
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from opacus_shuffle.protocols import random_rounding
-from opacus_shuffle.protocols.calibration import GridPlan, Promise
-from opacus_shuffle.protocols.grid_sum import GridSum
 from opacus_shuffle.protocols.messages import Messages
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
-
-UNLIKELY = 1e-6
-
-
-PLAN = GridPlan(41, 6, 0.3, 4)
-
-
-def small_protocol(dimension, users=4, plan=PLAN, fraction=1.0):
-    """A protocol with a grid coarse and noise small enough to see every rounding."""
-    protocol = ShuffleVectorSum(users, dimension, 1.0, 1.0, 1e-2, "tight", fraction)
-    plan = dataclasses.replace(plan, honest_users=math.ceil(users * fraction - 1e-9))
-    GridSum.__init__(protocol, users, dimension, Promise(1.0, 1e-2, "tight", fraction), plan, low=-1.0, span=2.0)
-    return protocol
-
-
-def binomial_distribution(trials, probability):
-    """(first, probabilities) of Bin(trials, probability), by its logarithms."""
-    outcomes = np.arange(trials + 1)
-    logs = np.array([math.lgamma(trials + 1) - math.lgamma(k + 1) - math.lgamma(trials - k + 1) for k in outcomes])
-    return 0, np.exp(logs + outcomes * math.log(probability) + (trials - outcomes) * math.log1p(-probability))
-
-
-def count_distribution(values, plan, reports):
-    """(first, probabilities) of a coordinate's count: everybody's rounding, and the noise."""
-    first, distribution = binomial_distribution(reports * plan.noise_bits, plan.bit_probability)
-    for value in values:
-        place = (value + 1) * plan.granularity / 2
-        first += math.floor(place)
-        distribution = np.convolve(distribution, [1 - (place - math.floor(place)), place - math.floor(place)])
-    return first, distribution
-
-
-def assert_of_distribution(counts, first, distribution):
-    """χ² over the outcomes, those expected fewer than 10 times together."""
-    counts = np.asarray(counts).ravel()
-    assert counts.min() >= first
-    assert counts.max() < first + len(distribution)
-    seen = np.bincount(counts - first, minlength=len(distribution)).astype(float)
-    expected = len(counts) * distribution / distribution.sum()
-    rare = expected < 10
-    seen = np.append(seen[~rare], seen[rare].sum())
-    expected = np.append(expected[~rare], expected[rare].sum())
-    if expected[-1] < 1:
-        assert seen[-1] <= 12
-        seen, expected = seen[:-1], expected[:-1]
-    statistic = float(((seen - expected) ** 2 / expected).sum())
-    assert chi2.sf(statistic, len(seen) - 1) > UNLIKELY
 
 
 def assert_mean_and_variance(counts, first, distribution):

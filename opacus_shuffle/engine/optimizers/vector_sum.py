@@ -33,8 +33,8 @@ from opacus_shuffle.engine.optimizers.step_hooks import StepHooks
 from opacus_shuffle.engine.optimizers.ticketed_steps import TicketedSteps, refuse_accumulated
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
-_ENTRIES = 2**24
-"""Numbers in double precision that are held at a time."""
+_ENTRIES = 2**17
+"""Numbers that are turned into double precision at a time: what a processor's cache holds."""
 
 
 class EncodedSum(DPOptimizer):
@@ -72,16 +72,14 @@ class EncodedSum(DPOptimizer):
         refuse_accumulated(self)
         for parameter in self.params:
             refuse_used(parameter.grad_sample)
-        samples, entries = self.grad_samples, self.aggregator.dimension
+        samples = self.grad_samples
         if not math.isclose(self.max_grad_norm, self.aggregator.max_norm, rel_tol=1e-6):
             raise ValueError(
                 f"max_grad_norm is {self.max_grad_norm}, the aggregator is made for max_norm={self.aggregator.max_norm}: its "
                 "noise cannot follow a norm that changes"
             )
-        counts = torch.zeros(entries, dtype=torch.int64)
-        records, rows = len(samples[0]), max(1, _ENTRIES // entries)
-        for start in range(0, records, rows):
-            counts += self.aggregator.encode(self._clipped(samples, slice(start, start + rows)), self.generator)
+        usable, factors = self._clip_factors(samples)
+        counts = self.aggregator.encode_scaled(usable, factors, self.generator)
         self._counts = counts if self._counts is None else self._counts + counts
         for parameter in self.params:
             mark_as_used(parameter.grad_sample)
@@ -110,19 +108,16 @@ class EncodedSum(DPOptimizer):
                 "some frozen or thawed after make_private?"
             )
 
-    def _clipped(self, samples: list[torch.Tensor], rows: slice) -> torch.Tensor:
-        """These records' clipped gradients, one per row: float64 on the CPU."""
-        blocks = [sample[rows].detach().to("cpu", torch.float64) for sample in samples]
-        gradients = torch.cat([block.reshape(len(block), -1) for block in blocks], dim=1)
-        largest = gradients.abs().amax(dim=1, keepdim=True)
+    def _clip_factors(self, samples: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The records' gradients, those that are not finite replaced by zero, and Opacus's clipping factors: float64."""
+        rows = [sample.detach().reshape(len(sample), -1) for sample in samples]
+        norms = _without_overflow(torch.stack([_norms(each) for each in rows]))
         # An error would be an event that everyone sees and no ε speaks of: what is not finite is reported as zero.
-        unusable = ~torch.isfinite(largest)
-        gradients.masked_fill_(unusable, 0.0)
-        scale = largest.masked_fill(unusable, 0.0).clamp_min(1.0)  # lest squares overflow
-        norms = scale * torch.linalg.vector_norm(gradients / scale, dim=1, keepdim=True)
-        # Opacus's factor; in double precision, no clipped norm exceeds the bound.
+        if not (usable := torch.isfinite(norms)).all():
+            rows = [each.masked_fill(~usable[:, None].to(each.device), 0.0) for each in rows]
+        # In double precision, no clipped norm exceeds the bound.
         bound = min(self.max_grad_norm, self.aggregator.max_norm)
-        return gradients.mul_((bound / (norms + 1e-6)).clamp(max=1.0))
+        return rows, (bound / (norms.masked_fill(~usable, 0.0) + 1e-6)).clamp(max=1.0)
 
     def check_sum(self) -> None:
         """Refuse what the protocol does not cover.
@@ -151,14 +146,29 @@ class EncodedSum(DPOptimizer):
         reports, counts = self._reports(), self._counts
         assert counts is not None
         if absent := reports - self.num_records:
-            zero = torch.zeros(1, self.aggregator.dimension, dtype=torch.float64)
-            counts = counts + self.aggregator.encode(zero.expand(absent, -1), self.generator)
-        noised = counts + self.aggregator.draw_noise(reports, self.generator)
+            counts = counts + self.aggregator.encode_zeros(absent, self.generator)
+        noised = self.aggregator.draw_noise(reports, self.generator).add_(counts)
         self._released, self._counts = True, None  # beside the estimate, the counts would tell the noise
         estimate = self.aggregator.decode(noised, reports)
         sizes = [parameter.numel() for parameter in self.params]
         for parameter, piece in zip(self.params, torch.split(estimate, sizes), strict=True):
             parameter.grad = piece.view_as(parameter).to(parameter.device, parameter.dtype)
+
+
+def _norms(rows: torch.Tensor) -> torch.Tensor:
+    """Every row's norm in double precision, on the CPU; not finite if the row is not."""
+    if rows.dtype == torch.float64 and rows.numel():
+        return _without_overflow(rows.T).cpu()
+    squares = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+    for columns in torch.split(rows, max(1, _ENTRIES // max(len(rows), 1)), dim=1):
+        squares += columns.double().square_().sum(1)
+    return squares.sqrt().cpu()
+
+
+def _without_overflow(columns: torch.Tensor) -> torch.Tensor:
+    """The norm of every column, whose squares double precision may not hold."""
+    largest = columns.abs().amax(dim=0).clamp_min(1.0)
+    return largest * torch.linalg.vector_norm(columns / largest, dim=0)
 
 
 class VectorSumOptimizer(TicketedSteps, StepHooks, LogicalBatch, EncodedSum):

@@ -1,0 +1,112 @@
+"""Adds up many rows, each entry rounded at random to a grid around zero: the sums of clipped gradients that users report.
+
+An entry is in the count of ⌊g/2 + x + U⌋, x measured in grid steps and U uniform, fresh for every entry. Single precision and
+ten bits of U decide all but two entries in a thousand: x in units of 2⁻¹⁰ steps is known to less than one unit, so unless the
+sum of both is within a unit of a whole number, double precision and all bits of U would say the same. The others are worked out
+so, from the ten bits that they have and 53 more. The distribution is that of rounding in double precision.
+
+>>> from opacus_shuffle.protocols.random_words import word_source
+>>> source = word_source(torch.Generator().manual_seed(1))
+>>> sum_of_roundings(torch.full((1000, 3), 0.25), torch.ones(1000), granularity=8, source=source) - 4000
+tensor([253, 246, 222])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from opacus_shuffle.protocols.random_words import WordSource
+
+FINEST = 2**12
+"""Grids with more steps than this do not fit into single precision."""
+_BITS, _LANES = 10, 3  # three times ten bits in a random number of 32
+_UNITS = 2**_BITS
+_MAGIC = 3 * 2**22  # single precision has no fractions here, so adding it rounds, and the last 22 bits are the whole number
+_STEPS_OF_MAGIC = int(np.float32(_MAGIC).view(np.int32)) >> _BITS
+_ENTRIES = 2**17  # that are worked on at a time: what a processor's cache holds
+_COLUMNS = 2**11
+
+
+def sum_of_roundings(rows: torch.Tensor, steps: torch.Tensor, *, granularity: int, source: WordSource) -> torch.Tensor:
+    """Returns the counts: int64, shape (d,).
+
+    Args:
+        rows: Shape (n, d), on the CPU, finite, single or double precision.
+        steps: Shape (n,), float64, at least 0: how many grid steps a row's unit is. |row·steps| must not exceed g/2; rounding
+            errors beyond it are taken back.
+        granularity: g, at most :data:`FINEST`.
+        source: Of the random bits.
+    """
+    scale = (steps.to(torch.float64) * _UNITS).numpy()
+    values, (count, width) = rows.numpy(), rows.shape
+    if values.dtype == np.float32 and not np.all((scale == 0) | ((scale > 1e-30) & (scale < 1e30))):
+        values = values.astype(np.float64)  # such scales single precision does not hold
+    total = np.zeros(width, dtype=np.int64)
+    across = max(1, min(width, max(_COLUMNS, _ENTRIES // max(count, 1))))
+    down = max(1, min(count, _ENTRIES // across))
+    room = _Room(down, across)
+    for left in range(0, width, across):
+        for top in range(0, count, down):
+            block = values[top : top + down, left : left + across]
+            total[left : left + across] += _sum_block(block, scale[top : top + down], granularity, source, room)
+    return torch.from_numpy(total)
+
+
+class _Room:
+    """Memory that block after block is worked on in, as asking for it each time costs more than the work.
+
+    Args:
+        rows: Of the largest block.
+        columns: Of the largest block.
+    """
+
+    def __init__(self, rows: int, columns: int) -> None:
+        kinds = (np.float32, np.int32, np.int32, np.bool_)
+        self._flat = [np.empty(rows * columns + _LANES, dtype=kind) for kind in kinds]
+
+    def of(self, entries: int) -> list[npt.NDArray[Any]]:
+        """Single precision, two of whole numbers, truth values: so many entries each."""
+        return [each[:entries] for each in self._flat]
+
+
+def _sum_block(
+    block: npt.NDArray[np.floating],
+    scale: npt.NDArray[np.float64],
+    granularity: int,
+    source: WordSource,
+    room: _Room,
+) -> npt.NDArray[np.int32]:
+    """What fits into the cache."""
+    count, width = block.shape
+    entries, middle = count * width, granularity * (_UNITS // 2)
+    units, sums, _, near = room.of(entries)
+    np.multiply(block, scale.astype(block.dtype)[:, None], out=units.reshape(count, width), casting="same_kind")
+    # One unit more, so that entries within a unit of a whole step, on either side, have the remainders 0 and 1.
+    units += np.float32(_MAGIC + 1 + middle % _UNITS)
+    third = -(-entries // _LANES)
+    _, _, bits, _ = room.of(_LANES * third)
+    drawn = source.words(-(-third // 2)).view(np.uint32)[:third]
+    for lane in range(_LANES):
+        part = bits[lane * third : (lane + 1) * third].view(np.uint32)
+        np.right_shift(drawn, lane * _BITS, out=part)
+        part &= _UNITS - 1
+    np.add(units.view(np.int32), bits[:entries], out=sums)
+    remainders = np.bitwise_and(sums, _UNITS - 1, out=units.view(np.int32))
+    close = np.flatnonzero(np.less(remainders, 2, out=near))
+    sums >>= _BITS
+    if len(close):
+        row, column = np.divmod(close, width)
+        exact = np.clip(block[row, column].astype(np.float64) * scale[row], -middle, middle)
+        coarse = np.floor(exact)
+        more = (source.words(len(close)) >> np.uint64(11)).astype(np.float64) * 2.0**-53 >= 1 - (exact - coarse)
+        whole = (coarse.astype(np.int64) + middle % _UNITS + bits[close] + more) >> _BITS
+        sums[close] = whole + _STEPS_OF_MAGIC
+    offset = (count * (_STEPS_OF_MAGIC - middle // _UNITS)) % 2**32
+    summed: npt.NDArray[np.uint32] = np.add.reduce(
+        sums.view(np.uint32).reshape(count, width), axis=0, dtype=np.uint32
+    )  # modulo 2^32
+    return (summed - np.uint32(offset)).view(np.int32)
