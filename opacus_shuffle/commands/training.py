@@ -27,6 +27,7 @@ from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.validation import integer, one_of, open_unit_interval, positive
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
+from opacus_shuffle.protocols.calibration import ROUNDING_SHARE
 
 PHYSICAL_BATCH = 300  # at which two CPU cores take the least time per record
 DEFAULT_NOISE_MULTIPLIER = 0.5  # local; the sum of B reports carries √B times as much
@@ -99,6 +100,13 @@ class TrainingSettings:
         None,
         "with shuffled weights: the norm that a batch's sum is clipped to",
         instead="with shuffled_fw the clipping norm, else none",
+    )
+
+    rounding_share: float | None = setting(
+        None,
+        "with shuffled_sums: by what share rounding may raise the variance, from 0.001 to 1; less takes more bits",
+        metavar="SHARE",
+        instead=str(ROUNDING_SHARE),
     )
 
     def __post_init__(self) -> None:
@@ -174,6 +182,7 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
         "noise_generator": generator_of(settings.seed, 1, device),
         "local_noise": settings.local_noise,
         "shuffle_weights": shuffling,
+        "rounding_share": settings.rounding_share,
     }
     if settings.target_epsilon is None:
         usual = DEFAULT_NOISE_MULTIPLIER * (1 if settings.local_noise else batch_size**0.5)

@@ -42,7 +42,7 @@ ADAPTIVE_KEYWORDS = (  # what clipping="adaptive" takes besides: Opacus hands th
     "min_clipbound",
     "unclipped_num_std",
 )
-OURS = ("local_noise", "shuffle_weights", "aggregator", "others")
+OURS = ("local_noise", "shuffle_weights", "aggregator", "rounding_share", "others")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,7 @@ class Request:
     local_noise: bool = False
     shuffle_weights: bool | str | PermutationSpec | WeightShuffling = False
     aggregator: ShuffleVectorSum | None = None
+    rounding_share: float | None = None
     others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -231,6 +231,8 @@ def test_json_is_for_machines(capsys):
         (["train", "--accountant", "shuffled_fw", "--local-noise"], "local_noise"),
         (["train", "--accountant", "shuffled_fw", "--no-shuffle-weights", "--batch-clip", "1"], "shuffle_weights=True"),
         (["train", "--batch-clip", "1"], "batch_clip"),
+        (["train", "--rounding-share", "0.1"], "rounding_share=0.1 goes with accountant='shuffled_sums'"),
+        (["train", "--accountant", "shuffled_sums", "--rounding-share", "2"], "rounding_share must lie in"),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_exit_status_2(capsys, arguments, named):
