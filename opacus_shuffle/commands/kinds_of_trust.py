@@ -31,7 +31,7 @@ SAMPLED_BATCH = 4000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One way to train, with settings that were chosen on mnist-5k, on runs of other seeds.
+    """One way to train, with settings that were chosen on mnist-5k by cross-validation within its training images.
 
     Attributes:
         trusted: Who must not be the adversary.
@@ -61,14 +61,14 @@ class Kind:
 
 
 KINDS = (
-    Kind(trusted="a server", how="DP-SGD", accountant="prv", bound="prv", rounds=100, learning_rate=2.0, sampled=True),
+    Kind(trusted="a server", how="DP-SGD", accountant="prv", bound="prv", rounds=60, learning_rate=4.0, sampled=True),
     Kind(
         trusted="a shuffler",
         how="sums of bits",
         accountant="shuffled_sums",
         bound="certified",
-        rounds=100,
-        learning_rate=2.0,
+        rounds=60,
+        learning_rate=4.0,
         sampled=True,
     ),
     Kind(
@@ -76,8 +76,8 @@ KINDS = (
         how="Gaussian reports",
         accountant="shuffle_gauss",
         bound="certified",
-        rounds=80,
-        learning_rate=2.0,
+        rounds=120,
+        learning_rate=0.5,
         sampled=False,
     ),
     Kind(
@@ -85,8 +85,8 @@ KINDS = (
         how="Gaussian reports",
         accountant="shuffle_gauss",
         bound="local",
-        rounds=40,
-        learning_rate=2.0,
+        rounds=20,
+        learning_rate=1.0,
         sampled=False,
     ),
 )
@@ -151,9 +151,9 @@ def train_kind(
     """
     features = train_set.tensors[0]
     records, entries = features.shape
-    network = nn.Linear(entries, CLASSES)
+    # Features have unit length: a bias would be half of every gradient's squared norm, and clipping would halve the rest.
+    network = nn.Linear(entries, CLASSES, bias=False)
     nn.init.zeros_(network.weight)
-    nn.init.zeros_(network.bias)
     epochs = kind.epochs(records)
     bits = kind.accountant == "shuffled_sums"
     with warnings.catch_warnings():
@@ -231,4 +231,4 @@ def _bytes_per_user(engine: PrivacyEngine, network: nn.Linear) -> int | None:
 def _accuracy(network: nn.Linear, test_set: TensorDataset) -> float:
     """The share of records that are classified rightly."""
     features, labels = test_set.tensors
-    return float((functional.linear(features, network.weight, network.bias).argmax(1) == labels).double().mean())
+    return float((functional.linear(features, network.weight).argmax(1) == labels).double().mean())

@@ -6,7 +6,7 @@ travels as g bits that say where on the grid it lies and b noise bits that are 1
 **published**: SCO Theorem A.6 (Claim A.8, Corollary A.9 with drop-outs), constants as printed. **tight**: p = ½, and for every
 b the largest g whose bound (:mod:`opacus_shuffle.analysis.binomial_sums`) meets (ε, δ); b is the smallest with which the
 variance is within :data:`OVERHEAD` of its limit for infinitely many bits. A protocol that is built for a noise multiplier
-sends the fewest bits with which its variance is within a stated share of the limit, with p below ½ where one fair bit each
+sends the fewest bits with which its variance is within a stated share of the limit, with p below ½ where a fair bit more
 would be too much noise.
 """
 
@@ -38,7 +38,8 @@ OVERHEAD = 0.05
 ROUNDING_SHARE = 0.1
 """The same for a protocol that is built for a noise multiplier: 5 % of the standard deviation."""
 _PACE, _COARSE = 1.25, 8
-_HALVINGS = 5
+_FINE_PACE, _FINE = 0.01, 1024
+"""Grids of fewer steps than that are searched at this pace, larger ones at :data:`_PACE`, for the first that will do."""
 _PROBABILITY_STEPS = 2**16
 """A noise bit's probability is a multiple of one over this: sixteen fair coins make it exactly."""
 
@@ -240,35 +241,39 @@ def fewest_bits_plan(
         ValueError: If no protocol gets there.
     """
     honest = honest_users(num_users, honest_fraction)
-    largest = _granularity_for(mu, lost / dimension, honest)
+    share = max(lost / dimension, 1e-300)
     allowed = (1 + rounding_share) / mu**2 * num_users / honest
 
-    def at(variance: float) -> GridPlan | None:
-        """The grid with this much noise of the honest users, at least; None if it is too coarse."""
-        bits = math.ceil(4 * variance / honest)
-        rare = (1 - math.sqrt(1 - 4 * variance / honest)) / 2 if bits == 1 else 0.5
-        noise = BinomialNoise(trials=bits * honest, probability=math.ceil(rare * _PROBABILITY_STEPS) / _PROBABILITY_STEPS)
-        g = largest(noise)
-        g -= g % 2 if zero_on_grid else 0
-        if g < 1:
+    def with_bits(g: int, bits: int) -> GridPlan | None:
+        """The plan whose noise bits are 1 as near half the time as the variance allows; None where that is too little."""
+        each = min(0.25, (allowed * g**2 / num_users - rate / 4) / bits)  # variance of one noise bit
+        if each <= 0:
             return None
-        plan = GridPlan(g, bits, noise.probability, honest)
-        return plan if plan.variance(num_users, rate) <= allowed * g**2 else None
+        p = math.floor((1 - math.sqrt(1 - 4 * each)) / 2 * _PROBABILITY_STEPS) / _PROBABILITY_STEPS
+        plan = GridPlan(g, bits, p, honest)
+        return plan if p > 0 and gaussian_bound(plan.noise, shift=g, tail=share).slope * g <= mu else None
 
-    low = 1 / mu**2  # of a grid of one step
-    while (found := at(low * _PACE)) is None:
-        low *= _PACE
-        if 4 * low > MOST_TRIALS:
+    def at(g: int) -> GridPlan | None:
+        """The grid of g steps with the fewest noise bits; None where no number of them is enough noise and not too much."""
+        high = max(1, math.ceil(4 * (allowed * g**2 / num_users - rate / 4)))
+        found, low = with_bits(g, high), 0
+        while found and high - low > 1:
+            middle = (low + high) // 2
+            fewer = with_bits(g, middle)
+            low, high, found = (low, middle, fewer) if fewer else (middle, high, found)
+        return found
+
+    # Rounding alone takes that share on a grid which is coarser.
+    step = 2 if zero_on_grid else 1
+    g = step * max(1, math.ceil(mu * math.sqrt(rate * honest / (4 * rounding_share)) / step - 1e-9))
+    while (plan := at(g)) is None:
+        if 4 * (g / mu) ** 2 > MOST_TRIALS / _PACE**2:
             raise ValueError(
                 f"no protocol with fewer than 2**50 noise bits keeps to rounding_share={rounding_share} for num_users="
                 f"{num_users}: raise it, or the noise multiplier"
             )
-    high = low * _PACE
-    for _ in range(_HALVINGS):
-        middle = math.sqrt(low * high)
-        plan = at(middle)
-        low, high, found = (low, middle, plan) if plan else (middle, high, found)
-    return found
+        g += step * max(1, math.floor((_FINE_PACE if g < _FINE else _PACE - 1) * g / step))
+    return plan
 
 
 def _granularity_for(mu: float, share: float, honest: int) -> Callable[[BinomialNoise], int]:

@@ -119,8 +119,8 @@ class ShuffleVectorSum(GridSum):
             zero_on_grid: A vector of zero is not rounded, so that users who send zero add nothing but their noise bits.
             rate: The expected share of users who send another vector than zero; below 1 with ``zero_on_grid``.
             rounding_share: By what share rounding to the grid, and what binomial noise has more than the Gaussian that covers
-                it, may raise each coordinate's variance. Less takes more bits: 0.3 some 90 of a coordinate, 0.1 some 180, 0.04
-                some 390 for n = 4000, rate 0.1 and a multiplier of 1.55.
+                it, may raise each coordinate's variance. Less takes more bits: 0.3 some 65 of a coordinate, 0.1 some 170, 0.04
+                some 440 for n = 4000, rate 0.1 and a multiplier of 1.55.
 
         Raises:
             ValueError: If an argument is out of range, or no protocol gets there.
@@ -137,10 +137,8 @@ class ShuffleVectorSum(GridSum):
             raise ValueError(
                 f"rate={rate!r} is for zero_on_grid=True: else vectors of zero are rounded like others; pass it too"
             )
-        if not 0.001 <= positive("rounding_share", rounding_share) <= 1:
-            raise ValueError(
-                f"rounding_share must lie in [0.001, 1], got {rounding_share!r}: a smaller one takes too many bits"
-            )
+        if not 0.01 <= positive("rounding_share", rounding_share) <= 1:
+            raise ValueError(f"rounding_share must lie in [0.01, 1], got {rounding_share!r}: a smaller one takes too many bits")
         plan = fewest_bits_plan(
             num_users=users,
             dimension=entries,

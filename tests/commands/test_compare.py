@@ -61,7 +61,7 @@ def test_less_trust_takes_more_noise_in_all(ran):
 
 
 def test_users_of_gaussian_reports_send_four_bytes_for_every_weight_and_round(ran):
-    weights = 17 * 16 * 10 + 10
+    weights = 17 * 16 * 10
     assert [each.bytes_per_user for each in ran[0].outcomes[2:]] == [4 * weights * ROUNDS] * 2
     assert ran[0].outcomes[0].bytes_per_user is None
     assert ran[0].outcomes[1].bytes_per_user > weights * ROUNDS / 8

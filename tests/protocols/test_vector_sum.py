@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 
@@ -324,15 +325,28 @@ def test_the_noise_multiplier_that_a_budget_buys_keeps_it_with_no_more_noise(eps
     assert asked.statement().rounds_per_user == rounds
 
 
-@pytest.mark.parametrize(("share", "most_bits"), [(0.3, 85), (0.1, 190)])
+@pytest.mark.parametrize(("share", "most_bits"), [(0.3, 70), (0.1, 180)])
 def test_secret_check_in_takes_few_bits(share, most_bits):
     protocol = ShuffleVectorSum.with_noise_multiplier(
         4000, 26_010, 1.0, 1.55, delta=1e-9, zero_on_grid=True, rate=0.1, rounding_share=share
     )
     assert protocol.granularity % 2 == 0
     assert protocol.bits_per_user <= most_bits * 26_010
-    spread = protocol.num_users * (0.1 / 4 + protocol.noise_bits / 4) * (2 / protocol.granularity) ** 2  # 0.1 of them round
+    noise = protocol.noise_bits * protocol.bit_probability * (1 - protocol.bit_probability)
+    spread = protocol.num_users * (0.1 / 4 + noise) * (2 / protocol.granularity) ** 2  # 0.1 of them round
     assert protocol.noise_multiplier <= math.sqrt(spread) <= 1.55 * math.sqrt(1 + share)
+
+
+def test_more_noise_takes_hardly_more_bits_and_mostly_fewer():
+    """The share of rounding grows with coarser grids, and more noise allows coarser ones; whole bits are a small step back."""
+    bits = []
+    for multiplier in (10, 12, 14, 14.6, 15, 16, 17, 18, 19, 20):
+        protocol = ShuffleVectorSum.with_noise_multiplier(
+            4000, 8330, 0.5, multiplier, delta=1e-5, rounds=60, rate=0.5, zero_on_grid=True
+        )
+        bits.append(protocol.granularity + protocol.noise_bits)
+    assert all(later <= 1.1 * sooner for sooner, later in itertools.pairwise(bits))
+    assert bits[-1] < bits[0] <= 50
 
 
 def test_many_users_have_noise_bits_that_are_seldom_one_and_a_coarser_grid():
