@@ -155,7 +155,7 @@ def _traced(network: nn.Module, calls: list[Call], others: Sequence[Call], draws
                 learnt |= _learn(run, packings) or bool(run.newly_written)
         if last or not learnt:
             with state_kept(network):  # a short sample may have changed the network for good
-                explorer.explore(calls[0])
+                explorer.explore([*calls, *met])
         written |= run.newly_written
         if not (learnt or run.newly_written or _learn(run, packings)):
             break
@@ -171,7 +171,7 @@ def _run_before(network: nn.Module, calls: Sequence[Call], frugal: Frugal, earli
                 with contextlib.suppress(Exception):  # tracing says what is wrong with it
                     network.train(training)
                     frugal(lambda: without_graph(lambda: network(*args, **kwargs)))  # noqa: B023
-        earlier.compare()
+                earlier.compare()  # the next call may take it back
 
 
 def _learn(run: TracedRun, packings: dict[tuple[str, int], set[Packing]]) -> bool:

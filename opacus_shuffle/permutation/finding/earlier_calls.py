@@ -5,16 +5,20 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from opacus_shuffle.permutation.finding.comparisons import noticed
-from opacus_shuffle.permutation.network import ATTRIBUTES, CLOSED
+from opacus_shuffle.permutation.network import ATTRIBUTES, CLOSED, tensors_in
 
-PLAIN = (bool, int, float, str, type(None))
-Holder = dict[Any, Any] | list[Any]
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, MethodType)
+"""Types of values that are the same where they are equal."""
+
+Holder = dict[Any, Any] | list[Any] | deque[Any]
 
 
 class EarlierCalls:
@@ -46,7 +50,7 @@ class EarlierCalls:
             buffer is before and buffer._version == version
             for buffer, (before, version) in zip(buffers, self._buffers, strict=True)
         )
-        return changed if same and not any(isinstance(content, tuple) for content in changed.values()) else None
+        return changed if same and not any(map(_holds_tensors, changed.values())) else None
 
     def compare(self) -> None:
         """Notes what has changed, besides what did before."""
@@ -59,32 +63,73 @@ class EarlierCalls:
         """Has numbers that change ask what they compare as; returns the tensors that change."""
         found = []
         for holder, key in self._changing:
-            value = dict(enumerate(holder) if isinstance(holder, list) else holder).get(key)
-            if isinstance(value, torch.Tensor):
-                found.append(value)
+            value = dict(holder if isinstance(holder, dict) else enumerate(holder)).get(key)
+            if isinstance(value, torch.Tensor | tuple | set | frozenset):
+                found += tensors_in(list(value) if isinstance(value, set | frozenset) else value)
             elif isinstance(value, int | float) and not isinstance(value, bool):
                 holder[key] = noticed(value, by_values=False)
         return found
 
 
+class _Same:
+    """An object that is equal to nothing but itself; it lives as long as this, so that no other one gets its address."""
+
+    def __init__(self, value: Any, state: Any = None) -> None:
+        self._value, self._state = value, state
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value and bool(self._state == other._state)
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+class _Tensor(_Same):
+    """A tensor, which is not the same when it was written to."""
+
+
 def _contents(network: nn.Module) -> Iterator[tuple[Holder, Any, Any]]:
-    """Yields what modules keep as plain attributes, and what is in lists, dictionaries and helpers there, with its place."""
+    """Yields what modules keep as plain attributes, and what is in lists, dictionaries and helpers there, with its place.
+
+    And which tensors are buffers; what is in these decides only where somebody reads it.
+    """
     waiting: list[tuple[Any, bool]] = [(vars(module), True) for module in network.modules()]
     seen = set()
+    for module in network.modules():
+        yield from ((module._buffers, name, _Same(each)) for name, each in module._buffers.items())
     while waiting:
         holder, own = waiting.pop()
-        if id(holder) in seen or not isinstance(holder, dict | list):
+        if id(holder) in seen or not isinstance(holder, dict | list | deque):
             continue
         seen.add(id(holder))
         for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
             if own and key in ATTRIBUTES:
                 continue
-            if isinstance(value, torch.Tensor):
-                yield holder, key, (id(value), value._version)
-            elif isinstance(value, PLAIN):
-                yield holder, key, value
-            elif isinstance(value, dict | list | set | deque):
-                yield holder, key, len(value)
+            yield holder, key, _content(value)
+            if isinstance(value, dict | list | deque):
                 waiting.append((value, False))
+            elif isinstance(value, tuple | set | frozenset):
+                waiting += ((each, False) for each in value)
             elif not isinstance(value, CLOSED) and type(value).__module__.partition(".")[0] not in sys.stdlib_module_names:
                 waiting.append((getattr(value, "__dict__", None), False))
+
+
+def _content(value: Any) -> Any:
+    """Returns what is equal for equal values, and for others as long as they are the same object."""
+    if isinstance(value, torch.Tensor):
+        return _Tensor(value, 0 if value.is_inference() else value._version)
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, dict | list | deque):
+        return len(value)  # and what is in it has a place of its own
+    if isinstance(value, tuple):
+        return tuple(map(_content, value))
+    if isinstance(value, set | frozenset):
+        return frozenset(map(_content, value))
+    return _Same(value, value.tobytes() if isinstance(value, np.ndarray) else None)
+
+
+def _holds_tensors(content: Any) -> bool:
+    if isinstance(content, tuple | frozenset):
+        return any(map(_holds_tensors, content))
+    return isinstance(content, _Tensor)

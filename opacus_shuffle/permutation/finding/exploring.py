@@ -161,8 +161,9 @@ class Explorer:
         """Has what the network counts be noticed where it decides, until its state is taken back."""
         self._changing = self._earlier.count()
 
-    def explore(self, call: Call) -> None:
-        """Traces the runs that other inputs might have, after those on the sample."""
+    def explore(self, calls: Sequence[Call]) -> None:
+        """Traces the runs that other inputs might have, after those on these, of which the first is the sample."""
+        call, *others = calls
         self._exploring = True
         self.count()
         entire = self._run.atoms()
@@ -179,7 +180,7 @@ class Explorer:
             self._try_many_sizes(call, LENGTHS if loops else LENGTHS[-1:])
         self._try_sizes_spoken_of(call)
         if self._earlier:
-            self._call_again(self.shortest)
+            self._call_again([self.shortest, *(each for each in (call, *others) if each is not self.shortest)])
         if self._python_draws:
             self._draw_in_python(self.shortest)
         if self._seen.by_values():
@@ -246,14 +247,14 @@ class Explorer:
                 break
             self._try(other, training=False)
 
-    def _call_again(self, call: Call) -> None:
-        """Traces what the network does when it was called before."""
+    def _call_again(self, calls: Sequence[Call]) -> None:
+        """Traces what the network does when it was called before: on the first of these often, on each of the others once."""
         traced: list[dict[Any, Any]] = []
-        for training in (True, False):
+        for earlier, training in itertools.product(calls, (True, False)):
             with state_kept(self._network):
-                for _ in range(CALLS):
+                for _ in range(CALLS if earlier is calls[0] else 1):
                     before = self._earlier.state()
-                    self._call_before(call, training=training)
+                    self._call_before(earlier, training=training)
                     if self._earlier.state() == before:  # nor will later calls change anything
                         break
                     if (plain := self._earlier.plain_changes()) is not None:
@@ -261,7 +262,7 @@ class Explorer:
                             continue
                         traced.append(plain)
                     for mode in (True, False):
-                        self._try(call, training=mode)
+                        self._try(calls[0], training=mode)
 
     def _call_before(self, call: Call, *, training: bool) -> None:
         """Calls the network untraced, and leaves what it changes."""
