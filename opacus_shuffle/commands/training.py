@@ -104,7 +104,7 @@ class TrainingSettings:
 
     rounding_share: float | None = setting(
         None,
-        "with shuffled_sums: by what share rounding may raise the variance, from 0.001 to 1; less takes more bits",
+        "with shuffled_sums: by what share rounding may raise the variance, from 0.01 to 1; less takes more bits",
         metavar="SHARE",
         instead=str(ROUNDING_SHARE),
     )

@@ -7,6 +7,9 @@ import math
 
 from scipy.optimize import minimize_scalar
 
+MOST_ROUNDS = 256
+"""Rounds of gradient descent that an optimiser chooses by itself."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Oracle:
@@ -130,6 +133,9 @@ class DescentBound:
 
 
 def descent_candidates(oracle: Oracle, *, num_users: int) -> list[int]:
-    """Returns numbers of rounds to try: powers of two up to T = min(n, (n/s)²) of Lemma B.6, s of one round, and T itself."""
-    most = clamp(min(num_users, (num_users / max(oracle.ratio, 1e-150)) ** 2), num_users)
+    """Returns numbers of rounds to try: powers of two up to T = min(n, (n/s)²) of Lemma B.6, s of one round, and T itself.
+
+    None is above :data:`MOST_ROUNDS`: the theorem takes up to n rounds, each a gradient of every user.
+    """
+    most = clamp(min(num_users, (num_users / max(oracle.ratio, 1e-150)) ** 2), min(num_users, MOST_ROUNDS))
     return [*(2**power for power in range(most.bit_length()) if 2**power < most), most]

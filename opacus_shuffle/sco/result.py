@@ -42,8 +42,18 @@ class History:
 
     def begin(self, *, rounds: int, users: int) -> None:
         """Prepares for a phase of so many rounds and users."""
-        self._every, self._last = math.ceil(rounds / _SNAPSHOTS), len(self.rounds) + rounds - 1
+        self._every, self._first, self._last = math.ceil(rounds / _SNAPSHOTS), len(self.rounds), len(self.rounds) + rounds - 1
         self._most_users = self._users + users
+
+    @property
+    def planned(self) -> int:
+        """How many rounds there will have been when this phase ends."""
+        return self._last + 1
+
+    @property
+    def share(self) -> float:
+        """The share of this phase's rounds that are over."""
+        return (len(self.rounds) - self._first) / (self.planned - self._first)
 
     def add(self, *, users: int, gradient: Tensor, theta: Tensor) -> None:
         """Records the next round, of so many users."""

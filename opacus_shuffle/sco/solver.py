@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from opacus_shuffle.core.progress import enter_phase, progress
 from opacus_shuffle.core.validation import boolean, instance_of, integer, positive
 from opacus_shuffle.protocols.calibration import noise_variance
 from opacus_shuffle.protocols.random_words import draws_of
@@ -123,7 +124,8 @@ class Solver(ABC):
         sizes = [len(group) for group in groups]
         plan = self.plan(sizes, start)
         self.history.begin(rounds=len(groups), users=len(users))
-        theta = self.iterate(plan, groups, start)
+        with progress(self.algorithm):
+            theta = self.iterate(plan, groups, start)
         choices = {**plan.choices, "lipschitz": self.problem.lipschitz, "distance": start.distance}
         often = len(groups) if self.interaction == "full" else 1
         return Phase(theta, self._proved(plan), choices, self.bits(sizes, often), often)
@@ -184,6 +186,7 @@ class Solver(ABC):
 
     def mean_gradient(self, gradients: BoundedGradients, theta: Tensor, users: Tensor, rounds: int = 1) -> Tensor:
         """Makes one of so many rounds of these users: each reports its gradient, the protocol estimates the mean (d,)."""
+        enter_phase(f"round {len(self.history.rounds) + 1:,} of {self.history.planned:,}", share=self.history.share)
         blocks = torch.split(users, max(1, _BLOCK // self.problem.dimension))
         rows: Iterator[Tensor] | Tensor = (gradients.rows(theta, take(self.problem.data, block)) for block in blocks)
         if len(blocks) == 1:

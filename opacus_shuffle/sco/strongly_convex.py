@@ -7,6 +7,7 @@ minimiser (``docs/proofs/20_accelerated_sgd.md``, Phases), and takes steps to su
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from opacus_shuffle.core.validation import integer, one_of, positive
 from opacus_shuffle.sco.accelerated_sgd import AcceleratedSGD
 from opacus_shuffle.sco.gradient_descent import GradientDescent
+from opacus_shuffle.sco.objective import LinearObjective
 from opacus_shuffle.sco.pan_private import PanPrivate
 from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 from opacus_shuffle.sco.result import Estimate
@@ -67,6 +69,19 @@ def shuffle_strongly_convex(
     convexity = positive("strong_convexity", strong_convexity)
     if problem.smoothness is not None and problem.smoothness < convexity:
         raise ValueError(f"smoothness must be at least strong_convexity={convexity:g}, got {problem.smoothness!r}")
+    if convexity > (most := 2 * problem.lipschitz / problem.diameter) * (1 + 1e-9):
+        raise ValueError(
+            f"strong_convexity must not exceed 2 * lipschitz / diameter = {most:g} of the constraint set, got {convexity:g}: "
+            "no loss with gradients that short there curves so much; take a smaller one, a smaller set or a larger lipschitz"
+        )
+    objective = problem.objective
+    if isinstance(objective, LinearObjective) and objective.link.lipschitz is not None:
+        warnings.warn(
+            f"strong_convexity={convexity:g} of the {objective.link.name} loss is taken on trust, and seldom true: it is flat "
+            f"where scores are large. Add {convexity / 2:g} * theta.square().sum() to a loss function of your own; "
+            "else nothing is proved of the excess loss (privacy does not depend on it)",
+            stacklevel=2,
+        )
     count = best_number_of_phases(solver, convexity) if phases is None else integer("phases", phases)
     share = problem.num_users // fitting("phases", count, problem.num_users)
     users = solver.order(torch.arange(problem.num_users))

@@ -11,7 +11,7 @@ import torch
 from helpers.convex_problems import Quadratic
 
 from opacus_shuffle.sco.constraints import L2Ball
-from opacus_shuffle.sco.descent_bound import DescentBound, Oracle, descent_candidates
+from opacus_shuffle.sco.descent_bound import MOST_ROUNDS, DescentBound, Oracle, descent_candidates
 from opacus_shuffle.sco.gradient_descent import GradientDescent
 from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 from opacus_shuffle.sco.solver import Choices, Start
@@ -95,6 +95,11 @@ def test_candidates_are_powers_of_two_up_to_the_lemmas_number():
     noisy = Oracle(lipschitz=1.0, dimension=1, variance=10_000.0)  # s = 100
     assert descent_candidates(noisy, num_users=1000) == [1, 2, 4, 8, 16, 32, 64, 100]
     assert descent_candidates(dataclasses.replace(noisy, variance=1e-9), num_users=6) == [1, 2, 4, 6]
+
+
+def test_no_more_rounds_are_chosen_than_a_person_would_wait_for():
+    many = Oracle(lipschitz=1.0, dimension=10, variance=1.0)
+    assert descent_candidates(many, num_users=10**6) == [1, 2, 4, 8, 16, 32, 64, 128, MOST_ROUNDS]
 
 
 def test_the_planned_number_of_rounds_is_near_the_best_candidate_with_real_protocols():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from helpers.convex_problems import (
 
 from opacus_shuffle.sco.accelerated_sgd import AcceleratedSGD
 from opacus_shuffle.sco.constraints import L2Ball
+from opacus_shuffle.sco.losses import logistic_loss, squared_loss
 from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 from opacus_shuffle.sco.solver import Choices, Start
 from opacus_shuffle.sco.strongly_convex import (
@@ -111,6 +113,7 @@ def test_the_papers_number_of_phases_is_log_log():
         ({"method": "pan_private", "honest_fraction": 0.5}, "honest_fraction must be 1"),
         ({"strong_convexity": 2.0}, "smoothness must be at least strong_convexity"),
         ({"strong_convexity": 0.0}, "strong_convexity must be positive"),
+        ({"lipschitz": 0.4}, r"strong_convexity must not exceed 2 \* lipschitz / diameter = 0.4"),
         ({"phases": 21}, "phases must not exceed the 20 users"),
         ({"phases": 0}, "phases must be a whole number"),
     ],
@@ -126,3 +129,12 @@ def test_nonsensical_phases_are_refused(change, message):
     }
     with pytest.raises(ValueError, match=message):
         solve(shuffle_strongly_convex, Quadratic(2), torch.zeros(20, 2), **{**options, **change})
+
+
+@pytest.mark.parametrize(("link", "flat"), [(logistic_loss, True), (squared_loss, False)])
+def test_the_promise_that_a_flat_loss_is_strongly_convex_is_doubted_aloud(link, flat):
+    problem = Problem(link, (torch.eye(2), torch.ones(2)), constraint=L2Ball(1.0), lipschitz=2.0, smoothness=1.0, dimension=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shuffle_strongly_convex(problem, PrivacyBudget(4.0, 1e-6), strong_convexity=0.5, phases=1)
+    assert any("strong_convexity=0.5 of the logistic loss is taken on trust" in str(each.message) for each in caught) == flat
