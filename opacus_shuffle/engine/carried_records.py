@@ -3,7 +3,7 @@
 A step clips and hides what its own records do. What it reads of an earlier batch's is in none of its bounds. So a few records
 are run through the network after others, and once more after other ones than these: what comes out, and its gradients, may not
 change. What is kept and never read (attention weights to look at, say) changes nothing, and is not refused. What is read only
-after more batches than one is not seen here: :mod:`~opacus_shuffle.engine.watched_buffers` warns of it by name.
+after more batches than two is not seen here: :mod:`~opacus_shuffle.engine.watched_buffers` warns of tensors by name.
 
 >>> class Centred(nn.Linear):
 ...     mean = torch.zeros(3)
@@ -25,17 +25,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from opacus_shuffle.core.progress import enter_phase
 from opacus_shuffle.engine.mixed_records import (
+    EXTREMES,
     all_same,
+    changed,
     has_records,
     pass_both_ways,
     repeated,
     rescaled,
     untouched,
 )
+from opacus_shuffle.permutation.finding.earlier_calls import EarlierCalls
 from opacus_shuffle.permutation.network import ATTRIBUTES, results
 from opacus_shuffle.permutation.sample_input import Call
 
@@ -46,7 +48,7 @@ Kept = dict[str, list[torch.Tensor] | str]
 def refuse_carried_records(
     network: nn.Module, call_of: Callable[[int], tuple[int, Call]], *, axis: int = 0, more: Sequence[int] = ()
 ) -> None:
-    """Refuses a network whose results on one batch depend on the records of the batch before.
+    """Refuses a network whose results on one batch depend on the records of one of the two batches before.
 
     Args:
         network: As it trains; left without a trace. Nothing is said of one that does not run.
@@ -76,31 +78,36 @@ def _carriers(network: nn.Module, records: int, call: Call, axis: int) -> str | 
     enter_phase("whether they stay in the network")
     plain, plain_kept = _after(network, call, call, records, axis)
     again, _ = _after(network, call, call, records, axis)
-    for change, kept_row in ((rescaled, 0), (repeated, 0), (repeated, 1)):  # all are the last one, or the first
+    flags = _flags_after(network, call)
+    for change, kept_row in (*((each, 0) for each in (rescaled, repeated, *EXTREMES)), (repeated, 1)):
         try:
-            earlier = _changed(call, change, kept_row, records, axis)
-            found, kept = _after(network, earlier, call, records, axis)
+            earlier = changed(call, change, kept_row, records, axis)
+            same = flags is not None and _flags_after(network, earlier) == flags
+            if same and change in EXTREMES:
+                continue
+            found, kept = _after(network, earlier, call, records, axis, batches=1 if same else 2)
         except Exception:
-            if change is rescaled:  # what the network may not take, a probability above one, say
+            if change is not repeated:  # what the network may not take, a probability above one, say
                 continue
             raise
-        if not _as_far_apart(plain, found, again):
+        if not all(map(_as_far_apart, plain, found, again)):
             names = [name for name in plain_kept.keys() | kept.keys() if _differ(plain_kept.get(name), kept.get(name))]
             return ", ".join(sorted(names)) or "something else than its buffers and attributes"
     return None
 
 
-def _changed(call: Call, change: Callable[..., torch.Tensor], kept: int, records: int, axis: int) -> Call:
-    """Returns other records than those of a call."""
+def _flags_after(network: nn.Module, earlier: Call) -> dict[Any, Any] | None:
+    """Returns the flags, numbers and texts that a forward pass leaves in a network, None if it leaves tensors, too."""
+    with untouched(network):
+        noted = EarlierCalls(network)
+        pass_both_ways(network, earlier, lambda _: [], seed=0)
+        return noted.plain_changes()
 
-    def other(value: torch.Tensor) -> torch.Tensor:
-        return change(value, axis, kept).clone() if has_records(value, records, axis) else value
 
-    return tree_map_only(torch.Tensor, other, call)  # type: ignore[no-any-return]
-
-
-def _after(network: nn.Module, earlier: Call, call: Call, records: int, axis: int) -> tuple[list[torch.Tensor], Kept]:
-    """Returns what a network gives after an earlier batch and its gradients, and what it has kept of that batch."""
+def _after(
+    network: nn.Module, earlier: Call, call: Call, records: int, axis: int, *, batches: int = 2
+) -> tuple[list[list[torch.Tensor]], Kept]:
+    """Returns what a network gives in each of the batches after an earlier one, with gradients, and what it kept of that."""
 
     def told(outputs: Any) -> list[torch.Tensor]:
         return [each for each in results(outputs) if each.requires_grad or has_records(each, records, axis)]
@@ -108,11 +115,14 @@ def _after(network: nn.Module, earlier: Call, call: Call, records: int, axis: in
     def bent(outputs: Any) -> list[torch.Tensor]:  # whose gradients are other ones for other records, as those of losses are
         return [each.sin() for each in results(outputs) if each.requires_grad]
 
+    given = []
     with untouched(network):
         pass_both_ways(network, earlier, bent, seed=0)
         kept = _kept(network)
-        found, gradients = pass_both_ways(network, call, told, seed=1)
-        return [*(each.clone() for each in found), *gradients], kept
+        for seed in range(1, batches + 1):  # what is kept may be read two batches later alone
+            found, gradients = pass_both_ways(network, call, told, seed=seed)
+            given.append([*(each.clone() for each in found), *gradients])
+    return given, kept
 
 
 def _as_far_apart(plain: list[torch.Tensor], found: list[torch.Tensor], again: list[torch.Tensor]) -> bool:
@@ -149,7 +159,9 @@ def _kept(network: nn.Module) -> Kept:
             whole = f"{place}.{name}" if place else name
             if tensors:
                 found[whole] = [each.detach().to_dense().clone() for each in tensors]
-            elif name not in ATTRIBUTES and isinstance(value, int | float | list | tuple | dict | deque | np.ndarray):
+            elif name not in ATTRIBUTES and isinstance(
+                value, int | float | str | list | tuple | dict | set | deque | np.ndarray
+            ):
                 found[whole] = repr(value)
     return found
 

@@ -190,6 +190,33 @@ def repeated(value: torch.Tensor, axis: int, kept: int) -> torch.Tensor:
     return value.select(axis, 0 if kept else -1).unsqueeze(axis).expand_as(value)
 
 
+def _extreme(factor: float, *, signed: bool) -> Callable[..., torch.Tensor]:
+    """Returns a change to values by which what is asked of records (is any above zero?) gets another answer."""
+
+    def extreme(value: torch.Tensor, axis: int, kept: int) -> torch.Tensor:
+        if value.is_floating_point() or value.is_complex():
+            return factor * (value if signed else value.abs())
+        return torch.full_like(value, value.max().item() if factor > 0 else 0)  # no index beyond those that there are
+
+    return extreme
+
+
+EXTREMES = (
+    *(_extreme(each, signed=False) for each in (0.0, math.nan)),
+    *(_extreme(each, signed=signed) for each in (1e3, -1e3) for signed in (False, True)),
+)
+"""Changes to zeros, to what is large, of one sign or of either, and to no numbers; of integers, to zeros or all the largest."""
+
+
+def changed(call: Call, change: Callable[..., torch.Tensor], kept: int, records: int, axis: int) -> Call:
+    """Returns other records than those of a call."""
+
+    def other(value: torch.Tensor) -> torch.Tensor:
+        return change(value, axis, kept).clone() if has_records(value, records, axis) else value
+
+    return tree_map_only(torch.Tensor, other, call)  # type: ignore[no-any-return]
+
+
 def _rows(network: nn.Module, call: Call, records: int, axis: int, kept: int) -> tuple[list[torch.Tensor], Gradients]:
     """Returns one record's outputs, and the gradients of a random combination of them."""
     enter_phase("whether they mix")

@@ -31,7 +31,7 @@ from opacus_shuffle.engine.mixed_records import (
     with_others,
 )
 from opacus_shuffle.engine.record_flow import RecordFlow
-from opacus_shuffle.permutation.finding.cheap_products import ASKING, LeftOutProducts, cheap_products
+from opacus_shuffle.permutation.finding.cheap_products import ASKING, Frugal, LeftOutProducts, cheap_products
 from opacus_shuffle.permutation.finding.earlier_calls import EarlierCalls
 from opacus_shuffle.permutation.finding.paths import LEAVING
 from opacus_shuffle.permutation.higher_order import InsightMode
@@ -39,6 +39,7 @@ from opacus_shuffle.permutation.network import kept_activations, results, seed_d
 from opacus_shuffle.permutation.sample_input import Call
 
 RECORDS = 4
+MOST_READ = 16  # values in a run whose opposites are tried one at a time
 
 UNSEEN = (torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_, torch.Tensor.data_ptr, torch.Tensor.__repr__)
 """Functions that read the values of all their arguments where no dispatch mode sees it, or say where these lie."""
@@ -83,7 +84,8 @@ def _others_do_not_matter(network: nn.Module, call: Call, records: int, axis: in
     """Returns whether a record's outputs, what layers get of it and its gradients stay beside several others, one at a time.
 
     Where it has ``decided`` by a yes or no, others are tried that change it. If it ``keeps`` a flag, a number or a text
-    besides, that must be the same whatever the answers are, each of which must have been met both ways.
+    besides, or would after another answer, that must be the same whatever the answers are, each of which must have been met
+    both ways.
     """
 
     def pair(kept: int, other: int) -> Call:
@@ -102,7 +104,7 @@ def _others_do_not_matter(network: nn.Module, call: Call, records: int, axis: in
         if len(ways) > 1:
             beside = [way.call for way in ways.values()]
             break
-    if decided and keeps and not _keep_the_same(ways):
+    if decided and (keeps or _keeps_otherwise(network, beside[0])) and not _keep_the_same(ways):
         return False
     first = _first_rows(network, beside[0], axis, beside=0.0)
     others = 0
@@ -146,6 +148,28 @@ def _keep_the_same(ways: Ways) -> bool:
     both = all(len({answers[place] for answers in ways if len(answers) > place}) > 1 for place in range(max(map(len, ways))))
     kept = [way.kept for way in ways.values()]
     return both and None not in kept and all(each == kept[0] for each in kept)
+
+
+def _keeps_otherwise(network: nn.Module, call: Call) -> bool:
+    """Returns whether a network may keep anything of its call where any yes or no that it reads, or each, is the opposite."""
+    watched = hasattr(network, "autograd_grad_sample_hooks")  # Opacus's hooks look at passes with gradients alone
+    for which in (None, *range(MOST_READ)):
+        noted, opposite = EarlierCalls(network), _Opposite(which)
+
+        def run() -> None:
+            opposite.read = 0  # noqa: B023
+            seed_draws(0)
+            with opposite:  # noqa: B023
+                network(*call[0], **call[1])
+
+        with untouched(network), torch.set_grad_enabled(not watched):
+            with contextlib.suppress(Exception):  # it refuses such records, say
+                Frugal(network)(run)
+            if noted.plain_changes() != {}:
+                return True
+        if which is not None and which >= opposite.read:
+            return False
+    return True
 
 
 def _first_rows(network: nn.Module, call: Call, axis: int, *, beside: float) -> list[torch.Tensor]:
@@ -210,6 +234,30 @@ class _Answers(InsightMode):
         result = self.go_on(func, args, kwargs)
         if ASKING & set(func.tags) and not isinstance(result, torch.Tensor):
             self.met.append(result)
+        return result
+
+
+class _Opposite(InsightMode):
+    """A dispatch mode that gives the opposite of a yes or no that a network reads.
+
+    Args:
+        which: Of which, by its number among all values that are read; None: of every one.
+
+    Attributes:
+        read: How many values were read.
+    """
+
+    def __init__(self, which: int | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.read, self._which = 0, which
+
+    def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Performs an operation, and turns its result over if that is a yes or no which Python reads."""
+        result = self.go_on(func, args, kwargs)
+        if ASKING & set(func.tags) and not isinstance(result, torch.Tensor):
+            if isinstance(result, bool) and self._which in (None, self.read):
+                result = not result
+            self.read += 1
         return result
 
 

@@ -116,6 +116,12 @@ def yes_or_no_in_a_list(network, hidden):
     return hidden * (1 + found)  # of several records, some are larger and some are not
 
 
+def read_two_batches_later(network, hidden):
+    before, network.state = network.state, network.scale
+    network.scale = hidden.detach().mean().item()
+    return hidden if before is None else hidden + before
+
+
 def parameter(network, hidden):
     before = network.centre.detach().clone()
     network.centre.data.lerp_(hidden.detach().mean(0), 0.1)
@@ -164,6 +170,7 @@ CARRYING = {
         into_a_layer_that_gives_zero,
     ],
     "scale": [number],
+    "(scale, (0.)?state|state, (0.)?scale|scale)": [read_two_batches_later],
     "something else than its buffers and attributes": [parameter, elsewhere()],
 }
 CASES = [(name, each) for name, several in CARRYING.items() for each in several]
@@ -226,6 +233,69 @@ def refuse(network):
 def test_what_carries_records_into_the_next_batch_is_refused_by_its_name(name, function):
     with pytest.raises(ValueError, match=rf"^module carries records of one batch into later ones by (0\.)?{name}: a step"):
         refuse(nn.Sequential(Keeping(function)))
+
+
+FLAGS = {
+    "their sum is positive": lambda x, _: bool(x.sum() > 0),
+    "all are positive": lambda x, _: bool((x > 0).all()),
+    "some are positive": lambda x, _: bool((x > 0).any()),
+    "some are negative": lambda x, _: bool((x < 0).any()),
+    "some are zero": lambda x, _: bool((x == 0).any()),
+    "some are large": lambda x, _: bool(x.abs().max() > 500),
+    "some are no numbers": lambda x, _: bool(x.isnan().any()),
+    "a number that was read is positive": lambda x, _: x.sum().item() > 0,
+    "hidden units are positive": lambda _, hidden: bool(hidden.sum() > 0),
+    "it was positive with gradients": lambda x, _: torch.is_grad_enabled() and bool(x.sum() > 0),
+}
+
+
+class Flagged(nn.Module):
+    """Reads a yes or no of its records, which the next batch finds."""
+
+    def __init__(self, flag):
+        super().__init__()
+        self.first, self.last, self.flag, self.seen = nn.Linear(5, 6), nn.Linear(6, 3), flag, False
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        hidden = 2 * hidden if self.seen else hidden
+        self.seen = self.flag(x, hidden)
+        return self.last(hidden)
+
+
+@pytest.mark.parametrize("rows", [torch.linspace(-1, 1.2, 30).view(6, 5), -torch.ones(6, 5), torch.ones(6, 5)])
+@pytest.mark.parametrize("flag", FLAGS.values(), ids=FLAGS)
+def test_a_flag_of_records_is_refused_whatever_the_records_at_hand_are(flag, rows):
+    def call_of(records):
+        return records, ((rows[:records],), {})
+
+    network = Flagged(flag).train()
+    assert not are_apart(network, call_of)
+    with pytest.raises(ValueError, match="carries records of one batch into later ones by seen: "):
+        refuse_carried_records(network, call_of)
+
+
+def counted_beside_a_decision(network, hidden):
+    network.count += 1
+    return hidden.clamp(max=0.5) * network.count if bool((hidden > 0.5).any()) else hidden * network.count
+
+
+def noted_if_large(network, hidden):
+    if bool((hidden.abs() > 0.9).any()):
+        network.bank.append("large")
+    return hidden
+
+
+def refused_if_no_number(network, hidden):
+    if bool(hidden.isnan().any()):
+        network.bank.append("no number")
+        raise ValueError
+    return hidden
+
+
+@pytest.mark.parametrize("function", [counted_beside_a_decision, noted_if_large, refused_if_no_number])
+def test_what_decides_on_records_and_keeps_nothing_that_later_batches_read_is_not_refused(function):
+    refuse(Keeping(function))
 
 
 @pytest.mark.parametrize("function", HARMLESS)
