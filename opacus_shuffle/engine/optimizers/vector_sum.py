@@ -110,7 +110,7 @@ class EncodedSum(DPOptimizer):
 
     def _clip_factors(self, samples: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The records' gradients, those that are not finite replaced by zero, and Opacus's clipping factors: float64."""
-        rows = [sample.detach().reshape(len(sample), -1) for sample in samples]
+        rows = [sample.detach().reshape(len(sample), math.prod(sample.shape[1:])) for sample in samples]
         norms = _without_overflow(torch.stack([_norms(each) for each in rows]))
         # An error would be an event that everyone sees and no ε speaks of: what is not finite is reported as zero.
         if not (usable := torch.isfinite(norms)).all():

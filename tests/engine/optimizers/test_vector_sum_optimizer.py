@@ -174,3 +174,22 @@ def test_a_batch_is_released_once():
     optimizer.zero_grad()
     with pytest.raises(ValueError, match=r"backward"):
         optimizer.add_noise()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_empty_batch_is_a_sum_of_zeros(dtype):
+    protocol = ShuffleVectorSum.with_noise_multiplier(40, 17, 1.0, 1.0, delta=1e-5, zero_on_grid=True, rate=0.1)
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((3, 5), (1,), ())]
+    optimizer = VectorSumOptimizer(
+        torch.optim.SGD(parameters, lr=1.0),
+        aggregator=protocol,
+        noise_multiplier=protocol.noise_multiplier,
+        max_grad_norm=1.0,
+        expected_batch_size=4,
+        loss_reduction="sum",
+        everyone_reports=True,
+    )
+    give(parameters, [torch.zeros(0, *each.shape, dtype=dtype) for each in parameters])
+    assert optimizer.pre_step()
+    assert [each.grad.shape for each in parameters] == [each.shape for each in parameters]
+    assert max(float(each.grad.abs().max()) for each in parameters) < 8 * protocol.variance**0.5
