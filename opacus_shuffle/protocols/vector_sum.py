@@ -207,10 +207,8 @@ class ShuffleVectorSum(GridSum):
             factors: What every user's pieces are multiplied by, shape (n,); then their norm is at most ``max_norm``.
             generator: On the CPU; by default secret.
         """
-        draws, rows = (
-            draws_of(generator),
-            [piece.detach().reshape(len(piece), math.prod(piece.shape[1:])).cpu() for piece in pieces],
-        )
+        draws = draws_of(generator)
+        rows = [piece.detach().reshape(len(piece), math.prod(piece.shape[1:])).cpu() for piece in pieces]
         if self.granularity > FINEST:
             parts = zip(*(torch.split(each, max(1, _ENTRIES // self.dimension)) for each in (*rows, factors)), strict=True)
             return self._encode(
