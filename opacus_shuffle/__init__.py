@@ -5,29 +5,38 @@
 ...     "shuffle_gauss", noise_multiplier=9.48, num_users=60_000, steps=7, delta=1 / 60_000)
 >>> round(epsilon, 5)
 0.00295
+
+Names are imported when first used. The accountants are registered with Opacus as soon as both packages are imported, in either
+order.
 """
 
 from __future__ import annotations
 
-from opacus_shuffle import accountants, analysis, audit, permutation, sco
+import importlib
+from typing import TYPE_CHECKING
+
 from opacus_shuffle._version import __version__
-from opacus_shuffle.accountants.compute import compute_epsilon, compute_noise_multiplier, privacy_bound, privacy_report
-from opacus_shuffle.accountants.mechanisms import (
-    ShuffledCheckIn,
-    ShuffledSums,
-    ShuffledWeights,
-    ShuffleGauss,
-    SubsampledShuffle,
-)
-from opacus_shuffle.accountants.plan import plan
-from opacus_shuffle.accountants.report import PrivacyReport
-from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyAssumptionWarning, PrivacyBound
-from opacus_shuffle.engine.prepare_model import prepare_model
-from opacus_shuffle.engine.privacy_engine import PrivacyEngine, ShuffleMixin
-from opacus_shuffle.engine.weights.module import ShuffleGradSampleModule
-from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
-from opacus_shuffle.permutation import PermutationSpec, find_permutations
-from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
+from opacus_shuffle.core import lazy_import
+
+if TYPE_CHECKING:
+    from opacus_shuffle import accountants, analysis, audit, permutation, sco
+    from opacus_shuffle.accountants.compute import compute_epsilon, compute_noise_multiplier, privacy_bound, privacy_report
+    from opacus_shuffle.accountants.mechanisms import (
+        ShuffledCheckIn,
+        ShuffledSums,
+        ShuffledWeights,
+        ShuffleGauss,
+        SubsampledShuffle,
+    )
+    from opacus_shuffle.accountants.plan import plan
+    from opacus_shuffle.accountants.report import PrivacyReport
+    from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyAssumptionWarning, PrivacyBound
+    from opacus_shuffle.engine.prepare_model import prepare_model
+    from opacus_shuffle.engine.privacy_engine import PrivacyEngine, ShuffleMixin
+    from opacus_shuffle.engine.weights.module import ShuffleGradSampleModule
+    from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
+    from opacus_shuffle.permutation import PermutationSpec, find_permutations
+    from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 __all__ = [
     "Adjacency",
@@ -60,3 +69,25 @@ __all__ = [
     "privacy_report",
     "sco",
 ]
+
+_HOMES = {
+    "": "accountants analysis audit permutation sco",
+    "accountants.compute": "compute_epsilon compute_noise_multiplier privacy_bound privacy_report",
+    "accountants.mechanisms": "ShuffleGauss ShuffledCheckIn ShuffledSums ShuffledWeights SubsampledShuffle",
+    "accountants.plan": "plan",
+    "accountants.report": "PrivacyReport",
+    "core.guarantees": "Adjacency Guarantee PrivacyAssumptionWarning PrivacyBound",
+    "engine.prepare_model": "prepare_model",
+    "engine.privacy_engine": "PrivacyEngine ShuffleMixin",
+    "engine.weights.module": "ShuffleGradSampleModule",
+    "engine.weights.weight_shuffling": "WeightShuffling",
+    "permutation.discover": "find_permutations",
+    "permutation.spec": "PermutationSpec",
+    "protocols.vector_sum": "ShuffleVectorSum",
+}
+
+__getattr__, __dir__ = lazy_import.names_of(
+    __name__,
+    {name: home and f"{__name__}.{home}" for home, names in _HOMES.items() for name in names.split()},
+)
+lazy_import.after_import("opacus", lambda: importlib.import_module("opacus_shuffle.accountants.opacus_registry"))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable
@@ -173,12 +172,19 @@ class ShuffleAccountant(RecordedRounds):
             self.num_users, self.batch_size = users, math.ceil(users * sample_rate - 1e-6)
 
 
-@functools.cache
+ACCOUNTANTS: dict[str, type[ShuffleAccountant]] = {}
+"""The accountants made so far, by the names of their mechanisms."""
+
+
 def accountant_class(mechanism: type[Mechanism]) -> type[ShuffleAccountant]:
     """Returns the accountant of a mechanism; it pickles as ``opacus_shuffle.accountants.<Mechanism>Accountant``."""
+    known = ACCOUNTANTS.get(mechanism.name)
+    if known is not None and known.mechanism_class is mechanism:
+        return known
     text = f"Accounts for rounds of {mechanism.__name__}: {mechanism.__doc__}"
     members = {"mechanism_class": mechanism, "__doc__": text, "__module__": "opacus_shuffle.accountants"}
-    return type(f"{mechanism.__name__}Accountant", (ShuffleAccountant,), members)
+    ACCOUNTANTS[mechanism.name] = made = type(f"{mechanism.__name__}Accountant", (ShuffleAccountant,), members)
+    return made
 
 
 def assumption(answer: PrivacyBound, certified: PrivacyBound, *, emulated: bool = False) -> str:

@@ -1,6 +1,6 @@
 r"""Converts the RDP of many rounds to one (ε, δ), over as many Rényi orders as it takes.
 
-The conversion is Opacus's own (Canonne et al. 2020), which is Lemma 2 of Liew and Takahashi's shuffle Gaussian mechanism (SG).
+The conversion is Opacus's (Canonne et al. 2020), which is Lemma 2 of Liew and Takahashi's shuffle Gaussian mechanism (SG).
 As a function of the order ε falls and then rises, so the grid of orders grows until the minimum is inside. At SG's Table 1
 setting orders up to 30 give no more than the conversion's floor at order 30:
 
@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from opacus.accountants.analysis.rdp import get_privacy_spent
 
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER, Vector
 from opacus_shuffle.core.rounding import round_up
@@ -58,7 +57,7 @@ def epsilon_from_rdp(
     Raises:
         ValueError: If an argument is out of range or the RDP is not finite.
 
-    Source: SG ICLR Lemma 2; :func:`opacus.accountants.analysis.rdp.get_privacy_spent`.
+    Source: SG ICLR Lemma 2, as :func:`opacus.accountants.analysis.rdp.get_privacy_spent` has it.
     """
     open_unit_interval("delta", delta)
     if orders is not None:
@@ -80,13 +79,11 @@ def epsilon_from_rdp(
 
 
 def _convert(rdp: Callable[[Vector], Vector], orders: Vector, delta: float) -> tuple[float, float]:
-    """Opacus's conversion over fixed orders, rounded up; the edge of the grid is the caller's business."""
+    """The conversion over fixed orders, rounded up; the edge of the grid is the caller's business."""
     values = np.asarray(rdp(orders), dtype=np.float64)
     if not np.all(np.isfinite(values)):
         raise ValueError(f"the RDP is not finite at order {orders[~np.isfinite(values)][0]:g}; use a larger noise_multiplier")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Optimal order is the")
-        epsilon, order = get_privacy_spent(orders=orders.tolist(), rdp=values.tolist(), delta=delta)
-    if epsilon <= 0:
-        return 0.0, float(order)
-    return math.nextafter(float(epsilon) * (1 + RELATIVE_ERROR), math.inf), float(order)
+    converted = values - (math.log(delta) + np.log(orders)) / (orders - 1) + np.log((orders - 1) / orders)
+    best = int(np.argmin(converted))
+    epsilon, order = float(converted[best]), float(orders[best])
+    return (math.nextafter(epsilon * (1 + RELATIVE_ERROR), math.inf) if epsilon > 0 else 0.0), order

@@ -1,9 +1,9 @@
-r"""Computes one ε at δ from the distributions of R of many rounds: losses on one grid, composed by Opacus's own FFT code.
+r"""Computes one ε at δ from the distributions of R of many rounds: losses on one grid, composed by FFT.
 
-The loss of a round is L = log R. Rounds compose by adding losses, so all distributions go to one grid and Opacus convolves
-them, in both directions (loss log R under the moved data set, −log R under the other); ε is the larger. Opacus's own grid has
-an *absolute* error in ε (0.01 by default), while ε here may be 6e-4. So this one bounds the truth from one side, and losses are
-tilted so that the FFT works where the answer is, even at δ = 1e-200 (docs/proofs/06_distributions_on_grids.md, 6.6 to 6.8).
+The loss of a round is L = log R. Rounds compose by adding losses, so all distributions go to one grid and are
+convolved, in both directions (loss log R under the moved data set, −log R under the other); ε is the larger. Opacus's own grid
+has an *absolute* error in ε (0.01 by default), while ε here may be 6e-4. So this one bounds the truth from one side, and losses
+are tilted so that the FFT works where the answer is, even at δ = 1e-200 (docs/proofs/06_distributions_on_grids.md, 6.6 to 6.8).
 
 >>> from opacus_shuffle.analysis.ratio_distribution import mean_distribution
 >>> def week(side):
@@ -19,8 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from opacus.accountants.analysis.prv import DiscretePRV, Domain, compose_heterogeneous
-from scipy.fft import next_fast_len
+from scipy.fft import irfft, next_fast_len, rfft
 from scipy.optimize import minimize_scalar
 from scipy.special import logsumexp
 
@@ -263,7 +262,7 @@ class _Composed:
 
 
 def _compose(losses: Sequence[_OnGrid], counts: Sequence[int], width: float, log_delta: float) -> _Composed | None:
-    """Tilts, convolves with Opacus's code, and bounds what window and rounding may lose (6.7); ``None``: too large."""
+    """Tilts, convolves, and bounds what window and rounding may lose (6.7); ``None``: too large."""
     filled = [np.flatnonzero(loss.masses) for loss in losses]
     values = [(loss.first + at) * width for loss, at in zip(losses, filled, strict=True)]
     masses = [loss.masses[at] for loss, at in zip(losses, filled, strict=True)]
@@ -308,20 +307,17 @@ def _compose(losses: Sequence[_OnGrid], counts: Sequence[int], width: float, log
     if max(reach, window / width) > _LARGEST_WINDOW:
         return None
     size = 2 * next_fast_len(max(reach, math.ceil(window / width)) + 2, real=True)
-    zero = size // 2 - 1
-    prvs = []
-    for loss, at, probabilities, centre in zip(losses, filled, tilted, centres, strict=True):
-        pmf = np.zeros(size)
-        pmf[zero + loss.first - centre + at] = probabilities
-        domain = Domain(-zero * width, (size - 1 - zero) * width, size).shift_right(centre * width)
-        prvs.append(DiscretePRV(pmf=pmf, domain=domain))
-    composed = compose_heterogeneous(prvs, list(counts))
+    spectrum = np.ones(size // 2 + 1, dtype=np.complex128)
+    for loss, count, at, probabilities, centre in zip(losses, counts, filled, tilted, centres, strict=True):
+        around = np.zeros(size)  # loss 0 comes first, those below it last
+        around[loss.first - centre + at] = probabilities
+        spectrum *= rfft(around) ** count
     shift = sum(count * centre for count, centre in zip(counts, centres, strict=True))
     # Rounding: a power multiplies the relative error of the spectrum, of which some tens of entries matter.
     rounding = 1e-14 * (100.0 + sum(counts))
     return _Composed(
-        losses=(np.arange(size) - zero + shift) * width,
-        masses=np.maximum(composed.pmf, 0.0),
+        losses=(np.arange(size) - size // 2 + shift) * width,
+        masses=np.maximum(np.fft.fftshift(irfft(spectrum, size)), 0.0),
         theta=theta,
         log_norm=total_log_moment(theta),
         error=2 * len(groups) * _OUTSIDE + rounding,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -159,11 +160,8 @@ AUDITS: dict[str, list[Callable[[AuditSettings], AuditResult]]] = {
 }
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command."""
-    audit = commands.add_parser(
-        "audit", help="attack weight shuffling: at its paper's own setting, and in a small training run"
-    )
+def add_flags(audit: argparse.ArgumentParser, _: str) -> None:
+    """Adds the command's flags."""
     audit.add_argument("--kind", choices=("all", *AUDITS), default="all", help="which audit (default: all)")
     flags.add_settings(audit, AuditSettings)
     audit.add_argument("-o", "--output", metavar="FILE", help="picture to write besides: .png, .pdf or .svg")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -190,9 +191,8 @@ def write_statement(comparison: Comparison, path: str) -> None:
         raise ValueError(f"--statement {path}: {error}") from error
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command."""
-    job = commands.add_parser("compare", help="train at one proved epsilon, trusting a server, a shuffler or nobody")
+def add_flags(job: argparse.ArgumentParser, _: str) -> None:
+    """Adds the command's flags."""
     flags.add_settings(job, CompareSettings)
     job.add_argument("-o", "--output", metavar="FILE", help="also draw the accuracies: .png, .pdf or .svg")
     job.add_argument("--statement", metavar="FILE", help="also write the sentence to quote and the table: .md or .json")

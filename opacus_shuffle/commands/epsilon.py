@@ -16,27 +16,28 @@ from opacus_shuffle.core.guarantees import Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_up
 
 
-def add_to(commands: Any) -> None:
-    """Adds the four commands."""
-    epsilon = commands.add_parser("epsilon", help="epsilon of some rounds, and what it covers")
-    noise = commands.add_parser("noise", help="the smallest noise within a budget")
-    report = commands.add_parser("report", help="every bound side by side, from no trust to full")
-    plot = commands.add_parser("plot", help="a picture of the report: epsilon over rounds")
-    for parser, command in ((epsilon, print_epsilon), (noise, print_noise), (report, print_report), (plot, draw_report)):
-        flags.add_run_flags(parser, without=("noise_multiplier",) if parser is noise else ())
-        delta = "--target-delta" if parser is noise else "--delta"
-        parser.add_argument(delta, required=True, type=float, help="at which epsilon is meant")
-        parser.set_defaults(command=command)
-    noise.add_argument("--target-epsilon", required=True, type=float, help="epsilon to stay within")
-    which = "which formula; only certified is proved for every data set, whatever the mechanism (default: certified)"
-    for parser in (epsilon, noise):
+def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds the flags of one of the four commands."""
+    noise = name == "noise"
+    flags.add_run_flags(parser, without=("noise_multiplier",) if noise else ())
+    parser.add_argument("--target-delta" if noise else "--delta", required=True, type=float, help="at which epsilon is meant")
+    parser.set_defaults(
+        command={"epsilon": print_epsilon, "noise": print_noise, "report": print_report, "plot": draw_report}[name]
+    )
+    if noise:
+        parser.add_argument("--target-epsilon", required=True, type=float, help="epsilon to stay within")
+    if name in ("epsilon", "noise"):
+        which = "which formula; only certified is proved for every data set, whatever the mechanism (default: certified)"
         parser.add_argument("--bound", choices=flags.all_bounds(), default="certified", help=which)
-    for parser in (epsilon, noise, report):
+    if name == "plot":
+        parser.add_argument("-o", "--output", required=True, metavar="FILE", help="picture to write: .png, .pdf or .svg")
+    else:
         flags.add_json_flag(parser)
-    asked = "Renyi orders of the published formulas of Gaussian reports, such as 2:30 or 1.5,2,8 (default: as many as it takes)"
-    for parser in (epsilon, report):
+    if name in ("epsilon", "report"):
+        asked = (
+            "Renyi orders of the published formulas of Gaussian reports, such as 2:30 or 1.5,2,8 (default: as many as it takes)"
+        )
         parser.add_argument("--orders", type=flags.orders, metavar="FIRST:LAST", default=argparse.SUPPRESS, help=asked)
-    plot.add_argument("-o", "--output", required=True, metavar="FILE", help="picture to write: .png, .pdf or .svg")
 
 
 def print_epsilon(options: dict[str, Any]) -> None:

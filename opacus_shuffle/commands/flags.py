@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import typing
 from collections.abc import Collection, Iterable
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.mechanisms import MECHANISMS, Mechanism
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER
 from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.validation import integer
+
+if TYPE_CHECKING:
+    import torch
 
 
 def all_bounds() -> tuple[str, ...]:
@@ -80,6 +82,8 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 
 def generator_of(seed: int | None, stream: int, device: torch.device | str = "cpu") -> torch.Generator | None:
     """Returns repeatable randomness for one use of a ``--seed``, or None for secret."""
+    import torch
+
     return None if seed is None else torch.Generator(device).manual_seed(integer("seed", seed, minimum=0) + stream)
 
 
@@ -103,11 +107,16 @@ def fields_of_run(options: dict[str, Any], *, without: Collection[str] = ()) -> 
 
 
 def number(text: str) -> float:
-    """Reads ``60000`` and ``6e4``."""
+    """Reads ``60000``, ``60,000`` and ``6e4``."""
     try:
-        return int(text)
+        return int(_without_thousands(text))
     except ValueError:
         return float(text)
+
+
+def _without_thousands(text: str) -> str:
+    """The digits of ``60,000``, and any other text as it is."""
+    return text.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+", text) else text
 
 
 def numbers(text: str) -> float | tuple[float, ...]:

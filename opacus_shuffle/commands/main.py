@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import sys
 import warnings
@@ -11,8 +12,19 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from opacus_shuffle._version import __version__
-from opacus_shuffle.commands import audit, compare, epsilon, plan, training
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
+
+COMMANDS = {
+    "compare": ("compare", "train at one proved epsilon, trusting a server, a shuffler or nobody"),
+    "train": ("training", "train a small CNN on real images in the shuffle model; ends with accuracy and a table of epsilon"),
+    "plan": ("plan", "what noise a budget costs, and how many users would do, by who is trusted"),
+    "epsilon": ("epsilon", "epsilon of some rounds, and what it covers"),
+    "noise": ("epsilon", "the smallest noise within a budget"),
+    "report": ("epsilon", "every bound side by side, from no trust to full"),
+    "plot": ("epsilon", "a picture of the report: epsilon over rounds"),
+    "audit": ("audit", "attack weight shuffling: at its paper's own setting, and in a small training run"),
+}
+"""Every command's module, which is imported when the command is given (some need PyTorch), and its line of help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +46,12 @@ def _run(arguments: Sequence[str] | None) -> int:
     """Runs one command, whose output may have nowhere to go."""
     try:
         try:
-            options = vars(parser().parse_args(arguments))
+            given = sys.argv[1:] if arguments is None else list(arguments)
+            name = next((each for each in given if not each.startswith("-")), None)
+            namespace, unknown = parser(name).parse_known_args(given)
+            options = vars(namespace)
+            if unknown:
+                return _complain(f"unrecognized arguments: {' '.join(unknown)}; see opacus-shuffle {name or ''} --help", 2)
             if "command" not in options:
                 return _complain("which command? opacus-shuffle compare is the one to begin with; see opacus-shuffle --help", 2)
             options.pop("command")(options)
@@ -70,13 +87,15 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(_complain(f"{message}; see {self.prog} --help", 2))
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of all commands; each adds its own."""
+def parser(name: str | None = None) -> argparse.ArgumentParser:
+    """Returns the parser of all commands, of which only the one with this name knows its flags."""
     everything = _Parser(prog="opacus-shuffle", description="Shuffle-model differential privacy for Opacus.")
     everything.add_argument("--version", action="version", version=f"opacus-shuffle {__version__}")
-    commands = everything.add_subparsers(metavar="{compare,train,plan,epsilon,noise,report,plot,audit}")
-    for family in (compare, training, plan, epsilon, audit):
-        family.add_to(commands)
+    commands = everything.add_subparsers(metavar=f"{{{','.join(COMMANDS)}}}")
+    for command, (module, summary) in COMMANDS.items():
+        job = commands.add_parser(command, help=summary)
+        if command == name:
+            importlib.import_module(f"opacus_shuffle.commands.{module}").add_flags(job, command)
     return everything
 
 

@@ -10,9 +10,8 @@ from opacus_shuffle.accountants.plan import plan
 from opacus_shuffle.commands import flags
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command."""
-    parser = commands.add_parser("plan", help="what noise a budget costs, and how many users would do, by who is trusted")
+def add_flags(parser: argparse.ArgumentParser, _: str) -> None:
+    """Adds the command's flags."""
     parser.add_argument("--num-users", required=True, type=flags.number, metavar="N", help="n, the whole population")
     parser.add_argument("--steps", required=True, type=flags.number, metavar="T", help="rounds (training steps)")
     parser.add_argument("--target-epsilon", required=True, type=float, help="epsilon to stay within")

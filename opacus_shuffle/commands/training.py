@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -245,11 +246,8 @@ def accuracy(network: nn.Module, data: TensorDataset, device: torch.device) -> f
     return hits / len(data)
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command."""
-    job = commands.add_parser(
-        "train", help="train a small CNN on real images in the shuffle model; ends with accuracy and a table of epsilon"
-    )
+def add_flags(job: argparse.ArgumentParser, _: str) -> None:
+    """Adds the command's flags."""
     flags.add_settings(job, TrainingSettings)
     flags.add_json_flag(job)
     job.set_defaults(command=run_training)

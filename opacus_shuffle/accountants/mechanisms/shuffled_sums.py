@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from opacus_shuffle.accountants.mechanism import Mechanism, described
 from opacus_shuffle.analysis.binomial_sums import MOST_TRIALS, BinomialNoise, gaussian_bound
 from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.core.validation import instance_of, integer, one_of, open_unit_interval, positive, sampling_rate
 from opacus_shuffle.protocols.calibration import SMALLEST_MULTIPLIER, honest_users, published_vector_plan
-from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
+
+if TYPE_CHECKING:  # it needs PyTorch
+    from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 TOLERANCE = 1e-6
 """How far σ and what is lost may be from what the bits give, relatively: another SciPy's tails differ by some 1e-9."""
@@ -142,6 +144,8 @@ class ShuffledSums(Mechanism):
         users = integer("num_users", fields["num_users"])
         rate = sampling_rate("sample_rate", fields.get("sample_rate", 1.0))
         coins = one_of("sampling", fields.get("sampling", "poisson"), ("poisson", "fixed_size")) == "poisson"
+        from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
+
         protocol = ShuffleVectorSum.with_noise_multiplier(
             users if coins else integer("round(sample_rate * num_users)", round(rate * users)),
             fields["dimension"],
@@ -168,6 +172,8 @@ class ShuffledSums(Mechanism):
         Raises:
             ValueError: If both are given.
         """
+        from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
+
         instance_of("protocol", protocol, (ShuffleVectorSum,))
         if num_users is not None and sample_rate is not None:
             raise ValueError(
