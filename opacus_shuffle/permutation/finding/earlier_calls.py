@@ -91,12 +91,13 @@ class _Tensor(_Same):
 def _contents(network: nn.Module) -> Iterator[tuple[Holder, Any, Any]]:
     """Yields what modules keep as plain attributes, and what is in lists, dictionaries and helpers there, with its place.
 
-    And which tensors are buffers; what is in these decides only where somebody reads it.
+    And of which form buffers are: one of the same form that is put in place of another, as running means are, is traced in the
+    pass that makes it, and moves with what it comes of.
     """
     waiting: list[tuple[Any, bool]] = [(vars(module), True) for module in network.modules()]
     seen = set()
     for module in network.modules():
-        yield from ((module._buffers, name, _Same(each)) for name, each in module._buffers.items())
+        yield from ((module._buffers, name, _form(each)) for name, each in module._buffers.items())
     while waiting:
         holder, own = waiting.pop()
         if id(holder) in seen or not isinstance(holder, dict | list | deque):
@@ -112,6 +113,10 @@ def _contents(network: nn.Module) -> Iterator[tuple[Holder, Any, Any]]:
                 waiting += ((each, False) for each in value)
             elif not isinstance(value, CLOSED) and type(value).__module__.partition(".")[0] not in sys.stdlib_module_names:
                 waiting.append((getattr(value, "__dict__", None), False))
+
+
+def _form(buffer: torch.Tensor | None) -> Any:
+    return None if buffer is None else (tuple(buffer.shape), buffer.dtype, buffer.device)
 
 
 def _content(value: Any) -> Any:
