@@ -213,7 +213,8 @@ class PrivacyReport:
         """The table's rows as text."""
         where = {Guarantee.PAIR: "one pair of data sets", Guarantee.ESTIMATE: "(estimate)"}
         return [
-            (b.trusted, b.bound, round_up(b.epsilon), where.get(b.guarantee, b.covers), b.guarantee.name) for b in self.bounds
+            (b.trusted.removeprefix("the "), b.bound, round_up(b.epsilon), where.get(b.guarantee, b.covers), b.guarantee.name)
+            for b in self.bounds
         ]
 
     def _headline(self) -> str:

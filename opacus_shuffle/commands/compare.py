@@ -23,10 +23,9 @@ from opacus_shuffle.commands.scattering import scattering_features
 from opacus_shuffle.core.atomic_file import replacing
 from opacus_shuffle.core.progress import enter_phase, progress
 from opacus_shuffle.core.rounding import round_up
-from opacus_shuffle.core.tables import text_table
+from opacus_shuffle.core.tables import WIDTH, text_table
 from opacus_shuffle.core.validation import integer, open_unit_interval, positive
 
-WIDTH = 80
 HEAD = ("trusted", "how", "epsilon", "accuracy", "sent per user")
 CAVEAT = (
     "It holds if every user follows the protocol and keeps its noise and coins secret. The protocols were simulated: one "

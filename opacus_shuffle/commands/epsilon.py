@@ -14,6 +14,7 @@ from opacus_shuffle.commands import flags
 from opacus_shuffle.commands.pictures import check_output, save
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_up
+from opacus_shuffle.core.tables import paragraph
 
 
 def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
@@ -73,21 +74,19 @@ def _print_answer(answer: PrivacyBound, run: dict[str, Any], number: str, what: 
         costs = sent.to_dict() if sent else {}
         print(json.dumps({**found, **answer.to_dict(), "certified_epsilon": certified.epsilon, **costs}))
         return
-    print(number)
-    print(f"{what} at delta = {answer.delta:.4g} (bound {answer.bound}, {answer.adjacency} adjacency)")
-    print(f"{answer.guarantee.name}: {answer.guarantee.value}")
-    print(f"covers {answer.covers}")
-    print(f"the adversary {answer.adversary}")
-    if answer.proof:
-        print(f"the proof that gives it: {answer.proof}")
-    if sent:
-        print(sent)
+    said = [
+        f"{what} at delta = {answer.delta:.4g} (bound {answer.bound}, {answer.adjacency} adjacency)",
+        f"{answer.guarantee.name}: {answer.guarantee.value}",
+        f"covers {answer.covers}",
+        f"the adversary {answer.adversary}",
+        answer.proof and f"the proof that gives it: {answer.proof}",
+        sent and str(sent),
+    ]
     if answer.guarantee is not Guarantee.PROVED:
-        print(f"certified for every data set: epsilon = {round_up(certified.epsilon)}")
+        said.append(f"certified for every data set: epsilon = {round_up(certified.epsilon)}")
     if answer.guarantee is Guarantee.ESTIMATE:
-        sentence = contradiction(answer, privacy_bound(**{**run, "bound": "pair"}))
-        if sentence:
-            print(sentence)
+        said.append(contradiction(answer, privacy_bound(**{**run, "bound": "pair"})))
+    print(number, *(line for text in said if text for line in paragraph(text)), sep="\n")
 
 
 def print_report(options: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import html
 import textwrap
 from collections.abc import Collection, Sequence
 
-WIDTH = 100
+WIDTH = 80
 """Characters of a printed line."""
 
 

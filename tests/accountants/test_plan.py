@@ -30,6 +30,7 @@ def epsilon_at(row, sigma, *, users=400, steps=3):
     return compute([(round_, steps)], delta=1e-5, **{which: row.bound.bound}).epsilon
 
 
+@pytest.mark.zoo
 def test_every_kind_of_trust_has_a_row_from_nobody_to_the_server(found):
     assert [(row.trusted, row.mechanism) for row in found.rows] == [
         ("nobody", "shuffled_checkin"),
@@ -41,6 +42,7 @@ def test_every_kind_of_trust_has_a_row_from_nobody_to_the_server(found):
     ]
 
 
+@pytest.mark.zoo
 def test_the_noise_of_every_row_keeps_the_budget_and_hardly_less_would_not(found):
     for row in found.rows:
         assert row.bound.epsilon <= 10.0
@@ -48,6 +50,7 @@ def test_the_noise_of_every_row_keeps_the_budget_and_hardly_less_would_not(found
         assert epsilon_at(row, row.round.noise_multiplier * (1 - 2 * TOLERANCE - grid)) > 10.0
 
 
+@pytest.mark.zoo
 def test_the_server_s_row_is_dp_sgd_by_opacus_s_own_accountant(found):
     *_, server = found.rows
     accountant = PRVAccountant()
@@ -57,11 +60,13 @@ def test_the_server_s_row_is_dp_sgd_by_opacus_s_own_accountant(found):
     assert server.noise_of_mean == pytest.approx(server.server_noise_multiplier / 100)
 
 
+@pytest.mark.zoo
 def test_sums_of_bits_are_nearly_as_good_as_a_server(found):
     *_, sums, _, server = found.rows
     assert server.server_noise_multiplier <= sums.server_noise_multiplier <= 1.1 * server.server_noise_multiplier
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("place", [0, 1])
 def test_so_many_users_and_rounds_have_a_mean_as_quiet_as_the_server_s_and_fewer_users_or_more_rounds_have_not(found, place):
     row, server = found.rows[place], found.rows[-1]
@@ -78,6 +83,7 @@ def test_so_many_users_and_rounds_have_a_mean_as_quiet_as_the_server_s_and_fewer
     assert epsilon_at(row, sigma(400), steps=1) > 10.0
 
 
+@pytest.mark.zoo
 def test_rounds_that_are_possible_keep_the_budget_and_one_more_does_not(found):
     *_, sums, _, server = found.rows
     assert sums.steps_possible == 2  # bits add a little to a server's noise
@@ -115,6 +121,7 @@ def test_bad_input_is_refused_by_name(wrong, named):
         plan(**{**ASKED, **wrong})
 
 
+@pytest.mark.zoo
 def test_the_command_prints_the_same_rows(capsys, found, monkeypatch):
     asked = []
     monkeypatch.setattr(plan_command, "plan", lambda **options: asked.append(options) or found)

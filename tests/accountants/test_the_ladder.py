@@ -90,10 +90,10 @@ def test_a_record_is_rarely_in_a_round_of_fewer_reports(users, rate, exponent):
 def test_a_row_says_that_who_takes_part_is_seen_where_not_everyone_does():
     run = ShuffledCheckIn(noise_multiplier=5.0, num_users=60_000, sample_rate=0.1)
     report = PrivacyReport([(run, 500)], delta=1e-5)
-    rows = [line for line in str(report).splitlines() if "participants seen" in line]
-    assert [row.split("  ")[0] for row in rows] == ["the aggregation"]
+    rows = [line for line in str(report).splitlines() if "sample seen" in line]
+    assert [row.split("  ")[0] for row in rows] == ["aggregation"]
     everyone = PrivacyReport([(dataclasses.replace(run, sample_rate=1.0), 500)], delta=1e-5)
-    assert "participants seen" not in str(everyone)
+    assert "sample seen" not in str(everyone)
 
 
 def test_the_server_adds_a_noise_that_does_not_depend_on_how_many_take_part():

@@ -107,7 +107,7 @@ def test_the_noise_of_shuffled_weights_is_that_of_the_sum(capsys):
     number, *meaning = capsys.readouterr().out.splitlines()
     assert float(number) == pytest.approx(0.27372, abs=5e-6)
     assert "noise multiplier of the sum" in meaning[0]
-    assert "ESTIMATE" in meaning[1]
+    assert any(line.startswith("ESTIMATE") for line in meaning)
 
 
 def test_the_report_of_shuffled_weights_contradicts_its_estimate(capsys):
@@ -130,7 +130,7 @@ def test_report_prints_the_whole_ladder(capsys):
     numbers = [*SUBSAMPLED, "--noise-multiplier", "5", "--delta", "1e-5"]
     assert main(["report", *numbers]) == 0
     shown = capsys.readouterr().out
-    for word in ("To quote", "nobody", "the shuffler", "the server", "PROVED", "PAIR", "zero_out", "10 rounds"):
+    for word in ("To quote", "nobody", "shuffler", "server", "PROVED", "PAIR", "zero_out", "10 rounds"):
         assert word in shown
     assert main(["report", *numbers, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

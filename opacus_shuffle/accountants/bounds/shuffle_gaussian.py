@@ -159,7 +159,7 @@ def _secure_aggregation(rounds: Rounds, *, delta: float, adjacency: Adjacency, o
     epsilon = unshuffled_epsilon(noised, delta=delta - few, distance=adjacency.distance)
     if by_coins:  # a sum is no more than its reports
         epsilon = min(epsilon, unshuffled_epsilon(ran, delta=delta, distance=adjacency.distance))
-    return Answer(epsilon, covers=f"{EVERY_DATA_SET}, participants seen" if sampled else None)
+    return Answer(epsilon, covers=f"{EVERY_DATA_SET}, sample seen" if sampled else None)
 
 
 def _fewest(each: ShuffledRound, probability: float) -> float:
