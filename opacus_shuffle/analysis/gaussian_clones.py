@@ -115,19 +115,30 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones) -> float:
     rounds = tuple((_of_fewer_users(each), count) for each, count in coarsen(rounds, "upper"))
     unshuffled = unshuffled_epsilon(rounds, delta=delta)
     budget = 1e-4 * delta / sum(count for _, count in rounds)
-    best, guess = math.inf, 0.0
-    for _ in range(10):
-        margin = _best_margin(rounds, delta, clones, guess)
-        if margin is None:
-            break
-        few = len(rounds) <= _FEW_KINDS
-        mixtures = [(_mixture(each, margin, clones, budget, tail, few=few), count) for each, count in rounds]
-        epsilon = privacy_loss.compute_epsilon(mixtures, delta=delta, slack=_slack(rounds, margin, clones))
-        best, last = min(best, epsilon), guess
-        if abs(epsilon - last) <= 0.02 or last >= unshuffled:  # e^last was near enough, or nothing larger is of use
-            break
-        guess = min(epsilon if epsilon < math.inf else max(2 * guess, 1.0), unshuffled)
-    return best
+    few = len(rounds) <= _FEW_KINDS
+
+    def search(guess: float) -> tuple[float, bool]:
+        """Returns the least ε on the way from a guess, and whether it settled."""
+        best = math.inf
+        for _ in range(10):
+            margin, _ = _best_margin(rounds, delta, clones, guess)
+            if margin is None:
+                return best, True
+            mixtures = [(_mixture(each, margin, clones, budget, tail, few=few), count) for each, count in rounds]
+            epsilon = privacy_loss.compute_epsilon(mixtures, delta=delta, slack=_slack(rounds, margin, clones))
+            best, last = min(best, epsilon), guess
+            if abs(epsilon - last) <= 0.02 or last >= unshuffled:  # e^last was near enough, or nothing larger is of use
+                return best, True
+            guess = min(epsilon if epsilon < math.inf else max(2 * guess, 1.0), unshuffled)
+        return best, False
+
+    best, settled = search(0.0)
+    if settled:
+        return best
+    guess = 0.0
+    for _ in range(10):  # where Gaussian mixtures, which cost next to nothing, settle
+        guess = min(_best_margin(rounds, delta, clones, guess)[1], unshuffled)
+    return min(best, search(guess)[0])
 
 
 def _of_fewer_users(each: ShuffledRound) -> ShuffledRound:
@@ -156,8 +167,11 @@ def _slack(rounds: Merged, margin: float, clones: Clones) -> tuple[float, float]
     return masses * moved, masses * unmoved
 
 
-def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float) -> float | None:
-    """Returns a t near the best one at ε near ``guess``, as if the mixtures were Gaussian; ``None`` with hardly any clones."""
+def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float) -> tuple[float | None, float]:
+    """Returns a t near the best one at ε near ``guess``, as if the mixtures were Gaussian, and about the ε that it gives.
+
+    With hardly any clones there is no t.
+    """
 
     def pool(each: ShuffledRound, margin: float) -> float:
         return 1 + each.others * clone_probability(each.noise_multiplier, margin)
@@ -176,8 +190,9 @@ def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float) -> 
         found = gaussian.compute_epsilon(mu=math.sqrt(variance), delta=left)
         return found if found > 0 else 1e-9 * (margin - 38.0)  # of the margins that cost nothing, the smallest
 
-    margin = float(minimize_scalar(epsilon, bounds=(0.5, 38.0), method="bounded", options={"xatol": 1e-3}).x)
-    return None if max(pool(each, margin) for each, _ in rounds) < 1.5 else margin
+    found = minimize_scalar(epsilon, bounds=(0.5, 38.0), method="bounded", options={"xatol": 1e-3})
+    margin = float(found.x)
+    return (None if max(pool(each, margin) for each, _ in rounds) < 1.5 else margin), max(float(found.fun), 0.0)
 
 
 def _mixture(each: ShuffledRound, margin: float, clones: Clones, budget: float, tail: float, *, few: bool = True) -> Mixture:
