@@ -48,7 +48,7 @@ def bits_and_share(optimizer, rate):
     return protocol.granularity + protocol.noise_bits, variance / optimizer.noise_multiplier**2 - 1
 
 
-@pytest.mark.parametrize(("coins", "rate"), [(True, 0.25), (False, 1.0)])
+@pytest.mark.parametrize(("coins", "rate"), [(True, 0.25), pytest.param(False, 1.0, marks=pytest.mark.zoo)])
 def test_a_smaller_rounding_share_takes_more_bits_in_both_methods(coins, rate):
     def trained(share):
         toy = make_toy(records=24, batch_size=6)

@@ -82,8 +82,11 @@ def test_elements_made_by_hand_change_no_output_and_move_what_is_found(name):
         ("timm_vit", "blocks.0.attention.qkv.weight", 0, "port head"),
         ("nano_gpt", "blocks.1.attention.qkv.weight", 0, "port head"),
         ("interleaved", "blocks.0.attention.qkv.weight", 0, "head port"),
-        ("GPT2LMHeadModel", "transformer.h.0.attn.c_attn.weight", 1, "port head"),
-        ("BloomForCausalLM", "transformer.h.0.self_attention.query_key_value.weight", 0, "head port"),
+        pytest.param(*("GPT2LMHeadModel", "transformer.h.0.attn.c_attn.weight", 1, "port head"), marks=pytest.mark.zoo),
+        pytest.param(
+            *("BloomForCausalLM", "transformer.h.0.self_attention.query_key_value.weight", 0, "head port"),
+            marks=pytest.mark.zoo,
+        ),
     ],
 )
 def test_packed_projections_move_queries_with_keys_and_values_apart(name, parameter, axis, layout):
