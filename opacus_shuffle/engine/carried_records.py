@@ -18,6 +18,7 @@ ValueError: module carries records of one batch into later ones by 1.mean: ...
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ import torch
 from torch import nn
 
 from opacus_shuffle.core.progress import enter_phase
+from opacus_shuffle.engine.limited_reads import LimitedReads
 from opacus_shuffle.engine.mixed_records import (
     EXTREMES,
     all_same,
@@ -100,7 +102,8 @@ def _flags_after(network: nn.Module, earlier: Call) -> dict[Any, Any] | None:
     """Returns the flags, numbers and texts that a forward pass leaves in a network, None if it leaves tensors, too."""
     with untouched(network):
         noted = EarlierCalls(network)
-        pass_both_ways(network, earlier, lambda _: [], seed=0)
+        with LimitedReads():
+            pass_both_ways(network, earlier, lambda _: [], seed=0)
         return noted.plain_changes()
 
 
@@ -117,7 +120,9 @@ def _after(
 
     given = []
     with untouched(network):
-        pass_both_ways(network, earlier, bent, seed=0)
+        # Records that are made up may never bring what a loop waits for.
+        with contextlib.nullcontext() if earlier is call else LimitedReads():
+            pass_both_ways(network, earlier, bent, seed=0)
         kept = _kept(network)
         for seed in range(1, batches + 1):  # what is kept may be read two batches later alone
             found, gradients = pass_both_ways(network, call, told, seed=seed)

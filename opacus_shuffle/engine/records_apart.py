@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from opacus_shuffle.core.progress import enter_phase
+from opacus_shuffle.engine.limited_reads import LimitedReads, TooManyReadsError
 from opacus_shuffle.engine.mixed_records import (
     all_same,
     has_records,
@@ -154,7 +155,7 @@ def _keeps_otherwise(network: nn.Module, call: Call) -> bool:
     """Returns whether a network may keep anything of its call where any yes or no that it reads, or each, is the opposite."""
     watched = hasattr(network, "autograd_grad_sample_hooks")  # Opacus's hooks look at passes with gradients alone
     for which in (None, *range(MOST_READ)):
-        noted, opposite = EarlierCalls(network), _Opposite(which)
+        noted, opposite, endless = EarlierCalls(network), _Opposite(which), False
 
         def run() -> None:
             opposite.read = 0  # noqa: B023
@@ -163,9 +164,13 @@ def _keeps_otherwise(network: nn.Module, call: Call) -> bool:
                 network(*call[0], **call[1])
 
         with untouched(network), torch.set_grad_enabled(not watched):
-            with contextlib.suppress(Exception):  # it refuses such records, say
+            try:
                 Frugal(network)(run)
-            if noted.plain_changes() != {}:
+            except TooManyReadsError:
+                endless = True
+            except Exception:  # it refuses such records, say
+                pass
+            if endless or noted.plain_changes() != {}:
                 return True
         if which is not None and which >= opposite.read:
             return False
@@ -237,28 +242,22 @@ class _Answers(InsightMode):
         return result
 
 
-class _Opposite(InsightMode):
+class _Opposite(LimitedReads):  # type: ignore[no-untyped-call]
     """A dispatch mode that gives the opposite of a yes or no that a network reads.
 
     Args:
-        which: Of which, by its number among all values that are read; None: of every one.
-
-    Attributes:
-        read: How many values were read.
+        which: Of which, by its number among all values that are read; None: of every one of the first, after which a loop that
+            the opposites have kept going may end.
     """
 
     def __init__(self, which: int | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.read, self._which = 0, which
+        super().__init__()
+        self._which = which
 
-    def meet(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Performs an operation, and turns its result over if that is a yes or no which Python reads."""
-        result = self.go_on(func, args, kwargs)
-        if ASKING & set(func.tags) and not isinstance(result, torch.Tensor):
-            if isinstance(result, bool) and self._which in (None, self.read):
-                result = not result
-            self.read += 1
-        return result
+    def told(self, value: Any) -> Any:
+        """Returns the value, or its opposite."""
+        turned = self.read < MOST_READ if self._which is None else self.read == self._which
+        return not value if turned and isinstance(value, bool) else value
 
 
 class KnownWayError(Exception):

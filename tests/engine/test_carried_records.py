@@ -423,3 +423,30 @@ def test_a_network_that_keeps_what_it_has_seen_is_trained():
         optimizer.step()
     assert len(engine.accountant) == 4
     assert network.state is not None
+
+
+class Waiting(nn.Module):
+    """A network that makes its records smaller until they are small enough; as ordinary ones are from the beginning."""
+
+    def __init__(self, large):
+        super().__init__()
+        self.layer, self.large, self.count = nn.Linear(5, 3), large, 0
+
+    def forward(self, x):
+        while self.large(x):
+            x = x / 2
+        self.count += 1
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "large", [lambda x: (x.abs() > 1e6).any(), lambda x: not (x.abs() < 1e3).all(), lambda x: bool(x.norm() < 0)]
+)
+def test_a_loop_that_opposites_or_made_up_records_would_keep_going_ends(large):
+    def call_of(records):
+        return records, ((torch.randn(records, 5),), {})
+
+    network = Waiting(large)
+    are_apart(network, call_of)
+    refuse_carried_records(network, call_of)
+    assert network.count == 0
