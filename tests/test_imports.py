@@ -64,6 +64,7 @@ def test_a_mistake_names_the_command_whose_help_is_meant():
     [
         "import opacus_shuffle, opacus",
         "import opacus, opacus_shuffle",
+        "import opacus_shuffle\nfrom importlib.util import find_spec\nfind_spec('opacus').loader.is_package\nimport opacus",
         pytest.param(
             "import opacus_shuffle.accountants.compute\nfrom opacus.accountants import registry\nimport opacus",
             marks=pytest.mark.zoo,
@@ -98,10 +99,32 @@ after_import("late", lambda: print("at once"))
     assert after(code).splitlines() == ["not yet", "late is there: True", "at once"]
 
 
+def test_a_finder_that_fails_or_a_package_that_was_barred_is_waited_for_again(tmp_path):
+    (tmp_path / "late.py").write_text("")
+    code = f"""
+class Failing:
+    def find_spec(self, name, path, target=None):
+        if name == "late":
+            raise ImportError("no network")
+sys.path.insert(0, {str(tmp_path)!r})
+from opacus_shuffle.core.lazy_import import after_import
+sys.modules["late"] = None
+after_import("late", lambda: print("late is there:", sys.modules["late"] is not None))
+del sys.modules["late"]
+sys.meta_path.insert(1, Failing())
+with contextlib.suppress(ImportError):
+    import late
+del sys.meta_path[1]
+import late
+"""
+    assert after(code) == "late is there: True"
+
+
 def test_every_public_name_is_there_and_no_other():
-    missing = "print([name for name in opacus_shuffle.__all__ if not hasattr(opacus_shuffle, name)])"
-    rest = "print(set(opacus_shuffle.__all__) - set(dir(opacus_shuffle)), hasattr(opacus_shuffle, 'nonsense'))"
-    assert after(f"import opacus_shuffle\n{missing}\n{rest}") == "[]\nset() False"
+    packages = "packages = [opacus_shuffle, opacus_shuffle.accountants, opacus_shuffle.protocols]"
+    missing = "print([name for each in packages for name in each.__all__ if not (name in dir(each) and hasattr(each, name))])"
+    rest = "print([hasattr(each, 'NonsenseAccountant') for each in packages])"
+    assert after(f"import opacus_shuffle, opacus_shuffle.protocols\n{packages}\n{missing}\n{rest}") == f"[]\n{[False] * 3}"
 
 
 @pytest.mark.zoo

@@ -34,6 +34,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    """What is imported later, too."""
+    return sorted({*globals(), *__all__})
+
+
 __all__ = [
     "ACCOUNTANTS",
     "Guarantee",

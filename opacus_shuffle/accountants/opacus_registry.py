@@ -17,9 +17,18 @@ from opacus_shuffle.accountants.mechanisms import MECHANISMS
 
 
 def register_accountants() -> None:
-    """Registers every mechanism's accountant; again under a reload, never over a stranger's of the same name."""
-    for name in MECHANISMS:
-        register_accountant(name, _Maker(name), force=_registered_by_us(name))  # type: ignore[arg-type]
+    """Registers every mechanism's accountant; again under a reload, never over a stranger's of the same name.
+
+    Raises:
+        ValueError: If Opacus has a stranger's; nothing is then registered.
+    """
+    known = {name: _registered(name) for name in MECHANISMS}
+    if strangers := [name for name, owner in known.items() if owner is False]:
+        raise ValueError(
+            f"Opacus has other accountants already registered as {', '.join(strangers)}: register those under other names"
+        )
+    for name, owner in known.items():
+        register_accountant(name, _Maker(name), force=owner is True)  # type: ignore[arg-type]
 
 
 class _Maker:
@@ -34,12 +43,12 @@ class _Maker:
         return accountant_class(MECHANISMS[self._name])(**arguments)  # type: ignore[arg-type]
 
 
-def _registered_by_us(name: str) -> bool:
-    """Whether Opacus already holds this accountant or an earlier load of it."""
+def _registered(name: str) -> bool | None:
+    """Whether what Opacus holds under this name is our accountant, or an earlier load of it; None if it holds nothing."""
     try:
         existing = type(create_accountant(name))
-    except ValueError:  # Opacus's word for "not registered"
-        return False
+    except Exception as error:  # a stranger's may want arguments; a ValueError is Opacus's word for "not registered"
+        return None if isinstance(error, ValueError) else False
     return (existing.__module__, existing.__qualname__) == (__package__, f"{MECHANISMS[name].__name__}Accountant")
 
 

@@ -6,7 +6,6 @@ PyTorch and Opacus take seconds to import, and a number or a line of help needs 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -37,7 +36,7 @@ def names_of(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], An
 
 def after_import(name: str, action: Callable[[], object]) -> None:
     """Acts once a package has been imported: now if it has been, else at the end of its import."""
-    if name in sys.modules:
+    if sys.modules.get(name) is not None:  # None stands for a package that must not be imported
         action()
     else:
         sys.meta_path.insert(0, _Waiting(name, action))
@@ -52,21 +51,18 @@ class _Waiting(MetaPathFinder):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != self._name or self not in sys.meta_path:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None:
-            sys.meta_path.insert(0, self)  # it may be installed later on
-        elif spec.loader is not None:
+        # Those before found nothing. This one stays until an import succeeds: many only ask whether the package is there.
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next((each for finder in later if (each := finder.find_spec(fullname, path, target)) is not None), None)
+        if spec is not None and spec.loader is not None:
             spec.loader = _Followed(spec.loader, self)
         return spec
 
     def follow(self) -> None:
-        """Acts."""
+        """Acts, and waits no longer."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
         self._action()
-
-    def wait_again(self) -> None:
-        """Prepares for another attempt."""
-        sys.meta_path.insert(0, self)
 
 
 class _Followed(Loader):
@@ -82,9 +78,8 @@ class _Followed(Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        try:
-            self._loader.exec_module(module)
-        except BaseException:
-            self._waiting.wait_again()
-            raise
+        self._loader.exec_module(module)
         self._waiting.follow()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)  # its source, its path, ... for who only asks where the package is

@@ -11,7 +11,7 @@ import pytest
 from helpers.accountants import (
     every_accountant,
 )
-from opacus.accountants import create_accountant, register_accountant
+from opacus.accountants import RDPAccountant, create_accountant, registry
 
 import opacus_shuffle
 
@@ -42,14 +42,11 @@ def test_registration_survives_reloads():
     assert child.exitcode == 0
 
 
-def test_a_stranger_of_the_same_name_is_not_overwritten():
-    from opacus.accountants import RDPAccountant
-    from opacus.accountants.registry import _ACCOUNTANTS
-
-    ours = _ACCOUNTANTS["shuffle_gauss"]
-    register_accountant("shuffle_gauss", RDPAccountant, force=True)
-    try:
-        with pytest.raises(ValueError, match="already registered"):
-            opacus_shuffle.accountants.register_accountants()
-    finally:
-        register_accountant("shuffle_gauss", ours, force=True)
+@pytest.mark.parametrize("stranger", [RDPAccountant, lambda *, patience: RDPAccountant()])
+def test_a_stranger_of_the_same_name_is_not_overwritten_and_nothing_else_is_registered(stranger, monkeypatch):
+    monkeypatch.setitem(registry._ACCOUNTANTS, "shuffled_checkin", stranger)
+    monkeypatch.delitem(registry._ACCOUNTANTS, "shuffle_gauss")
+    with pytest.raises(ValueError, match="already registered as shuffled_checkin: register those under other names"):
+        opacus_shuffle.accountants.register_accountants()
+    assert registry._ACCOUNTANTS["shuffled_checkin"] is stranger
+    assert "shuffle_gauss" not in registry._ACCOUNTANTS
