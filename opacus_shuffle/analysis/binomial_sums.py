@@ -152,26 +152,37 @@ def gaussian_bound(noise: BinomialNoise, *, shift: int, tail: float) -> Gaussian
         return GaussianBound(math.inf, tail)
     step = max(1, math.ceil((highest - lowest + 1) / _BLOCKS))
     ends = np.append(np.arange(lowest - 1, highest, step, dtype=np.float64), float(highest))
-    # Each tail where it is the smaller one: they take nearly all of the time.
-    half = bisect.bisect_left(ends, True, key=lambda end: bool(binom.cdf(end, m, p) >= 0.5))
-    smaller = np.concatenate([binom.cdf(ends[:half], m, p), binom.sf(ends[half:], m, p)])
+    # The largest probability in a block (ends[i], ends[i + 1]]: at the end that is nearer to the mode, or the mode's own.
+    mode = min(math.floor((m + 1) * p), m)
+    largest = binom.pmf(np.clip(mode, ends[:-1] + 1, ends[1:]), m, p)
+    # Each tail where it is the smaller one. Single outcomes add up to it in a fifth of the time that SciPy's function takes,
+    # with an error of 2^16 roundings (1e-11) at most.
+    half = int(np.searchsorted(ends, m * p))
+    if step == 1:
+        below = np.cumsum(np.append(binom.cdf(ends[0], m, p), largest[: half - 1]))
+        above = np.cumsum(np.append(binom.sf(ends[-1], m, p), largest[half:][::-1]))[::-1]
+        smaller = np.concatenate([below, above])
+    else:
+        smaller = np.concatenate([binom.cdf(ends[:half], m, p), binom.sf(ends[half:], m, p)])
     if min(smaller[0], smaller[-1]) <= 0:
         return GaussianBound(math.inf, tail)
     quantiles = ndtri(smaller) * np.where(np.arange(len(ends)) < half, 1.0, -1.0)
     densities = np.exp(-quantiles * quantiles / 2) / math.sqrt(2 * math.pi)
-    # The largest probability in a block (ends[i], ends[i + 1]]: at the end that is nearer to the mode, or the mode's own.
-    mode = min(math.floor((m + 1) * p), m)
-    largest = binom.pmf(np.clip(mode, ends[:-1] + 1, ends[1:]), m, p)
     slope = float(np.max(largest / np.minimum(densities[:-1], densities[1:]))) * (1 + noise.relative_error)
     lost = binom.cdf(lowest + shift, m, p) + binom.sf(highest - shift, m, p)
     return GaussianBound(slope, float(lost) * (1 + noise.relative_error))
 
 
+@functools.lru_cache(maxsize=1024)
 def _largest_with_tail(noise: BinomialNoise, tail: float) -> int:
     """Returns the largest y with P(B ≤ y) ≤ tail; −1 if there is none."""
     m, p = noise.trials, noise.probability
-    more = 1 + noise.relative_error
-    return bisect.bisect_left(range(math.ceil(m * p)), True, key=lambda y: bool(binom.cdf(y, m, p) * more > tail)) - 1
+    low, high = -1, math.ceil(m * p)  # P(B ≤ low) ≤ tail, and high is above the answer
+    while high - low > 1:  # many places at a time, as SciPy takes as long for one
+        places = np.unique(np.linspace(low, high, 64).round())[1:-1]
+        fits = int(np.searchsorted(binom.cdf(places, m, p) * (1 + noise.relative_error), tail, side="right"))
+        low, high = (int(each) for each in np.concatenate([[low], places, [high]])[fits : fits + 2])
+    return low
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
 from scipy.optimize import minimize_scalar
-from scipy.special import logsumexp
 
-from opacus_shuffle.analysis.mean_ratio import Vector
+from opacus_shuffle.analysis.mean_ratio import Vector, logsumexp
 from opacus_shuffle.analysis.ratio_distribution import RatioDistribution, Side
 from opacus_shuffle.core.solve import crossing, safe_root
 
@@ -269,7 +268,7 @@ def _compose(losses: Sequence[_OnGrid], counts: Sequence[int], width: float, log
     logs = [np.log(each) for each in masses]
 
     def log_moment(index: int, theta: float) -> float:
-        return float(logsumexp(logs[index] + theta * values[index]))
+        return logsumexp(logs[index] + theta * values[index])
 
     def total_log_moment(theta: float) -> float:
         return sum(count * log_moment(index, theta) for index, count in enumerate(counts))
@@ -283,9 +282,8 @@ def _compose(losses: Sequence[_OnGrid], counts: Sequence[int], width: float, log
         return (total_log_moment(theta) - log_delta - math.log1p(theta) - theta * math.log1p(1 / theta)) / theta
 
     theta = math.exp(_minimum(lambda log_theta: chernoff(math.exp(log_theta)), -math.log(deviation)))
-    tilted = [
-        np.exp(log + theta * v - log_moment(index, theta)) for index, (log, v) in enumerate(zip(logs, values, strict=True))
-    ]
+    norms = [log_moment(index, theta) for index in range(len(losses))]
+    tilted = [np.exp(log + theta * v - norm) for log, v, norm in zip(logs, values, norms, strict=True)]
     centres = [round(float(v @ p) / width) for v, p in zip(values, tilted, strict=True)]
     ends = [(loss.first - c, loss.first + len(loss.masses) - 1 - c) for loss, c in zip(losses, centres, strict=True)]
     reach = int(np.abs(ends).max())
@@ -295,9 +293,7 @@ def _compose(losses: Sequence[_OnGrid], counts: Sequence[int], width: float, log
 
         def bound(log_slope: float) -> float:
             slope = sign * math.exp(log_slope)
-            growth = sum(
-                counts[i] * (log_moment(i, theta + slope) - log_moment(i, theta) - slope * centres[i] * width) for i in indices
-            )
+            growth = sum(counts[i] * (log_moment(i, theta + slope) - norms[i] - slope * centres[i] * width) for i in indices)
             return (growth - math.log(_OUTSIDE)) / abs(slope)
 
         return bound(_minimum(bound, -math.log(deviation)))

