@@ -27,6 +27,7 @@ from scipy.stats import binom
 
 from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.mean_ratio import Vector
+from opacus_shuffle.analysis.opposite_reports import opposite_reports
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import Merged, Rounds, ShuffledRound, coarsen, merge, tail_for, unshuffled_epsilon
@@ -63,7 +64,7 @@ def compute_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
 
     Formal Guarantees:
         (ε, δ)-differential privacy of the shuffled reports of all rounds together, for every data set whose records are clipped
-        to norm 1, adaptively chosen rounds included. Theorems 1.4 and 1.6 of docs/proofs/01_gaussian_clones.md.
+        to norm 1, adaptively chosen rounds included. Theorems 1.4, 1.6, 9.1 and 9.2 of docs/proofs/.
     """
     delta = open_unit_interval("delta", delta)
     one_of("adjacency", adjacency, ("zero_out", "replace"))
@@ -71,14 +72,7 @@ def compute_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
     merged = merge(rounds)
     distance = 1.0 if adjacency == "zero_out" else 2.0
     best = unshuffled_epsilon(merged, delta=delta, distance=distance)
-    if best == 0:
-        return 0.0
-    if adjacency == "zero_out":
-        return min(best, _with_clones(merged, delta, clones))
-    if all(each.noise_multiplier >= 1e-3 for each, _ in merged):
-        halved = tuple((each.with_noise(each.noise_multiplier / 2), count) for each, count in merged)
-        best = min(best, _with_clones(halved, delta, clones))
-    return min(best, _chained(merged, delta, clones, give_up=best))
+    return min(best, _with_clones(merged, delta, clones, distance)) if best else 0.0
 
 
 def clone_probability(noise_multiplier: float, margin: float) -> float:
@@ -88,32 +82,17 @@ def clone_probability(noise_multiplier: float, margin: float) -> float:
     return math.exp(min(exponent, 0.0))
 
 
-def _chained(rounds: Merged, delta: float, clones: Clones, give_up: float) -> float:
-    """Returns ε of replacement as two zero-outs: 2ε at δ(1 + e^ε) (1.15)."""
-    share, last, missing = delta / 2, delta, 0.0
-    for tried in range(20):
-        epsilon = _with_clones(rounds, share, clones)  # two unshuffled zero-outs never beat one unshuffled replacement
-        if 2 * epsilon >= give_up:
-            return math.inf
-        fitting = delta / (1 + math.exp(min(epsilon, 700.0)))
-        if share <= fitting:
-            return 2 * epsilon
-        before, missing = missing, math.log(fitting / share)
-        if tried >= 3:  # at a large ε the steps shrink slowly: now to where they lead, by the secant
-            slope = (before - missing) / math.log(share / last)
-            fitting = share * math.exp(missing / min(max(slope, 0.05), 1.0))
-        share, last = fitting * (1 - 1e-4), share
-    return math.inf
-
-
 @functools.lru_cache(maxsize=512)
-def _with_clones(rounds: Merged, delta: float, clones: Clones) -> float:
-    """Returns ε by clones alone, at a margin t near the best one; ``inf`` where they are of no use."""
+def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) -> float:
+    """Returns ε by clones alone, at a margin t near the best one; ``inf`` where they are of no use.
+
+    Of two records that are ``distance`` = 2 apart the worst are opposite (9.3); at 1, one of them is zero.
+    """
     tail = tail_for(rounds, delta)
     if tail is None:
         return math.inf
     rounds = tuple((_of_fewer_users(each), count) for each, count in coarsen(rounds, "upper"))
-    unshuffled = unshuffled_epsilon(rounds, delta=delta)
+    unshuffled = unshuffled_epsilon(rounds, delta=delta, distance=distance)
     budget = 1e-4 * delta / sum(count for _, count in rounds)
     few = len(rounds) <= _FEW_KINDS
 
@@ -121,10 +100,10 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones) -> float:
         """Returns the least ε on the way from a guess, and whether it settled."""
         best = math.inf
         for _ in range(10):
-            margin, _ = _best_margin(rounds, delta, clones, guess)
+            margin, _ = _best_margin(rounds, delta, clones, guess, distance)
             if margin is None:
                 return best, True
-            mixtures = [(_mixture(each, margin, clones, budget, tail, few=few), count) for each, count in rounds]
+            mixtures = [(_mixture(each, margin, clones, budget, tail, distance, few=few), count) for each, count in rounds]
             epsilon = privacy_loss.compute_epsilon(mixtures, delta=delta, slack=_slack(rounds, margin, clones))
             best, last = min(best, epsilon), guess
             if abs(epsilon - last) <= 0.02 or last >= unshuffled:  # e^last was near enough, or nothing larger is of use
@@ -132,13 +111,13 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones) -> float:
             guess = min(epsilon if epsilon < math.inf else max(2 * guess, 1.0), unshuffled)
         return best, False
 
-    best, settled = search(0.0)
-    if settled:
-        return best
     guess = 0.0
     for _ in range(10):  # where Gaussian mixtures, which cost next to nothing, settle
-        guess = min(_best_margin(rounds, delta, clones, guess)[1], unshuffled)
-    return min(best, search(guess)[0])
+        guess, last = min(_best_margin(rounds, delta, clones, guess, distance)[1], unshuffled), guess
+        if abs(guess - last) <= 1e-3:
+            break
+    best, settled = search(guess)
+    return best if settled else min(best, search(0.0)[0])
 
 
 def _of_fewer_users(each: ShuffledRound) -> ShuffledRound:
@@ -149,25 +128,23 @@ def _of_fewer_users(each: ShuffledRound) -> ShuffledRound:
 
 
 def _slack(rounds: Merged, margin: float, clones: Clones) -> tuple[float, float]:
-    """Returns what all rounds add to δ: a number, and one that e^ε multiplies (1.4, 1.6, 1.8, 1.12, 1.13)."""
+    """Returns what all rounds add to δ: a number, and one that e^ε multiplies (1.4, 1.6, 1.8, 1.12, 1.13, 9.2)."""
     missing = float(ndtr(-margin))
     if clones == "mended":
         sigmas = [(each.noise_multiplier, count * each.others) for each, count in rounds]
         distance = sum(others * clone_probability(sigma, margin) * missing for sigma, others in sigmas)
         return distance, distance
-    total = sum(count for _, count in rounds)
-    if total * missing > 1:
-        return math.inf, math.inf
-    masses = math.exp(total * missing)
     moved = sum(
         count * (float(ndtr(1 / each.noise_multiplier - margin)) + (0.0 if each.sampling is None else missing))
         for each, count in rounds
     )
+    if moved > 1:
+        return math.inf, math.inf
     unmoved = sum(count * (1 if each.sampling is None else 2) * missing for each, count in rounds)
-    return masses * moved, masses * unmoved
+    return math.exp(moved) * moved, math.exp(moved) * unmoved
 
 
-def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float) -> tuple[float | None, float]:
+def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float, distance: float) -> tuple[float | None, float]:
     """Returns a t near the best one at ε near ``guess``, as if the mixtures were Gaussian, and about the ε that it gives.
 
     With hardly any clones there is no t.
@@ -186,7 +163,8 @@ def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float) -> 
             size = pool(each, margin)
             stretch = math.exp(min(-float(log_ndtr(margin)) * size, 10.0)) if clones == "truncated" else 1.0
             u = each.noise_multiplier**-2
-            variance += count * math.log1p(stretch**2 * each.sample_rate**2 * math.expm1(min(u, 600.0)) / size)
+            spread = math.expm1(min(u, 600.0)) if distance == 1 else 4 * math.sinh(min(u, 600.0))
+            variance += count * math.log1p(stretch**2 * each.sample_rate**2 * spread / size)
         found = gaussian.compute_epsilon(mu=math.sqrt(variance), delta=left)
         return found if found > 0 else 1e-9 * (margin - 38.0)  # of the margins that cost nothing, the smallest
 
@@ -195,30 +173,38 @@ def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float) -> 
     return (None if max(pool(each, margin) for each, _ in rounds) < 1.5 else margin), max(float(found.fun), 0.0)
 
 
-def _mixture(each: ShuffledRound, margin: float, clones: Clones, budget: float, tail: float, *, few: bool = True) -> Mixture:
+def _mixture(
+    each: ShuffledRound, margin: float, clones: Clones, budget: float, tail: float, distance: float, *, few: bool = True
+) -> Mixture:
     """Returns the round's R as a mixture over pool sizes (1.7, 1.14); ``budget`` of probability may be lost to rare ones."""
-    probability = clone_probability(each.noise_multiplier, margin)
-    stretch = 0.0
+    sigma, probability, stretch = each.noise_multiplier, clone_probability(each.noise_multiplier, margin), 0.0
     if clones == "truncated":
         probability *= float(ndtr(margin))
         stretch = -float(log_ndtr(margin))
+    bits = _GROUP_BITS if few else _FEWER_BITS
+    if distance == 2:  # each size takes longer: no more of them than four per standard deviation
+        bits = min(bits, math.ceil(math.log2(4 * math.sqrt(each.others * probability) + 2)))
     parts, lost = [], 0.0
-    for weight, users, rates in _pools(each, probability, budget, _GROUP_BITS if few else _FEWER_BITS):
+    for weight, users, rates in _pools(each, probability, budget, bits):
         if users == 0:
             lost += weight
             continue
-        sigma = each.noise_multiplier
-        step = RESOLUTION if few else _COARSER
-        distribution = mean_distribution(noise_multiplier=sigma, num_users=users, resolution=step, tail=tail)
         for share, (size, rate) in rates:
             if stretch * (size - 1) > _LARGEST_STRETCH:
                 lost += weight * share
                 continue
             factor = math.exp(stretch * (size - 1))
-            scaled = distribution.scaled(rate * factor)
-            parts.append((weight * share, scaled))
-            if factor > 1:  # atoms pushed below R = 0 count as lost, factor and all
-                lost += weight * share * factor * float(distribution.masses[scaled.offsets <= -scaled.centre].sum())
+            if distance == 2:
+                found = opposite_reports(
+                    noise_multiplier=sigma, num_users=users, sample_rate=rate, factor=factor, tail=tail, negligible=budget
+                )
+            else:
+                resolution = RESOLUTION if few else _COARSER
+                distribution = mean_distribution(noise_multiplier=sigma, num_users=users, resolution=resolution, tail=tail)
+                found = distribution.scaled(rate * factor)
+                if factor > 1:  # atoms pushed below R = 0 count as lost, factor and all
+                    lost += weight * share * factor * float(distribution.masses[found.offsets <= -found.centre].sum())
+            parts.append((weight * share, found))
     return Mixture(tuple(parts), lost)
 
 

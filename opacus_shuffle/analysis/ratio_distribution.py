@@ -22,6 +22,7 @@ from typing import Literal
 import numpy as np
 from scipy.special import ndtr
 
+from opacus_shuffle.analysis.cells import atoms_above, growing_grid, lognormal_moments, mean_of_atoms, normal_masses
 from opacus_shuffle.analysis.mean_ratio import Sampling, Vector, check_round
 from opacus_shuffle.core.validation import one_of
 
@@ -35,9 +36,6 @@ _WIDENING = 8.0
 
 TAILS = (9.0, 13.0, 19.0, 27.0, 37.0)
 """Where the tails of one report end, in standard deviations: probabilities 1e-19 to 1e-299."""
-
-_PAIRS_AT_A_TIME = 2**15
-"""As many atoms' pairs as a processor's cache holds: all at once take twice the time."""
 
 _LARGEST_LOG = 650.0
 """Logarithms of ratios up to here are computed with."""
@@ -170,10 +168,7 @@ def _scale(sigma: float, rate: float, users: int) -> float:
 
 def _cut_points(scale: float, low: float, high: float, resolution: float) -> Vector:
     """Returns a grid on log R over [low, high], 0 among its points, with steps that grow with the distance."""
-    unit = _WIDENING * scale
-    first = math.floor(math.asinh(low / unit) * _WIDENING / resolution)
-    last = math.ceil(math.asinh(high / unit) * _WIDENING / resolution)
-    return unit * np.sinh(np.arange(first, last + 1) * (resolution / _WIDENING))
+    return growing_grid(_WIDENING * scale, low, high, scale * resolution)
 
 
 def _offsets_of(log_ratios: Vector, centre: float) -> Vector:
@@ -189,34 +184,14 @@ def _one_report(sigma: float, rate: float, side: Side, resolution: float, tail: 
     centre = 1.0 if root <= 1 else 0.0
     grid = _cut_points(min(scale, root), -half - tail * root, half + tail * root, resolution)
     z = np.concatenate([[-np.inf], (grid + half) / root, [np.inf]])
-    masses = _normal_masses(z)
-    # The plain difference would cancel for small √u.
-    moments = _hermite_moments(z, root) if root < 0.05 else _normal_masses(z - root) - centre * masses
+    masses = normal_masses(z)
+    moments = lognormal_moments(z, root) if centre else normal_masses(z - root)
     if rate < 1:
         masses, moments = masses * rate, moments * rate
         at_one = int(np.searchsorted(grid, 0.0, side="right"))
         masses[at_one] += 1 - rate
         moments[at_one] += (1 - rate) * (1 - centre)
     return _settle(masses, moments, _offsets_of(grid, centre), centre=centre, scale=scale, side=side)
-
-
-def _normal_masses(z: Vector) -> Vector:
-    """Returns standard normal probabilities between neighbours, accurate in both tails."""
-    low, high = z[:-1], z[1:]
-    return np.where(low > 0, ndtr(-low) - ndtr(-high), ndtr(high) - ndtr(low))
-
-
-def _hermite_moments(z: Vector, root: float) -> Vector:
-    """Returns E[X − 1; z in a cell] for small √u: X − 1 = Σ u^{k/2} He_k(z)/k! and ∫ He_k φ = −He_{k−1} φ."""
-    finite = np.where(np.isfinite(z), z, 0.0)
-    density = np.where(np.isfinite(z), np.exp(-(finite**2) / 2) / math.sqrt(2 * math.pi), 0.0)
-    previous, polynomial = np.zeros_like(finite), np.ones_like(finite)
-    coefficient, total = 1.0, np.zeros_like(finite)
-    for k in range(1, 40):
-        coefficient *= root / k
-        total += coefficient * polynomial
-        previous, polynomial = polynomial, finite * polynomial - (k - 1) * previous
-    return -np.diff(total * density)
 
 
 def _mean(
@@ -235,31 +210,9 @@ def _mean(
     ends = np.array([min(lows), max(first.offsets[-1], second.offsets[-1])])
     low, high = np.log1p(ends) if centre else np.log(ends)
     cuts = _offsets_of(_cut_points(scale, low, high, resolution), centre)
-    masses, moments = np.zeros(len(cuts)), np.zeros(len(cuts))
-    parts, others = first.offsets * weight, second.offsets * (1 - weight)
-    rows = max(1, _PAIRS_AT_A_TIME // len(others))
-    for start in range(0, len(parts), rows):
-        after = start if first is second else 0
-        sums = np.add.outer(parts[start : start + rows], others[after:])
-        products = np.multiply.outer(first.masses[start : start + rows], second.masses[after:])
-        if first is second:
-            products[:, rows:] *= 2  # a pair with an atom after these rows, in both orders
-        at = np.searchsorted(cuts[1:], sums.ravel(), side="right")
-        masses += np.bincount(at, products.ravel(), len(cuts))
-        moments += np.bincount(at, (products * sums).ravel(), len(cuts))
-    total = masses.sum()  # 1, but for rounding that would double with every level
-    masses, moments = masses / total, moments / total
-    negligible = float(ndtr(-tail))
-    # Merging the outermost cells keeps the order (both sides) and the arrays short.
-    above = np.cumsum((moments + centre * masses)[::-1])[::-1]
-    end = max(1, int(np.searchsorted(-above, -negligible)))
-    start = min(int(np.searchsorted(np.cumsum(masses), negligible)), end - 1)
-    if end < len(masses):
-        masses, moments = (np.append(cells[:end], cells[end:].sum()) for cells in (masses, moments))
-        cuts = cuts[: end + 1]
-    if start > 1:
-        masses, moments = (np.append(cells[:start].sum(), cells[start:]) for cells in (masses, moments))
-        cuts = np.append(cuts[0], cuts[start:])
+    one = first.offsets, first.masses
+    other = one if first is second else (second.offsets, second.masses)
+    masses, moments, cuts = mean_of_atoms(one, other, weight=weight, cuts=cuts, centre=centre, negligible=float(ndtr(-tail)))
     distribution = _settle(masses, moments, cuts, centre=centre, scale=scale, side=side)
     infinite = distribution.infinite + weight * first.infinite + (1 - weight) * second.infinite
     return dataclasses.replace(distribution, infinite=infinite)
@@ -270,9 +223,5 @@ def _settle(masses: Vector, moments: Vector, cuts: Vector, *, centre: float, sca
     if side == "lower":
         some = masses > 0
         return RatioDistribution(moments[some] / masses[some], masses[some], centre, 0.0, scale)
-    # Cells may underflow: who composes such a distribution finds no deviation.
-    with np.errstate(divide="ignore", invalid="ignore"):
-        upward = np.clip((moments[:-1] - masses[:-1] * cuts[:-1]) / np.diff(cuts), 0.0, masses[:-1])
-    atoms = np.append(masses[:-1] - upward, masses[-1])
-    atoms[1:] += upward
-    return RatioDistribution(cuts, atoms, centre, max(float(moments[-1] - masses[-1] * cuts[-1]), 0.0), scale)
+    atoms, infinite = atoms_above(masses, moments, cuts)
+    return RatioDistribution(cuts, atoms, centre, infinite, scale)

@@ -207,7 +207,7 @@ def test_the_mixture_is_a_likelihood_ratio(users, rate, sampling):
         users = 3
     for sigma in (0.8, 3.0):
         [(each, _)] = one_round(sigma, users, rate, sampling)
-        mixture = gaussian_clones._mixture(each, 4.0, "mended", 1e-10, 9.0)
+        mixture = gaussian_clones._mixture(each, 4.0, "mended", 1e-10, 9.0, 1.0)
         distributions = [
             (weight, distribution.masses, distribution.offsets + distribution.centre, distribution.infinite)
             for weight, distribution in mixture.parts
@@ -257,12 +257,6 @@ def test_extreme_noise_stays_certified_by_the_unshuffled_bound(sigma, clones):
         rounds = one_round(sigma, 1000)
         epsilon = compute_epsilon(rounds, delta=1e-5, adjacency=adjacency, clones=clones)
         assert 0 <= epsilon <= unshuffled_epsilon(rounds, delta=1e-5, distance=distance) < math.inf
-
-
-def test_a_replacement_is_two_zero_outs_also_where_steps_to_their_share_of_delta_shrink_slowly(monkeypatch):
-    """After 20 steps it gave up, and no ε but the one without a shuffler was left."""
-    monkeypatch.setattr(gaussian_clones, "_with_clones", lambda rounds, share, clones: 1.5 + 0.9 * math.log(1e-5 / share))
-    assert gaussian_clones._chained((), 1e-5, "truncated", 100.0) == pytest.approx(30, abs=0.05)
 
 
 def test_a_search_that_does_not_settle_begins_again_where_gaussian_mixtures_do():

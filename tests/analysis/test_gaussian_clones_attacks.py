@@ -18,6 +18,7 @@ from helpers.shuffled_reports import ROUNDING, SAMPLINGS, cell_masses, hockey_st
 from scipy.special import ndtr
 
 from opacus_shuffle.analysis.gaussian_clones import compute_epsilon
+from opacus_shuffle.analysis.opposite_reports import opposite_reports
 from opacus_shuffle.analysis.shuffled_rounds import pair_epsilon, unshuffled_epsilon
 
 # A mean of N independent terms lies within this many standard errors but for 6e-5 (the seeds are fixed).
@@ -105,6 +106,18 @@ def test_no_attack_on_identical_others_beats_the_certificate(users, sampling, cl
                 epsilon, sigma=sigma, users=users, others=others, moved=moved, rate=rate, sampling=sampling, points=2**15
             )
             assert shown <= delta + ROUNDING, (sigma, delta, others, epsilon)
+
+
+@pytest.mark.parametrize(("users", "sigma"), [(50, 3.0), (2000, 1.5), pytest.param(10_000, 1.0, marks=pytest.mark.zoo)])
+def test_opposite_reports_among_zeros_are_enclosed_by_the_attack(users, sigma):
+    replaced = opposite_reports(noise_multiplier=sigma, num_users=users)
+    for multiple in (0.5, 2.0, 4.0):
+        epsilon = multiple * replaced.scale
+        shown = attack(epsilon, sigma=sigma, users=users, others=0.0, still=-1.0)
+        # A chord over d standard deviations adds d²/6 of the variance, log₂ n times; that is t² + 1 times as much of δ
+        # at t standard deviations. The curve's own chords add d²/8.
+        most = math.exp((multiple**2 + 1) * 0.06**2 * (math.log2(users) / 6 + 1 / 8))
+        assert shown - ROUNDING <= replaced.hockey_stick(epsilon) <= shown * most + ROUNDING
 
 
 @pytest.mark.zoo
