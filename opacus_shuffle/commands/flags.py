@@ -120,7 +120,9 @@ def _without_thousands(text: str) -> str:
 
 
 def numbers(text: str) -> float | tuple[float, ...]:
-    """Reads ``85.8e6``, or several numbers with commas between."""
+    """Reads ``85.8e6``, or several numbers with commas between; ``10,128`` could be either, and another epsilon."""
+    if (one := _without_thousands(text)) != text:
+        raise argparse.ArgumentTypeError(f"{text!r} is one number or several: write {one}, or '{text.replace(',', ', ')}'")
     try:
         found = tuple(map(number, text.split(",")))
     except ValueError:

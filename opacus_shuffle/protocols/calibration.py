@@ -247,7 +247,7 @@ def fewest_bits_plan(
     def with_bits(g: int, bits: int) -> GridPlan | None:
         """The plan whose noise bits are 1 as near half the time as the variance allows; None where that is too little."""
         each = min(0.25, (allowed * g**2 / num_users - rate / 4) / bits)  # variance of one noise bit
-        if each <= 0:
+        if each <= 0 or bits * honest > MOST_TRIALS:
             return None
         p = math.floor((1 - math.sqrt(1 - 4 * each)) / 2 * _PROBABILITY_STEPS) / _PROBABILITY_STEPS
         plan = GridPlan(g, bits, p, honest)
@@ -269,8 +269,8 @@ def fewest_bits_plan(
     while (plan := at(g)) is None:
         if 4 * (g / mu) ** 2 > MOST_TRIALS / _PACE**2:
             raise ValueError(
-                f"no protocol with fewer than 2**50 noise bits keeps to rounding_share={rounding_share} for num_users="
-                f"{num_users}: raise it, or the noise multiplier"
+                f"no protocol with at most 2**50 noise bits of all users together keeps to rounding_share={rounding_share} for "
+                f"num_users={num_users} and a noise multiplier of {2 / mu:.3g}: raise that share, or take less extreme ones"
             )
         g += step * max(1, math.floor((_FINE_PACE if g < _FINE else _PACE - 1) * g / step))
     return plan

@@ -134,6 +134,9 @@ def _short(value: Any) -> str:
     """Returns a value in a few characters."""
     if isinstance(value, float):
         return f"{value:.4g}"
-    if isinstance(value, torch.Tensor | list | tuple) and len(value) > 4:
-        return f"[{_short(value[0])}, …, {_short(value[-1])}]"
+    if isinstance(value, Mapping):
+        return f"({', '.join(f'{name}={_short(each)}' for name, each in value.items())})"
+    if isinstance(value, torch.Tensor | list | tuple):
+        shown = [_short(each) for each in (value if len(value) <= 4 else [value[0], value[-1]])]
+        return f"[{', '.join(shown)}]" if len(value) <= 4 else f"[{shown[0]}, …, {shown[1]}]"
     return str(value)

@@ -244,14 +244,20 @@ def test_a_wrong_argument_is_one_line_and_exit_status_2(capsys, arguments, named
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["epsilon", "--sigma", "1"], ["epsilon", *WEIGHTS[:-1], "many", "--noise-multiplier", "1", "--delta", "1e-5"]],
+    ("arguments", "named"),
+    [
+        (["epsilon", "--sigma", "1"], "--mechanism"),
+        (["epsilon", *WEIGHTS[:-1], "many", "--noise-multiplier", "1", "--delta", "1e-5"], "'many' is no number"),
+        (["epsilon", *WEIGHTS[:-1], "10,128", "--noise-multiplier", "1", "--delta", "1e-5"], "write 10128, or '10, 128'"),
+    ],
 )
-def test_unknown_flags_and_words_for_numbers_are_refused(capsys, arguments):
+def test_unknown_flags_words_for_numbers_and_what_could_be_one_number_or_two_are_refused(capsys, arguments, named):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 2
-    assert capsys.readouterr().out == ""
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert named in printed.err
 
 
 @pytest.mark.parametrize("accountant", ["shuffle_gauss", "subsampled_shuffle", "shuffled_checkin"])

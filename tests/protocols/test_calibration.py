@@ -305,6 +305,9 @@ def test_plans_beyond_2_to_the_50_bits_are_refused():
         ShuffleVectorSum(10, 3, 1.0, 1e-5, 1e-6, "published")
     with pytest.raises(ValueError, match="grid would have"):
         ShuffleVectorSum(10, 3, 1e13, 1.0, 1e-6, "published")
+    for users, multiplier, told in ((4000, 1e8, "1e.08"), (4000, 1e9, "1e.09"), (2**53, 2.0, "2")):
+        with pytest.raises(ValueError, match=f"bits .* num_users={users} and a noise multiplier of {told}:"):
+            ShuffleVectorSum.with_noise_multiplier(users, 3, 1.0, multiplier, delta=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from helpers.convex_problems import (
 
 from opacus_shuffle.sco.constraints import L2Ball
 from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent, shuffle_sgd
-from opacus_shuffle.sco.result import History
+from opacus_shuffle.sco.result import Estimate, History
 
 
 def test_results_speak_and_draw():
@@ -51,6 +51,13 @@ def test_results_speak_and_draw():
     )
     assert "expected excess loss at most" in str(full)
     assert full.plot(axes).get_xlabel() == "rounds"
+
+
+def test_choices_of_phases_are_as_short_as_any():
+    estimate = solve(shuffle_sgd, half_square, torch.zeros(9, 2), constraint=L2Ball(1.0), lipschitz=1.0, dimension=2, **BUDGET)
+    phases = [{"rounds": 9, "steps": [number / 3 for number in range(1, 10)], "sizes": (1 / 3, 2)}]
+    told = str(Estimate(theta=estimate.theta, privacy=estimate.privacy, history=[], choices={"phases": phases}))
+    assert told.splitlines()[1] == "phases=[(rounds=9, steps=[0.3333, …, 3], sizes=[0.3333, 2])]"
 
 
 @pytest.mark.parametrize(("rounds", "kept"), [(1, 1), (200, 200), (201, 101), (5000, 200)])
