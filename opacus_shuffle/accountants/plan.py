@@ -207,6 +207,8 @@ def plan(
     if unread := sorted(fields.keys() - {name for way in ways for name in way.fields}):
         given = ", ".join(f"{name}={fields[name]!r}" for name in unread)
         raise ValueError(f"{given} is about mechanisms that need dimension, which is left out: pass dimension, or leave it out")
+    for way in ways:
+        way.build(1.0)  # refuses bad fields before others take their time
     best: dict[tuple[str, str], tuple[_Way, Mechanism]] = {}
     for way in ways:
         key = way.entry.trusted, "" if way.entry.baseline else way.kind.name

@@ -74,7 +74,13 @@ def test_gradients_of_the_shuffled_network_are_the_shuffled_gradients(name, leve
     assert distance(list(moved.values()), [fresh[key] for key in moved]) <= tolerance
 
 
-@pytest.mark.parametrize("name", ["batch_norm", "opacus_encoder", "resnet", "timm_vit", "lstm", "mixture_of_experts"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("batch_norm", "opacus_encoder", "resnet", "timm_vit", "gru", "mixture_of_experts"),
+        pytest.param("lstm", marks=pytest.mark.zoo),
+    ],
+)
 def test_in_training_mode_outputs_stay_too(name):
     module, sample = entry(name)
     module, spec = copy.deepcopy(module).train(), found(name)
@@ -147,7 +153,10 @@ def test_a_wrapped_network_has_the_same_permutations():
 
 @pytest.mark.parametrize(
     "name",
-    ["batch_norm", "resnet", "opacus_encoder", "lstm", pytest.param("BertForSequenceClassification", marks=pytest.mark.zoo)],
+    [
+        *("batch_norm", "resnet", "opacus_encoder", "gru"),
+        *(pytest.param(name, marks=pytest.mark.zoo) for name in ("lstm", "BertForSequenceClassification")),
+    ],
 )
 def test_the_network_and_all_random_states_are_left_as_they_were(name):
     module, sample = copy.deepcopy(entry(name)[0]), entry(name)[1]
