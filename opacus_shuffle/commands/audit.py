@@ -7,24 +7,17 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch import nn
-from torch.nn import functional
-from torch.utils.data import DataLoader
+from typing import TYPE_CHECKING, Any
 
 from opacus_shuffle.accountants.compute import compute_noise_multiplier
-from opacus_shuffle.audit.permuted_gaussian_audit import audit_permuted_gaussian
-from opacus_shuffle.audit.result import AuditResult
-from opacus_shuffle.audit.training_audit import audit_training
 from opacus_shuffle.commands import flags
 from opacus_shuffle.commands.flags import generator_of, setting
 from opacus_shuffle.commands.image_datasets import DATASETS, load_image_dataset
 from opacus_shuffle.commands.pictures import check_output, save
 from opacus_shuffle.core.validation import integer, one_of, open_unit_interval, positive, sampling_rate
-from opacus_shuffle.engine.privacy_engine import PrivacyEngine
-from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
+
+if TYPE_CHECKING:
+    from opacus_shuffle.audit.result import AuditResult
 
 NUMBERS = 10**8  # sums of coordinates drawn under each hypothesis, at most: some ten seconds of one core
 MOST_STEPS = 10**9  # of which a run takes a number each
@@ -88,6 +81,8 @@ def audit_published_setting(settings: AuditSettings, *, pair: str = "one_coordin
 
     But for ``"one_coordinate"`` a run takes a random number per step, and few runs tell much: ``trials`` is cut to 10⁸/steps.
     """
+    from opacus_shuffle.audit.permuted_gaussian_audit import audit_permuted_gaussian
+
     run: dict[str, Any] = {
         "steps": settings.steps,
         "sample_rate": settings.sample_rate,
@@ -119,6 +114,15 @@ def audit_small_training(settings: AuditSettings) -> AuditResult:
     Raises:
         ValueError: If the data are not there.
     """
+    import torch
+    from torch import nn
+    from torch.nn import functional
+    from torch.utils.data import DataLoader
+
+    from opacus_shuffle.audit.training_audit import audit_training
+    from opacus_shuffle.engine.privacy_engine import PrivacyEngine
+    from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
+
     train_set, _ = load_image_dataset(settings.data, settings.data_root)
     images = train_set.tensors[0]
     with torch.random.fork_rng(devices=[]):

