@@ -15,14 +15,14 @@ Gaussian mechanism with μ = c·‖w − w′‖₂ but for a probability d·``l
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from scipy.special import ndtri
 from scipy.stats import binom
 
@@ -112,13 +112,13 @@ def _upward(noise: BinomialNoise, shift: int, epsilon: float) -> float:
     if shift > m:
         return 1.0
 
-    def beyond(y: int) -> bool:  # whether P(B + k = y) > e^ε·P(B = y), which is so from one y on
-        moved, stayed = float(binom.pmf(y - shift, m, p)), float(binom.pmf(y, m, p))
-        if moved > 0 < stayed:
-            return math.log(moved) - math.log(stayed) > epsilon
-        return moved > stayed or (moved == stayed and y > m * p)
+    def beyond(y: Vector) -> npt.NDArray[np.bool_]:  # whether P(B + k = y) > e^ε·P(B = y), which is so from one y on
+        moved, stayed = binom.pmf(y - shift, m, p), binom.pmf(y, m, p)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            larger = np.log(moved) - np.log(stayed) > epsilon
+        return np.where((moved > 0) & (stayed > 0), larger, (moved > stayed) | ((moved == stayed) & (y > m * p)))
 
-    first = shift + bisect.bisect_left(range(shift, m + 1), True, key=beyond)
+    first = _first(beyond, shift, m + 1)
     # A step to either side too: the supremum is over all thresholds.
     thresholds = np.array([first - 2, first - 1, first], dtype=np.float64)
     moved, stayed = binom.sf(thresholds - shift, m, p), binom.sf(thresholds, m, p)
@@ -177,12 +177,18 @@ def gaussian_bound(noise: BinomialNoise, *, shift: int, tail: float) -> Gaussian
 def _largest_with_tail(noise: BinomialNoise, tail: float) -> int:
     """Returns the largest y with P(B ≤ y) ≤ tail; −1 if there is none."""
     m, p = noise.trials, noise.probability
-    low, high = -1, math.ceil(m * p)  # P(B ≤ low) ≤ tail, and high is above the answer
+    more = 1 + noise.relative_error
+    return _first(lambda y: binom.cdf(y, m, p) * more > tail, 0, math.ceil(m * p)) - 1
+
+
+def _first(condition: Callable[[Vector], npt.NDArray[np.bool_]], low: int, high: int) -> int:
+    """Returns the least whole number from ``low`` on from which on a condition holds, ``high`` if it does not before."""
+    low -= 1
     while high - low > 1:  # many places at a time, as SciPy takes as long for one
-        places = np.unique(np.linspace(low, high, 64).round())[1:-1]
-        fits = int(np.searchsorted(binom.cdf(places, m, p) * (1 + noise.relative_error), tail, side="right"))
-        low, high = (int(each) for each in np.concatenate([[low], places, [high]])[fits : fits + 2])
-    return low
+        places = np.unique(np.linspace(low, high, 64).round())
+        holds = np.append(condition(places[1:-1]), True)
+        low, high = (int(each) for each in places[np.argmax(holds) :][:2])
+    return high
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
