@@ -13,17 +13,101 @@ import math
 import warnings
 from collections.abc import Callable
 
+from opacus_shuffle.accountants.bounds.registry import Bound, Rounds, ask
 from opacus_shuffle.analysis.composition import OrderCapWarning
+from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.solve import bracket, log_excess, safe_root
-from opacus_shuffle.core.validation import positive
+from opacus_shuffle.core.validation import open_unit_interval, positive
 
 LOWEST, HIGHEST = 1e-3, 1e9
 RELATIVE_TOLERANCE = 1e-7
+CLOSE = 1e-4
+"""Relative, by which ε may be below the target where a bound takes its time."""
+_ROUGHLY, _MOST_GUESSES = 1e-6, 6
+
+
+def noise_within(
+    entry: Bound,
+    rounds: Callable[[float], Rounds],
+    *,
+    target_epsilon: float,
+    delta: float,
+    adjacency: str = "zero_out",
+    lowest: float = LOWEST,
+    tolerance: float = RELATIVE_TOLERANCE,
+) -> float:
+    """Returns the smallest noise multiplier (rounded up) at which ``rounds(noise_multiplier)`` stay within a budget.
+
+    Where the bound has rough values, which take next to no time, the search is for the rough value at which the bound meets
+    the target: three or four times are mostly enough.
+
+    Args:
+        entry: The bound that is meant.
+        rounds: What would run at a noise multiplier, all of the bound's mechanism.
+        target_epsilon: ε to stay within, above 0.
+        delta: δ in (0, 1).
+        adjacency: Between which data sets.
+        lowest: The least multiplier to try.
+        tolerance: Relative, by which the multiplier may be too large. Where the bound has rough values, ε may be below the
+            target by 1e-4 of it, or by this if it is more.
+
+    Returns:
+        A multiplier whose ε was computed and found within the target; ``lowest`` if that is enough.
+
+    Raises:
+        ValueError: As :func:`smallest_noise`, or as the bound.
+    """
+    target, delta, between = (
+        positive("target_epsilon", target_epsilon),
+        open_unit_interval("delta", delta),
+        Adjacency(adjacency),
+    )
+
+    @functools.cache
+    def spent(sigma: float) -> float:
+        return ask(entry, rounds(sigma), delta=delta, adjacency=adjacency).epsilon
+
+    def guess(rough_target: float) -> float | None:
+        rough = entry.rough
+        if rough is None:
+            return None
+        return _smallest(
+            lambda sigma: rough(rounds(sigma), delta=delta, adjacency=between), rough_target, lowest=lowest, tolerance=_ROUGHLY
+        )[0]
+
+    found = _guessed(spent, guess, target, lowest=lowest, tolerance=max(tolerance, CLOSE))
+    return smallest_noise(spent, target_epsilon=target, lowest=lowest, tolerance=tolerance) if found is None else found
+
+
+def _guessed(
+    spent: Callable[[float], float], guess: Callable[[float], float | None], target: float, *, lowest: float, tolerance: float
+) -> float | None:
+    """Returns a multiplier with ε in [target·(1 − tolerance), target], or ``lowest`` if that is enough, by secants; or None."""
+    aim, last = 0.0, (0.0, 0.0)  # logarithms, over the target's
+    for number in range(_MOST_GUESSES):
+        sigma = guess(target * math.exp(aim))
+        if sigma is None:
+            return None
+        epsilon = spent(sigma)
+        if epsilon <= target and (sigma == lowest or epsilon >= target * (1 - tolerance)):
+            return sigma
+        if not 0 < epsilon < math.inf:
+            return None
+        missed = math.log(epsilon / target) + tolerance / 2  # to the safe side
+        slope = (missed - last[1]) / (aim - last[0]) if number else 1.0
+        if not 0.1 < slope < 10:
+            return None
+        aim, last = aim - missed / slope, (aim, missed)
+    return None
 
 
 def smallest_noise(
-    epsilon: Callable[[float], float], *, target_epsilon: float, lowest: float = LOWEST, tolerance: float = RELATIVE_TOLERANCE
+    epsilon: Callable[[float], float],
+    *,
+    target_epsilon: float,
+    lowest: float = LOWEST,
+    tolerance: float = RELATIVE_TOLERANCE,
 ) -> float:
     """Returns the smallest noise multiplier (rounded up) whose ε stays within a target.
 
@@ -44,9 +128,24 @@ def smallest_noise(
         raise ValueError(f"lowest must not exceed {HIGHEST:g}, got {lowest!r}: no more noise is tried")
     if not callable(epsilon):
         raise ValueError(f"epsilon must be a function of the noise multiplier, got {epsilon!r}")
+    sigma, floor = _smallest(epsilon, target, lowest=lowest, tolerance=tolerance)
+    if sigma is None:
+        raise ValueError(
+            f"no noise_multiplier up to {HIGHEST:g} meets target_epsilon={target}: by this bound epsilon stays at "
+            f"{round_up(floor)}, however large the noise; raise the target or delta, or use bound='pair' (one pair of data "
+            "sets) or 'certified' (every data set, more noise)"
+        )
+    return sigma
+
+
+def _smallest(
+    epsilon: Callable[[float], float], target: float, *, lowest: float, tolerance: float
+) -> tuple[float | None, float]:
+    """Returns the smallest noise multiplier, None if there is none, and the ε of the largest one that was tried."""
 
     @functools.cache
-    def spent(sigma: float) -> float:
+    def spent(log_sigma: float) -> float:
+        sigma = math.exp(log_sigma) if log_sigma > bottom else lowest
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", OrderCapWarning)
             value = epsilon(sigma)
@@ -55,31 +154,25 @@ def smallest_noise(
         return value
 
     def excess(log_sigma: float) -> float:
-        return log_excess(spent(math.exp(log_sigma)), target)
+        return log_excess(spent(log_sigma), target)
 
-    start, quarter = max(0.0, math.log(lowest)), math.log(4)
-    more = [start + quarter, start + 2 * quarter, start + 3 * quarter]
-    unsafe, safe = bracket(excess, start, towards_safe=more, towards_unsafe=_steps(start, math.log(lowest), -quarter))
-    if safe is None:  # before many costly steps: does the end of the range meet it?
-        floor = spent(HIGHEST)
-        if floor > target:
-            raise ValueError(
-                f"no noise_multiplier up to {HIGHEST:g} meets target_epsilon={target}: by this bound epsilon stays at "
-                f"{round_up(floor)}, however large the noise; raise the target or delta, or use bound='pair' (one pair of data "
-                "sets) or 'certified' (every data set, more noise)"
-            )
-        unsafe, safe = bracket(excess, more[-1], towards_safe=_steps(more[-1], math.log(HIGHEST), quarter), towards_unsafe=())
+    bottom, top = math.log(lowest), math.log(HIGHEST)
+    start, step = max(0.0, bottom), math.log(4)
+    unsafe, safe = bracket(excess, start, towards_safe=_steps(start, top, step), towards_unsafe=_steps(start, bottom, -step))
+    if safe is None:
+        return None, spent(top)
     if unsafe is None:
-        return lowest
-    assert safe is not None
+        return lowest, spent(bottom)
     close = tolerance / 4
-    return math.exp(safe_root(excess, unsafe=unsafe, safe=safe, tolerance=close, step=close))
+    found = safe_root(excess, unsafe=unsafe, safe=safe, tolerance=close, step=close)
+    return math.exp(found), spent(found)
 
 
 def _steps(start: float, end: float, step: float) -> list[float]:
-    """Points from ``start`` on to ``end``."""
+    """Points from ``start`` on to ``end``, each three times as far from the last as that from the one before."""
     points = []
     while start != end:
         start = max(start + step, end) if step < 0 else min(start + step, end)
+        step *= 3
         points.append(start)
     return points

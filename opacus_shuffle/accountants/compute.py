@@ -15,8 +15,8 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from opacus_shuffle.accountants.bounds.registry import compute_bound
-from opacus_shuffle.accountants.calibrate import smallest_noise
+from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound, find_bound
+from opacus_shuffle.accountants.calibrate import noise_within
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning, PrivacyBound
@@ -129,12 +129,19 @@ def compute_noise_multiplier(
     if "noise_multiplier" in fields:
         raise ValueError("noise_multiplier is what compute_noise_multiplier finds: leave it out, or call compute_epsilon")
 
-    def spent(noise_multiplier: float) -> PrivacyBound:
-        rounds = [(kind.build(noise_multiplier=noise_multiplier, **fields), count)]
-        return compute_bound(rounds, delta=target_delta, bound=bound, adjacency=adjacency)
+    def rounds(noise_multiplier: float) -> Rounds:
+        return [(kind.build(noise_multiplier=noise_multiplier, **fields), count)]
 
-    sigma = smallest_noise(lambda noise: spent(noise).epsilon, target_epsilon=target_epsilon, lowest=kind.least_noise)
-    _warn_of_assumption(spent(sigma), "compute_noise_multiplier")
+    sigma = noise_within(
+        find_bound(kind, bound),
+        rounds,
+        target_epsilon=target_epsilon,
+        delta=target_delta,
+        adjacency=adjacency,
+        lowest=kind.least_noise,
+    )
+    answer = compute_bound(rounds(sigma), delta=target_delta, bound=bound, adjacency=adjacency)
+    _warn_of_assumption(answer, "compute_noise_multiplier")
     return sigma
 
 

@@ -18,8 +18,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from opacus_shuffle.accountants.bounds.registry import Bound, baselines_of, compute_baseline, compute_bound, find_bound
-from opacus_shuffle.accountants.calibrate import smallest_noise
+from opacus_shuffle.accountants.bounds.registry import Bound, ask, baselines_of, find_bound
+from opacus_shuffle.accountants.calibrate import noise_within
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_up
@@ -249,8 +249,9 @@ def _entries(kind: type[Mechanism], asked: dict[str, Any], fields: dict[str, Any
     if kind.sampling is None:
         own.pop("sample_rate")
     if {*kind.required_fields()} <= {*own, "noise_multiplier"}:
-        names = ("certified", *(() if everyone else baselines_of(kind)))
-        yield from ((find_bound(kind, name), own) for name in names)
+        yield find_bound(kind, "certified"), own
+        if not everyone:
+            yield from ((find_bound(kind, name, baseline=True), own) for name in baselines_of(kind))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,18 +271,17 @@ class _Way:
 
     def spent(self, mechanism: Mechanism, steps: int) -> PrivacyBound:
         """Returns what rounds cost."""
-        rounds = [(mechanism, steps)]
-        if self.entry.baseline:
-            return compute_baseline(rounds, delta=self.delta, baseline=self.entry.name)
-        return compute_bound(rounds, delta=self.delta, bound=self.entry.name)
+        return ask(self.entry, [(mechanism, steps)], delta=self.delta)
 
     def calibrated(self) -> Mechanism | None:
         """Returns a round with the least noise, None if its ε is not proved."""
         if self.spent(self.build(1.0), 1).guarantee is not Guarantee.PROVED:
             return None
-        sigma = smallest_noise(
-            lambda noise: self.spent(self.build(noise), self.steps).epsilon,
+        sigma = noise_within(
+            self.entry,
+            lambda noise: [(self.build(noise), self.steps)],
             target_epsilon=self.epsilon,
+            delta=self.delta,
             lowest=self.kind.least_noise,
             tolerance=TOLERANCE,
         )

@@ -174,7 +174,7 @@ class PrivacyReport:
         found = epsilons_over_rounds(self.rounds, delta=self.delta, adjacency=self.adjacency, orders=self.orders)
         curves = {name: [(count, epsilon) for count, epsilon in points if epsilon > 0] for name, points in found.items()}
         for name, points in curves.items():
-            entry = find_bound(self.kind, name)
+            entry = find_bound(self.kind, name, baseline=name in baselines_of(self.kind))
             ax.plot(
                 [count for count, _ in points],
                 [epsilon for _, epsilon in points],

@@ -35,10 +35,16 @@ from opacus_shuffle.core.validation import finite_number, noise_level, one_of, o
 
 Counts = npt.NDArray[np.int64]
 Clones = Literal["mended", "truncated"]
+KINDS: tuple[Clones, ...] = ("mended", "truncated")
+_DISTANCES = {"zero_out": 1.0, "replace": 2.0}
 
 RESOLUTION = 0.04
 _LARGEST_STRETCH = 30.0
 """Truncated clones whose factor would be above e to this are of no use, and count as lost."""
+_FEWEST_CLONES = 1e-3
+"""Where a round has fewer than this on average, nothing is gained."""
+_MOST_MARGINS, _SMALL_GAIN = 10, 3e-3
+"""Another margin is tried until ε falls by less than this of itself."""
 MOST_USERS = 10**9
 """More users hide better, so a larger number is computed as this one (1.17)."""
 _GROUP_BITS = 7
@@ -67,12 +73,52 @@ def compute_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out"
         to norm 1, adaptively chosen rounds included. Theorems 1.4, 1.6, 9.1 and 9.2 of docs/proofs/.
     """
     delta = open_unit_interval("delta", delta)
-    one_of("adjacency", adjacency, ("zero_out", "replace"))
-    one_of("clones", clones, ("mended", "truncated"))
+    distance = _DISTANCES[one_of("adjacency", adjacency, tuple(_DISTANCES))]
+    one_of("clones", clones, KINDS)
     merged = merge(rounds)
-    distance = 1.0 if adjacency == "zero_out" else 2.0
     best = unshuffled_epsilon(merged, delta=delta, distance=distance)
     return min(best, _with_clones(merged, delta, clones, distance)) if best else 0.0
+
+
+def smallest_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out") -> tuple[float, Clones | None]:
+    """Returns the smaller ε of both proofs, and which it is by; None where neither gains anything from shuffling.
+
+    The proof that promises less from afar is left out, half of the work, unless its promise is below what the other one found.
+    """
+    promised = {clones: rough_epsilon(rounds, delta=delta, adjacency=adjacency, clones=clones) for clones in KINDS}
+    first, second = sorted(KINDS, key=promised.__getitem__)
+    best, proof = compute_epsilon(rounds, delta=delta, adjacency=adjacency, clones=first), first
+    unshuffled = unshuffled_epsilon(rounds, delta=delta, distance=_DISTANCES[adjacency])
+    if promised[second] <= 1.05 * best or best >= unshuffled:
+        other = compute_epsilon(rounds, delta=delta, adjacency=adjacency, clones=second)
+        if other < best:
+            best, proof = other, second
+    return best, proof if best < unshuffled else None
+
+
+def rough_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out", clones: Clones | None = None) -> float:
+    """Returns about what :func:`compute_epsilon` does, in milliseconds: no bound, but where to look for one.
+
+    Args:
+        rounds: As there.
+        delta: As there.
+        adjacency: As there.
+        clones: As there; None for the smaller of both.
+    """
+    if clones is None:
+        return min(rough_epsilon(rounds, delta=delta, adjacency=adjacency, clones=each) for each in KINDS)
+    merged, distance = coarsen(merge(rounds), "upper"), _DISTANCES[adjacency]
+    return _where_mixtures_settle(merged, delta, clones, distance, unshuffled_epsilon(merged, delta=delta, distance=distance))
+
+
+def _where_mixtures_settle(rounds: Merged, delta: float, clones: Clones, distance: float, unshuffled: float) -> float:
+    """Returns the ε that is its own guess, as if the mixtures were Gaussian, which costs next to nothing."""
+    guess = 0.0
+    for _ in range(10):
+        guess, last = min(_best_margin(rounds, delta, clones, guess, distance)[1], unshuffled), guess
+        if abs(guess - last) <= 1e-3:
+            break
+    return guess
 
 
 def clone_probability(noise_multiplier: float, margin: float) -> float:
@@ -96,28 +142,26 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) 
     budget = 1e-4 * delta / sum(count for _, count in rounds)
     few = len(rounds) <= _FEW_KINDS
 
-    def search(guess: float) -> tuple[float, bool]:
-        """Returns the least ε on the way from a guess, and whether it settled."""
-        best = math.inf
-        for _ in range(10):
-            margin, _ = _best_margin(rounds, delta, clones, guess, distance)
-            if margin is None:
-                return best, True
-            mixtures = [(_mixture(each, margin, clones, budget, tail, distance, few=few), count) for each, count in rounds]
-            epsilon = privacy_loss.compute_epsilon(mixtures, delta=delta, slack=_slack(rounds, margin, clones))
-            best, last = min(best, epsilon), guess
-            if abs(epsilon - last) <= 0.02 or last >= unshuffled:  # e^last was near enough, or nothing larger is of use
-                return best, True
-            guess = min(epsilon if epsilon < math.inf else max(2 * guess, 1.0), unshuffled)
-        return best, False
-
-    guess = 0.0
-    for _ in range(10):  # where Gaussian mixtures, which cost next to nothing, settle
-        guess, last = min(_best_margin(rounds, delta, clones, guess, distance)[1], unshuffled), guess
-        if abs(guess - last) <= 1e-3:
+    # The slack is multiplied by e^ε: the margin has to be made for an ε that is not below what comes out, nor far above it.
+    guess = _where_mixtures_settle(rounds, delta, clones, distance, unshuffled)
+    best, good, too_low = math.inf, math.inf, 0.0
+    for _ in range(_MOST_MARGINS):
+        margin, _ = _best_margin(rounds, delta, clones, guess, distance)
+        if max(each.others * clone_probability(each.noise_multiplier, margin) for each, _ in rounds) < _FEWEST_CLONES:
             break
-    best, settled = search(guess)
-    return best if settled else min(best, search(0.0)[0])
+        mixtures = [(_mixture(each, margin, clones, budget, tail, distance, few=few), count) for each, count in rounds]
+        epsilon = privacy_loss.compute_epsilon(mixtures, delta=delta, slack=_slack(rounds, margin, clones))
+        close = abs(epsilon - guess) <= 0.02 or (1 - _SMALL_GAIN) * best <= epsilon < math.inf
+        if epsilon < best:
+            best, good = epsilon, guess
+        if close or guess >= unshuffled:
+            break
+        too_low = guess if epsilon == math.inf else too_low
+        if too_low < epsilon < math.inf:
+            guess = min(epsilon, unshuffled)
+        else:
+            guess = min((too_low + good) / 2 if good < math.inf else max(2 * guess, 1.0), unshuffled)
+    return best
 
 
 def _of_fewer_users(each: ShuffledRound) -> ShuffledRound:
@@ -144,11 +188,8 @@ def _slack(rounds: Merged, margin: float, clones: Clones) -> tuple[float, float]
     return math.exp(moved) * moved, math.exp(moved) * unmoved
 
 
-def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float, distance: float) -> tuple[float | None, float]:
-    """Returns a t near the best one at ε near ``guess``, as if the mixtures were Gaussian, and about the ε that it gives.
-
-    With hardly any clones there is no t.
-    """
+def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float, distance: float) -> tuple[float, float]:
+    """Returns a t near the best one at ε near ``guess``, as if the mixtures were Gaussian, and about the ε that it gives."""
 
     def pool(each: ShuffledRound, margin: float) -> float:
         return 1 + each.others * clone_probability(each.noise_multiplier, margin)
@@ -169,8 +210,7 @@ def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float, dis
         return found if found > 0 else 1e-9 * (margin - 38.0)  # of the margins that cost nothing, the smallest
 
     found = minimize_scalar(epsilon, bounds=(0.5, 38.0), method="bounded", options={"xatol": 1e-3})
-    margin = float(found.x)
-    return (None if max(pool(each, margin) for each, _ in rounds) < 1.5 else margin), max(float(found.fun), 0.0)
+    return float(found.x), max(float(found.fun), 0.0)
 
 
 def _mixture(

@@ -13,7 +13,7 @@ are equal. Proofs: docs/proofs/09_replacement.md.
 
 >>> replaced = opposite_reports(noise_multiplier=9.48, num_users=60_000)
 >>> round(float(replaced.hockey_stick(0.001)), 8), round(float(replaced.reverse_hockey_stick(0.001)), 8)
-(5.335e-05, 5.335e-05)
+(5.307e-05, 5.307e-05)
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ def opposite_reports(
     slopes = [0.0, *(math.tanh(each * unit / 2) for each in multiples), 1.0]
     farther = 1 + multiples[0] / multiples[-1]
     alone = _one_hockey_stick(epsilons, noise_multiplier, sample_rate)
+    found = [_hockey_sticks(means(slope), thetas / sample_rate) for slope in slopes]
     while True:
-        sticks = np.array([_hockey_sticks(means(slope), thetas / sample_rate) for slope in slopes])
+        sticks = np.array(found)
         places = np.clip(np.searchsorted(slopes, thetas, side="right") - 1, 0, len(slopes) - 2)
         share = (thetas - np.take(slopes, places)) / np.take(np.diff(slopes), places)
         columns = np.arange(len(thetas))
@@ -92,6 +93,7 @@ def opposite_reports(
         if np.interp(slopes[-2], thetas, curve) <= negligible or further > _LARGEST_SLOPE:
             break
         slopes.insert(-1, further)
+        found.insert(-1, _hockey_sticks(means(further), thetas / sample_rate))
     enough = int(np.argmax(curve <= 2 * curve[-1] + 1e-3 * negligible)) + 1
     return _between_the_dots(epsilons[:enough], curve[:enough], deviation)
 

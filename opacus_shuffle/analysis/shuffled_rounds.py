@@ -94,6 +94,15 @@ def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
     return enclosed(merge(rounds), open_unit_interval("delta", delta), _distribution, unshuffled_epsilon)
 
 
+def rough_pair_epsilon(rounds: Rounds, *, delta: float) -> float:
+    """Returns about what :func:`pair_epsilon` does, as if log R were Gaussian: no bound, but where to look for one."""
+    variance = sum(
+        count * math.log1p(each.sample_rate**2 * math.expm1(min(each.noise_multiplier**-2, 600.0)) / max(each.others, 1.0))
+        for each, count in rounds
+    )
+    return gaussian.compute_epsilon(mu=math.sqrt(variance), delta=delta)
+
+
 @functools.lru_cache(maxsize=512)
 def enclosed(
     rounds: Merged,

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound
-from opacus_shuffle.accountants.calibrate import smallest_noise
+from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound, find_bound, kind_of
+from opacus_shuffle.accountants.calibrate import noise_within
 from opacus_shuffle.core.guarantees import Adjacency, PrivacyBound
 from opacus_shuffle.core.validation import (
     boolean,
@@ -157,7 +157,13 @@ class Budget:
 
     def smallest_noise(self, rounds: Callable[[float], Rounds]) -> float:
         """The smallest noise multiplier σ at which ``rounds(σ)`` stay within the budget."""
-        return smallest_noise(lambda sigma: self.spent(rounds(sigma)).epsilon, target_epsilon=self.target_epsilon)
+        return noise_within(
+            find_bound(kind_of(rounds(1.0)), self.bound),
+            rounds,
+            target_epsilon=self.target_epsilon,
+            delta=self.target_delta,
+            adjacency=self.adjacency,
+        )
 
     def spent(self, rounds: Rounds, bound: str | None = None) -> PrivacyBound:
         """What these rounds cost, by the budget's bound or another one."""

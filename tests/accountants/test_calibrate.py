@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opacus_shuffle import ShuffleVectorSum, compute_epsilon, sco
-from opacus_shuffle.accountants.calibrate import smallest_noise
+from opacus_shuffle import ShuffleGauss, ShuffleVectorSum, compute_epsilon, compute_noise_multiplier, sco
+from opacus_shuffle.accountants.bounds.registry import Answer, find_bound
+from opacus_shuffle.accountants.calibrate import noise_within, smallest_noise
 from opacus_shuffle.analysis import advanced_composition, gaussian, gaussian_clones
+
+SHUFFLED = ("shuffle_gauss", "shuffled_checkin", "subsampled_shuffle")
 
 
 @settings(deadline=None)
@@ -23,6 +27,44 @@ def test_calibration_ends_on_the_safe_side_and_close(target, delta):
     sigma = smallest_noise(epsilon, target_epsilon=target)
     assert epsilon(sigma) <= target
     assert sigma == 1e-3 or epsilon(sigma * (1 - 1e-6)) > target
+
+
+@settings(deadline=None)
+@given(st.floats(1e-3, 1e2), st.floats(0.01, 100), st.floats(0.2, 5), st.floats(1e-3, 0.5))
+def test_rough_values_however_wrong_change_an_epsilon_by_one_in_ten_thousand(target, factor, power, flat):
+    """ε = 3/σ² + flat/σ in place of what a bound would take its time for."""
+    entry = find_bound(ShuffleGauss, "certified")
+
+    def answer(rounds, *, delta, adjacency, orders):
+        sigma = rounds[0][0].noise_multiplier
+        asked.append(sigma)
+        return Answer(3 / sigma**2 + flat / sigma)
+
+    def rough(rounds, *, delta, adjacency):
+        return factor * rounds[0][0].noise_multiplier ** -(2 * power)
+
+    def noise(entry):
+        return noise_within(
+            entry, lambda sigma: [(ShuffleGauss(noise_multiplier=sigma, num_users=9), 1)], target_epsilon=target, delta=1e-6
+        )
+
+    asked = []
+    sought = noise(dataclasses.replace(entry, function=answer, rough=None))
+    asked = []
+    found = noise(dataclasses.replace(entry, function=answer, rough=rough))
+    assert found in asked
+    assert target * (1 - 1e-4) <= 3 / found**2 + flat / found <= target
+    assert found == pytest.approx(sought, rel=1.1e-4)
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.floats(0.1, 5), st.sampled_from(["certified", "pair"]), st.sampled_from(SHUFFLED))
+def test_the_noise_of_costly_bounds_is_within_the_budget_and_close_to_it(target, bound, mechanism):
+    sample = {"sample_rate": 0.1} if mechanism != "shuffle_gauss" else {}
+    run = {"num_users": 4000, "steps": 20, "bound": bound, **sample}
+    sigma = compute_noise_multiplier(mechanism, target_epsilon=target, target_delta=1e-5, **run)
+    epsilon = compute_epsilon(mechanism, noise_multiplier=sigma, delta=1e-5, **run)
+    assert target * (1 - 2e-4) <= epsilon <= target
 
 
 def test_a_budget_that_no_noise_meets_is_refused_with_the_floor():

@@ -26,6 +26,19 @@ DELTAS = (0.1, 0.03, 0.01, 1e-3, 1e-5)
 both_kinds = pytest.mark.parametrize("clones", KINDS)
 
 
+@pytest.mark.parametrize("adjacency", ["zero_out", "replace"])
+@pytest.mark.parametrize("sampling", ["poisson", "fixed_size"])
+def test_few_clones_are_not_thrown_away(sampling, adjacency):
+    """Rounds with less than half a clone on average counted as unshuffled: ε more than halved from one σ to the next."""
+
+    def epsilon(sigma):
+        each = ShuffledRound(noise_multiplier=sigma, num_users=4000, sample_rate=0.1, sampling=sampling)
+        return gaussian_clones.smallest_epsilon([(each, 20)], delta=1e-5, adjacency=adjacency)[0]
+
+    found = [epsilon(0.9 * 1.02**step) for step in range(8)]
+    assert all(before > after > before / 2 for before, after in itertools.pairwise(found)), found
+
+
 # ---- two and three users, cell by cell --------------------------------------------------------------------------------------
 
 

@@ -47,6 +47,13 @@ class BoundFunction(Protocol):
         """One ε with what is particular to the case."""
 
 
+class RoughFunction(Protocol):
+    """About the ε of several rounds at δ: no bound, only where to look for one."""
+
+    def __call__(self, rounds: Any, *, delta: float, adjacency: Adjacency) -> float:
+        """One number, at least 0."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Style:
     """A bound's place in a report, from the least trust to the most and from proved to not, and its line in the picture."""
@@ -82,6 +89,7 @@ class Bound:
         baseline: It is about another trust model with the same noise.
         zero_out_only: It has no value for replacement.
         uses_orders: It takes Rényi orders.
+        rough: About its ε in next to no time, where calibration starts; None if there is no such thing.
     """
 
     name: str
@@ -95,6 +103,7 @@ class Bound:
     adversary: str = ADVERSARY
     zero_out_only: bool = False
     uses_orders: bool = False
+    rough: RoughFunction | None = None
 
     def __post_init__(self) -> None:
         instance_of("guarantee", self.guarantee, (Guarantee,))
@@ -132,9 +141,14 @@ def register_bound(
     return register
 
 
-def find_bound(mechanism: type[Mechanism], name: str) -> Bound:
-    """Returns the entry of a bound or baseline."""
-    return _TABLE[mechanism][name]
+def find_bound(mechanism: type[Mechanism], name: str, *, baseline: bool = False) -> Bound:
+    """Returns the entry of a bound, or of a baseline.
+
+    Raises:
+        ValueError: If the mechanism has none of that name.
+    """
+    names = (baselines_of if baseline else bounds_of)(mechanism)
+    return _TABLE[mechanism][one_of("baseline" if baseline else "bound", name, names)]
 
 
 def bounds_of(mechanism: type[Mechanism]) -> tuple[str, ...]:
@@ -168,16 +182,12 @@ def compute_bound(
         ValueError: If an argument is out of range; :class:`~opacus_shuffle.core.guarantees.NotCovered` if the bound has no
             value for the adjacency.
     """
-    kind = kind_of(rounds)
-    entry = find_bound(kind, one_of("bound", bound, bounds_of(kind)))
-    return _answer(entry, rounds, delta=delta, adjacency=adjacency, orders=orders)
+    return ask(find_bound(kind_of(rounds), bound), rounds, delta=delta, adjacency=adjacency, orders=orders)
 
 
 def compute_baseline(rounds: Rounds, *, delta: float, baseline: str, adjacency: str = "zero_out") -> PrivacyBound:
     """Returns what the same noise would give under another trust model (arguments as :func:`compute_bound`)."""
-    kind = kind_of(rounds)
-    entry = find_bound(kind, one_of("baseline", baseline, baselines_of(kind)))
-    return _answer(entry, rounds, delta=delta, adjacency=adjacency)
+    return ask(find_bound(kind_of(rounds), baseline, baseline=True), rounds, delta=delta, adjacency=adjacency)
 
 
 def ladder(
@@ -195,7 +205,7 @@ def ladder(
     for entry in _entries(kind):
         with contextlib.suppress(NotCovered):
             chosen = orders if entry.uses_orders else None
-            found.append(_answer(entry, rounds, delta=delta, adjacency=adjacency, orders=chosen))
+            found.append(ask(entry, rounds, delta=delta, adjacency=adjacency, orders=chosen))
     return found
 
 
@@ -224,10 +234,10 @@ def _entries(mechanism: type[Mechanism]) -> list[Bound]:
     return sorted(_TABLE.get(mechanism, {}).values(), key=lambda entry: entry.style.place)
 
 
-def _answer(
-    entry: Bound, rounds: Rounds, *, delta: float, adjacency: str, orders: Iterable[float] | None = None
+def ask(
+    entry: Bound, rounds: Rounds, *, delta: float, adjacency: str = "zero_out", orders: Iterable[float] | None = None
 ) -> PrivacyBound:
-    """Asks the function, and attaches the meaning."""
+    """Returns what the function of a bound or baseline answers, with its meaning (arguments as :func:`compute_bound`)."""
     delta, adjacency = open_unit_interval("delta", delta), Adjacency(adjacency)
     if adjacency is not Adjacency.ZERO_OUT and entry.zero_out_only:
         raise NotCovered(

@@ -63,30 +63,34 @@ def _shuffled(mechanism: Mechanism | ShuffledRound) -> ShuffledRound:
     return ShuffledRound(**{each.name: getattr(mechanism, each.name) for each in dataclasses.fields(ShuffledRound)})
 
 
+def _rough_certified(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
+    return gaussian_clones.rough_epsilon(shuffled(rounds), delta=delta, adjacency=adjacency.value)
+
+
+def _rough_pair(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
+    return shuffled_rounds.rough_pair_epsilon(shuffled(rounds), delta=delta)
+
+
 @register_bound(
     FAMILY,
     "certified",
+    rough=_rough_certified,
     meaning="the reports are seen in random order; whatever the other records are (by Gaussian clones)",
     guarantee=Guarantee.PROVED,
 )
 def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     ran = shuffled(rounds)
 
-    def by(clones: gaussian_clones.Clones, share: float, neighbours: Adjacency) -> float:
-        return gaussian_clones.compute_epsilon(ran, delta=share, adjacency=neighbours.value, clones=clones)
-
     def best(share: float) -> float:
-        epsilon = min(by("mended", share, adjacency), by("truncated", share, adjacency))
+        epsilon, _ = gaussian_clones.smallest_epsilon(ran, delta=share, adjacency=adjacency.value)
         if adjacency is Adjacency.REPLACE or share < falling.FIRST or not 0 < epsilon <= falling.SMALL:
             return epsilon
         # A report of zero is one that a record may be replaced by.
-        return min(epsilon, *(by(clones, share, Adjacency.REPLACE) for clones in ("mended", "truncated")))
+        return min(epsilon, gaussian_clones.smallest_epsilon(ran, delta=share, adjacency=Adjacency.REPLACE.value)[0])
 
-    epsilon = falling.falling_epsilon(best, delta)
-    mended, truncated = by("mended", delta, adjacency), by("truncated", delta, adjacency)
-    if mended == truncated:
-        return Answer(epsilon, proof="no gain from shuffling")
-    return Answer(epsilon, proof="mended clones" if mended < truncated else "truncated clones")
+    _, clones = gaussian_clones.smallest_epsilon(ran, delta=delta, adjacency=adjacency.value)
+    proof = "no gain from shuffling" if clones is None else f"{clones} clones"
+    return Answer(falling.falling_epsilon(best, delta), proof=proof)
 
 
 @register_bound(
@@ -120,6 +124,7 @@ def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     guarantee=Guarantee.PAIR,
     covers=f"{PAIR}; both directions",
     zero_out_only=True,
+    rough=_rough_pair,
 )
 def _pair(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     lower, upper = shuffled_rounds.pair_epsilon(shuffled(rounds), delta=delta)
