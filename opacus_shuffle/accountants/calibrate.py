@@ -39,9 +39,6 @@ def noise_within(
 ) -> float:
     """Returns the smallest noise multiplier (rounded up) at which ``rounds(noise_multiplier)`` stay within a budget.
 
-    Where the bound has rough values, which take next to no time, the search is for the rough value at which the bound meets
-    the target: three or four times are mostly enough.
-
     Args:
         entry: The bound that is meant.
         rounds: What would run at a noise multiplier, all of the bound's mechanism.
@@ -49,8 +46,7 @@ def noise_within(
         delta: δ in (0, 1).
         adjacency: Between which data sets.
         lowest: The least multiplier to try.
-        tolerance: Relative, by which the multiplier may be too large. Where the bound has rough values, ε may be below the
-            target by 1e-4 of it, or by this if it is more.
+        tolerance: As for :func:`least_within`.
 
     Returns:
         A multiplier whose ε was computed and found within the target; ``lowest`` if that is enough.
@@ -58,26 +54,63 @@ def noise_within(
     Raises:
         ValueError: As :func:`smallest_noise`, or as the bound.
     """
-    target, delta, between = (
-        positive("target_epsilon", target_epsilon),
-        open_unit_interval("delta", delta),
-        Adjacency(adjacency),
+    sigma, floor = least_within(
+        entry, rounds, target_epsilon=target_epsilon, delta=delta, adjacency=adjacency, lowest=lowest, tolerance=tolerance
     )
+    return _enough(sigma, floor, target_epsilon)
+
+
+def least_within(
+    entry: Bound,
+    rounds: Callable[[float], Rounds],
+    *,
+    target_epsilon: float,
+    delta: float,
+    adjacency: str = "zero_out",
+    lowest: float = LOWEST,
+    highest: float = HIGHEST,
+    tolerance: float = RELATIVE_TOLERANCE,
+) -> tuple[float | None, float]:
+    """Returns the least number x at which ``rounds(x)`` stay within a budget, where a larger x costs no more.
+
+    Where the bound has rough values, which take next to no time, the search is for the rough value at which the bound meets
+    the target: three or four times are mostly enough.
+
+    Args:
+        entry: The bound that is meant.
+        rounds: What would run at such a number, all of the bound's mechanism.
+        target_epsilon: ε to stay within, above 0.
+        delta: δ in (0, 1).
+        adjacency: Between which data sets.
+        lowest: The least number to try.
+        highest: The largest number to try.
+        tolerance: Relative, by which the number may be too large. Where the bound has rough values, ε may be below the target
+            by 1e-4 of it, or by this if it is more.
+
+    Returns:
+        A number whose ε was computed and found within the target, None if there is none up to the highest, and that ε or the
+        highest number's.
+
+    Raises:
+        ValueError: If an argument is out of range, or as the bound.
+    """
+    target, delta = positive("target_epsilon", target_epsilon), open_unit_interval("delta", delta)
+    between, ends = Adjacency(adjacency), {"lowest": lowest, "highest": highest}
 
     @functools.cache
-    def spent(sigma: float) -> float:
-        return ask(entry, rounds(sigma), delta=delta, adjacency=adjacency).epsilon
+    def spent(x: float) -> float:
+        return ask(entry, rounds(x), delta=delta, adjacency=adjacency).epsilon
 
     def guess(rough_target: float) -> float | None:
-        rough = entry.rough
-        if rough is None:
-            return None
-        return _smallest(
-            lambda sigma: rough(rounds(sigma), delta=delta, adjacency=between), rough_target, lowest=lowest, tolerance=_ROUGHLY
-        )[0]
+        assert entry.rough is not None
+        rough = functools.partial(entry.rough, delta=delta, adjacency=between)
+        return _smallest(lambda x: rough(rounds(x)), rough_target, **ends, tolerance=_ROUGHLY)[0]
 
-    found = _guessed(spent, guess, target, lowest=lowest, tolerance=max(tolerance, CLOSE))
-    return smallest_noise(spent, target_epsilon=target, lowest=lowest, tolerance=tolerance) if found is None else found
+    if entry.rough is not None:
+        found = _guessed(spent, guess, target, lowest=lowest, tolerance=max(tolerance, CLOSE))
+        if found is not None:
+            return found, spent(found)
+    return _smallest(spent, target, **ends, tolerance=tolerance)
 
 
 def _guessed(
@@ -128,7 +161,10 @@ def smallest_noise(
         raise ValueError(f"lowest must not exceed {HIGHEST:g}, got {lowest!r}: no more noise is tried")
     if not callable(epsilon):
         raise ValueError(f"epsilon must be a function of the noise multiplier, got {epsilon!r}")
-    sigma, floor = _smallest(epsilon, target, lowest=lowest, tolerance=tolerance)
+    return _enough(*_smallest(epsilon, target, lowest=lowest, highest=HIGHEST, tolerance=tolerance), target)
+
+
+def _enough(sigma: float | None, floor: float, target: float) -> float:
     if sigma is None:
         raise ValueError(
             f"no noise_multiplier up to {HIGHEST:g} meets target_epsilon={target}: by this bound epsilon stays at "
@@ -139,7 +175,7 @@ def smallest_noise(
 
 
 def _smallest(
-    epsilon: Callable[[float], float], target: float, *, lowest: float, tolerance: float
+    epsilon: Callable[[float], float], target: float, *, lowest: float, highest: float, tolerance: float
 ) -> tuple[float | None, float]:
     """Returns the smallest noise multiplier, None if there is none, and the ε of the largest one that was tried."""
 
@@ -156,7 +192,7 @@ def _smallest(
     def excess(log_sigma: float) -> float:
         return log_excess(spent(log_sigma), target)
 
-    bottom, top = math.log(lowest), math.log(HIGHEST)
+    bottom, top = math.log(lowest), math.log(highest)
     start, step = max(0.0, bottom), math.log(4)
     unsafe, safe = bracket(excess, start, towards_safe=_steps(start, top, step), towards_unsafe=_steps(start, bottom, -step))
     if safe is None:

@@ -19,11 +19,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from opacus_shuffle.accountants.bounds.registry import Bound, ask, baselines_of, find_bound
-from opacus_shuffle.accountants.calibrate import noise_within
+from opacus_shuffle.accountants.calibrate import least_within, noise_within
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_up
-from opacus_shuffle.core.solve import bracket, log_excess, safe_root
 from opacus_shuffle.core.tables import paragraph, text_table
 from opacus_shuffle.core.validation import integer, open_unit_interval, positive, reject_unknown, sampling_rate
 
@@ -289,18 +288,18 @@ class _Way:
 
     def users_needed(self, mechanism: Mechanism, noise: float) -> int | None:
         """Returns how many users make the mean gradient no noisier than this, at the noise multiplier that does so."""
-
-        def excess(log_users: float) -> float:
-            return log_excess(self._spent_at(mechanism, noise, math.ceil(math.exp(log_users)), self.steps), self.epsilon)
-
-        users = mechanism.num_users
         if noise_of_mean(mechanism) <= noise:
-            return users
-        more = [users * 4**power for power in range(1, 20) if users * 4**power <= MOST_USERS]
-        unsafe, safe = bracket(excess, math.log(users), towards_safe=map(math.log, more), towards_unsafe=())
-        if safe is None or unsafe is None:
-            return users if safe is not None else None
-        return math.ceil(math.exp(safe_root(excess, unsafe=unsafe, safe=safe, tolerance=COARSE, step=COARSE)))
+            return mechanism.num_users
+        users, _ = least_within(
+            self.entry,
+            lambda users: [(self._as_noisy(mechanism, noise, math.ceil(users)), self.steps)],
+            target_epsilon=self.epsilon,
+            delta=self.delta,
+            lowest=mechanism.num_users,
+            highest=MOST_USERS,
+            tolerance=COARSE / 4,  # of ε, which falls with the root of the number of users or faster
+        )
+        return None if users is None else math.ceil(users)
 
     def steps_possible(self, mechanism: Mechanism, noise: float) -> int:
         """Returns how many rounds at most leave the mean gradient no noisier than this."""
@@ -313,7 +312,10 @@ class _Way:
 
     def _spent_at(self, mechanism: Mechanism, noise: float, users: int, steps: int) -> float:
         """Returns ε where the mean gradient of so many users is as noisy as this."""
+        return self.spent(self._as_noisy(mechanism, noise, users), steps).epsilon
+
+    def _as_noisy(self, mechanism: Mechanism, noise: float, users: int) -> Mechanism:
+        """Returns the round of so many users whose mean gradient is as noisy as this."""
         sigma = mechanism.noise_multiplier
         same = self.build(sigma, num_users=users)
-        sigma = max(sigma * noise / noise_of_mean(same), self.kind.least_noise)
-        return self.spent(self.build(sigma, num_users=users), steps).epsilon
+        return self.build(max(sigma * noise / noise_of_mean(same), self.kind.least_noise), num_users=users)
