@@ -24,13 +24,14 @@ from typing import Any
 from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.accountants.bounds.registry import bounds_of, compute_bound
+from opacus_shuffle.accountants.forgotten_flags import little_noise, unread_flags
 from opacus_shuffle.accountants.mechanism import Mechanism
 from opacus_shuffle.accountants.origins import rewound_sentence
 from opacus_shuffle.accountants.recorded_rounds import RecordedRounds, optional_count
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyAssumptionWarning, PrivacyBound
-from opacus_shuffle.core.opacus_compat import POISSON_SAMPLERS, stock_engine_loader
+from opacus_shuffle.core.opacus_compat import POISSON_SAMPLERS, stock_engine_call
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.validation import finite_number, one_of, open_unit_interval, renyi_orders
 
@@ -130,11 +131,15 @@ class ShuffleAccountant(RecordedRounds):
 
         Raises:
             ValueError: If the engine's batches are no random samples as accounted, or it cannot add such noise.
+
+        Warns:
+            UserWarning: If the engine was given flags that it does not read; and at the first step, if a noise multiplier
+                that is the sum's was likely meant for each report.
         """
         kind = self.mechanism_class
         if self.planned is None and not kind.trains_on_stock_engines:
             raise ValueError(f"{kind.name} is not what Opacus's engine does: train with opacus_shuffle.PrivacyEngine")
-        loader = stock_engine_loader()
+        loader, unread = stock_engine_call()
         users = None if loader is None else len(loader.dataset)  # type: ignore[arg-type]
         expected = kind.sampling if self.planned is None else self.planned.sampling
         if loader is not None and expected is not None:
@@ -147,13 +152,21 @@ class ShuffleAccountant(RecordedRounds):
                     f"{type(sampler).__name__} (poisson_sampling=False?): leave poisson_sampling out, use "
                     "opacus_shuffle.PrivacyEngine, or account with 'shuffle_gauss'; make the model and optimizer anew"
                 )
+        if sentence := unread_flags(unread):
+            warnings.warn(sentence, stacklevel=3)
+        stepped = False
 
         def record(optimizer: DPOptimizer) -> None:
+            nonlocal stepped
             if self.num_users is None:
                 self._learn(optimizer, sample_rate, users)
             sigma, rate = optimizer.noise_multiplier, min(1.0, sample_rate * optimizer.accumulated_iterations)
             if not self._unknown():
-                self._round(sigma, rate).check_optimizer(optimizer)
+                each = self._round(sigma, rate)
+                each.check_optimizer(optimizer)
+                if self.emulated and not stepped and (sentence := little_noise(each, sigma)):
+                    warnings.warn(sentence, stacklevel=4)  # the hook is called by the optimizer's step
+            stepped = True
             self.step(noise_multiplier=sigma, sample_rate=rate)
 
         return record

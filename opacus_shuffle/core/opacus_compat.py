@@ -135,21 +135,22 @@ def build_physical_loaders_with(build: Callable[..., DataLoader]) -> None:
     batch_memory_manager.DataLoader = build
 
 
-def stock_engine_loader() -> DataLoader | None:
-    """The loader in the ``make_private`` of a stock engine that asks its accountant for a step hook, up to six calls above.
+def stock_engine_call() -> tuple[DataLoader | None, dict[str, Any]]:
+    """The loader and the unread keywords of a stock engine's ``make_private`` that asks its accountant for a step hook.
 
     Opacus tells accountants nothing of the data but a batch size that float arithmetic has rounded down (98 records in batches
-    of 2 become 49 of 1), and of its sampler nothing at all. If it ever names its loader otherwise, nothing is found.
+    of 2 become 49 of 1), and of its sampler nothing at all. It is looked for up to six calls above. If Opacus ever names its
+    loader or its ``**kwargs`` otherwise, nothing is found.
     """
     frame = inspect.currentframe()
     for _ in range(6):  # this function, the accountant's methods, the engine's
         if frame is None:
             break
-        loader = frame.f_locals.get("data_loader")
+        loader, keywords = frame.f_locals.get("data_loader"), frame.f_locals.get("kwargs")
         if isinstance(loader, DataLoader):
-            return loader
+            return loader, keywords if isinstance(keywords, dict) else {}
         frame = frame.f_back
-    return None
+    return None, {}
 
 
 def rows_waiting(optimizer: DPOptimizer) -> set[int]:

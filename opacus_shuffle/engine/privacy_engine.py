@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants import ShuffleAccountant
+from opacus_shuffle.accountants.forgotten_flags import little_noise
 from opacus_shuffle.accountants.report import PrivacyReport, not_private
 from opacus_shuffle.core.opacus_compat import let_optimizers_draw_system_noise
 from opacus_shuffle.core.system_randomness import SystemGenerator
@@ -147,6 +148,9 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
         Returns:
             As Opacus: (module, optimizer, data loader), and the criterion before the loader with ghost clipping.
 
+        Warns:
+            UserWarning: If the noise is the sum's and so little that it was likely meant for each report.
+
         Raises:
             ValueError: If anything does not fit; nothing is changed then.
         """
@@ -163,6 +167,9 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
         self.runs += 1
         if found := [each for each in scheme.predictable(run) if not each.startswith("seed=")]:
             warnings.warn(not_private(found), stacklevel=2)
+        planned = getattr(self.accountant, "planned", None)  # Opacus's own plan nothing
+        if planned is not None and self.accountant.emulated and (sentence := little_noise(planned, run.noise_multiplier)):
+            warnings.warn(sentence, stacklevel=2)
         return made
 
     def make_private_with_epsilon(  # type: ignore[override]

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound, find_bound, kind_of
 from opacus_shuffle.accountants.calibrate import noise_within
+from opacus_shuffle.accountants.forgotten_flags import FLAGS
 from opacus_shuffle.core.guarantees import Adjacency, PrivacyBound
 from opacus_shuffle.core.validation import (
     boolean,
@@ -42,7 +43,7 @@ ADAPTIVE_KEYWORDS = (  # what clipping="adaptive" takes besides: Opacus hands th
     "min_clipbound",
     "unclipped_num_std",
 )
-OURS = ("local_noise", "shuffle_weights", "aggregator", "rounding_share", "others")
+OURS = (*FLAGS, "others")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

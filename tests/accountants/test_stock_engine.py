@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import opacus
 import pytest
 import torch
 from helpers.toy import ONE_NOISE, make_toy, run_epoch
 
+import opacus_shuffle
 from opacus_shuffle import ShuffledCheckIn, ShuffledWeights, compute_epsilon
 from opacus_shuffle.accountants import ACCOUNTANTS
 
@@ -148,3 +150,47 @@ def test_an_accountant_made_from_ours_looks_at_the_sampler_too():
     engine.accountant = Mine()
     with pytest.raises(ValueError, match="random samples"):
         engine.make_private(**make_toy(), noise_multiplier=1.0, poisson_sampling=False)
+
+
+def sentences(caught, word):
+    return [str(each.message) for each in caught if word in str(each.message)]
+
+
+@pytest.mark.parametrize("flags", [{"local_noise": True}, {"shuffle_weights": True}, {"local_noise": True, "aggregator": 0}])
+def test_flags_that_a_stock_engine_does_not_read_are_named_with_the_engine_that_does(flags):
+    with pytest.warns(UserWarning, match=f"not read {', '.join(flags)}: .*use opacus_shuffle.PrivacyEngine"):
+        opacus.PrivacyEngine(accountant="shuffled_checkin").make_private(**make_toy(), noise_multiplier=50.0, **flags)
+
+
+def test_flags_that_ask_for_nothing_pass_in_silence():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = opacus.PrivacyEngine(accountant="shuffled_checkin")
+        engine.make_private(**make_toy(), noise_multiplier=50.0, local_noise=False, shuffle_weights=False)
+        opacus_shuffle.PrivacyEngine(accountant="shuffled_checkin").make_private(
+            **make_toy(), noise_multiplier=5.0, local_noise=True, shuffle_weights=True
+        )
+    assert not sentences(caught, "not read")
+
+
+@pytest.mark.parametrize("name", ["shuffle_gauss", "subsampled_shuffle", "shuffled_checkin"])
+def test_noise_of_the_sum_that_was_meant_for_each_report_is_doubted_once_by_both_engines(name):
+    for engine_class in (opacus.PrivacyEngine, opacus_shuffle.PrivacyEngine):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine = engine_class(accountant=name)
+            model, optimizer, loader = engine.make_private(**make_toy(records=640, batch_size=64), noise_multiplier=1.1)
+            run_epoch(model, optimizer, loader)
+        (sentence,) = sentences(caught, "local_noise=True")
+        assert "noise_multiplier=1.1" in sentence
+        assert "each report carries 0.14" in sentence
+        assert engine.get_epsilon(1e-5) > 10
+
+
+@pytest.mark.parametrize("keywords", [{"noise_multiplier": 1.1, "local_noise": True}, {"noise_multiplier": 8.0}])
+def test_noise_that_is_enough_for_each_report_is_not_doubted(keywords):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = opacus_shuffle.PrivacyEngine(accountant="shuffled_checkin")
+        engine.make_private(**make_toy(records=640, batch_size=64), **keywords)
+    assert not sentences(caught, "local_noise=True")

@@ -128,12 +128,12 @@ def test_opacus_still_has__module():
     assert GradSampleModule.__module__.startswith(opacus_compat.WRAPPING_PACKAGES)
 
 
-def test_the_stock_engine_still_has_its_loader_in_a_frame_above_its_step_hook():
+def test_the_stock_engine_still_has_its_loader_and_unread_keywords_in_a_frame_above_its_step_hook():
     found = []
 
     class Accountant(opacus.accountants.RDPAccountant):
         def get_optimizer_hook_fn(self, sample_rate):
-            found.append(opacus_compat.stock_engine_loader())
+            found.append(opacus_compat.stock_engine_call())
             return super().get_optimizer_hook_fn(sample_rate)
 
     engine = opacus.PrivacyEngine(accountant="rdp")
@@ -146,9 +146,10 @@ def test_the_stock_engine_still_has_its_loader_in_a_frame_above_its_step_hook():
         data_loader=loader,
         noise_multiplier=1.0,
         max_grad_norm=1.0,
+        local_noise=True,
     )
-    assert found == [private]
-    assert opacus_compat.stock_engine_loader() is None
+    assert found == [(private, {"local_noise": True})]
+    assert opacus_compat.stock_engine_call() == (None, {})
     assert isinstance(private.batch_sampler, opacus_compat.POISSON_SAMPLERS)
 
 

@@ -1,0 +1,59 @@
+"""What to say where a flag of this package was forgotten, or was given to Opacus's own engine, which does not read it.
+
+>>> print(unread_flags({"local_noise": True, "shuffle_weights": False}))
+opacus.PrivacyEngine does not read local_noise: nothing was done for it; use opacus_shuffle.PrivacyEngine, or leave it out
+>>> unread_flags({"local_noise": False})
+''
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from opacus_shuffle.accountants.bounds.registry import compute_bound
+from opacus_shuffle.accountants.mechanism import Mechanism
+from opacus_shuffle.accountants.report import WEAK
+from opacus_shuffle.core.rounding import round_up
+
+FLAGS = ("local_noise", "shuffle_weights", "aggregator", "rounding_share")
+"""The keywords of ``make_private`` that Opacus's own does not have."""
+
+DELTA = 1e-5
+"""At which one step is judged: that is before anyone has said a δ."""
+
+
+def unread_flags(keywords: Mapping[str, Any]) -> str:
+    """Returns the sentence to say of keywords that a stock engine's ``make_private`` took without reading; empty if none asks.
+
+    Args:
+        keywords: What it took besides its own arguments.
+    """
+    asked = [name for name in FLAGS if keywords.get(name) is not None and keywords[name] is not False]
+    if not asked:
+        return ""
+    return (
+        f"opacus.PrivacyEngine does not read {', '.join(asked)}: nothing was done for it; use opacus_shuffle.PrivacyEngine, or "
+        "leave it out"
+    )
+
+
+def little_noise(mechanism: Mechanism, noise_of_sum: float) -> str:
+    """Returns the sentence to say where noise of the sum was likely meant for each report; empty where one step is worth it.
+
+    Args:
+        mechanism: One round whose reports' noise is added once to their sum.
+        noise_of_sum: The noise multiplier as it was passed.
+    """
+    sigma = mechanism.noise_multiplier
+    if sigma >= 1:  # a step of such reports costs less than WEAK, shuffled or not
+        return ""
+    spent = compute_bound([(mechanism, 1)], delta=DELTA).epsilon
+    if spent <= WEAK:
+        return ""
+    return (
+        f"noise_multiplier={noise_of_sum:g} is that of the batch's sum, so each report carries {sigma:.2g} only, and a single "
+        f"step costs epsilon = {round_up(spent)} (delta = {DELTA:g}): if it was meant as each record's own, pass "
+        "local_noise=True to opacus_shuffle.PrivacyEngine; else pass about "
+        f"{round_up(noise_of_sum / sigma, 2)} or more, or call make_private_with_epsilon"
+    )
