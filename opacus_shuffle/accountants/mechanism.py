@@ -183,3 +183,8 @@ class Mechanism:
     def noise_of_sum(self) -> float:
         """Standard deviation of the noise on one coordinate of the sum of the expected reports, over the clipping norm."""
         return self.noise_multiplier * (math.sqrt(self.expected_reports) if self.noise_is_local else 1.0)
+
+    @property
+    def noise_of_mean(self) -> float:
+        """The same on the mean gradient, which a training step takes: :attr:`noise_of_sum` over the expected reports."""
+        return self.noise_of_sum / self.expected_reports

@@ -212,10 +212,10 @@ def plan(
     for way in ways:
         key = way.entry.trusted, "" if way.entry.baseline else way.kind.name
         round_ = way.calibrated()
-        if round_ and (key not in best or noise_of_mean(round_) < (1 - COARSE) * noise_of_mean(best[key][1])):
+        if round_ and (key not in best or round_.noise_of_mean < (1 - COARSE) * best[key][1].noise_of_mean):
             best[key] = way, round_
     chosen = sorted(best.values(), key=lambda pair: pair[0].entry.style.place)
-    server = noise_of_mean(chosen[-1][1])
+    server = chosen[-1][1].noise_of_mean
     rows = [
         PlannedRun(
             trusted=way.entry.trusted,
@@ -223,18 +223,13 @@ def plan(
             bound=way.spent(round_, count),
             reports=round_.expected_reports,
             noise_of_sum=round_.noise_of_sum,
-            server_noise_multiplier=noise_of_mean(round_) * num_users * sample_rate,
+            server_noise_multiplier=round_.noise_of_mean * num_users * sample_rate,
             users_needed=way.users_needed(round_, server),
             steps_possible=way.steps_possible(round_, server),
         )
         for way, round_ in chosen
     ]
     return Plan(tuple(rows), num_users, count, sample_rate, epsilon, delta, dimension)
-
-
-def noise_of_mean(mechanism: Mechanism) -> float:
-    """Returns the standard deviation of the noise on one coordinate of the mean gradient, over the clipping norm."""
-    return mechanism.noise_of_sum / mechanism.expected_reports
 
 
 def _entries(kind: type[Mechanism], asked: dict[str, Any], fields: dict[str, Any]) -> Iterator[tuple[Bound, dict[str, Any]]]:
@@ -288,7 +283,7 @@ class _Way:
 
     def users_needed(self, mechanism: Mechanism, noise: float) -> int | None:
         """Returns how many users make the mean gradient no noisier than this, at the noise multiplier that does so."""
-        if noise_of_mean(mechanism) <= noise:
+        if mechanism.noise_of_mean <= noise:
             return mechanism.num_users
         users, _ = least_within(
             self.entry,
@@ -303,7 +298,7 @@ class _Way:
 
     def steps_possible(self, mechanism: Mechanism, noise: float) -> int:
         """Returns how many rounds at most leave the mean gradient no noisier than this."""
-        if noise_of_mean(mechanism) <= noise:
+        if mechanism.noise_of_mean <= noise:
             return self.steps
         users, counts = mechanism.num_users, range(1, self.steps + 1)
         if self._spent_at(mechanism, noise, users, 1) > self.epsilon:
@@ -318,4 +313,4 @@ class _Way:
         """Returns the round of so many users whose mean gradient is as noisy as this."""
         sigma = mechanism.noise_multiplier
         same = self.build(sigma, num_users=users)
-        return self.build(max(sigma * noise / noise_of_mean(same), self.kind.least_noise), num_users=users)
+        return self.build(max(sigma * noise / same.noise_of_mean, self.kind.least_noise), num_users=users)

@@ -29,6 +29,8 @@ from opacus_shuffle.core.validation import boolean, integer, open_unit_interval
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from opacus_shuffle.accountants.mechanism import Mechanism
+
 WEAK = 10.0
 """From here on an ε is not worth calling protection: the probability of any event may change by a factor of 22,000."""
 
@@ -103,6 +105,11 @@ class PrivacyReport:
         proved = [bound for bound in self.bounds if bound.guarantee is Guarantee.PROVED and bound.bound in own]
         return min(proved, key=lambda bound: bound.epsilon)
 
+    @property
+    def noisiest(self) -> Mechanism:
+        """The round with the most noise on its mean gradient."""
+        return max((mechanism for mechanism, _ in self.rounds), key=lambda mechanism: mechanism.noise_of_mean)
+
     def statement(self) -> str:
         """One sentence to quote, of the proved ε, and what must be said beside it."""
         notes = [not_private(self.predictable)] if self.predictable else []
@@ -126,6 +133,8 @@ class PrivacyReport:
             "private": not self.predictable,
             "predictable": list(self.predictable),
             "quote": self.best.bound,
+            "noise_of_sum": self.noisiest.noise_of_sum,
+            "noise_of_mean": self.noisiest.noise_of_mean,
             **(self.sent.to_dict() if self.sent else {}),
             "bounds": [bound.to_dict() for bound in self.bounds],
         }
@@ -239,8 +248,17 @@ class PrivacyReport:
         found.insert(0, rewound_sentence(self.rewound))
         if self.predictable:
             found.insert(0, not_private(self.predictable))
-        found.append(str(self.sent or ""))
+        found += [self._noise(), str(self.sent or "")]
         return [sentence for sentence in found if sentence]
+
+    def _noise(self) -> str:
+        """How noisy the gradient is that training steps by, which the learning rate has to fit."""
+        most, which = self.noisiest, "a" if len(self.rounds) == 1 else "the noisiest"
+        return (
+            f"Noise on one coordinate of {which} round's sum: {most.noise_of_sum:.3g} clipping norms, as DP-SGD has with that "
+            f"noise multiplier; of the mean of {most.expected_reports:,.0f} reports: {most.noise_of_mean:.3g}. A learning rate "
+            "that was found with less noise is too high."
+        )
 
     def _glossary(self) -> list[tuple[str, str]]:
         """What the words in the table mean."""

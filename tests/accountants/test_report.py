@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from helpers.toy import ONE_NOISE
+from helpers.toy import ONE_NOISE, make_toy, run_epoch
 
 import opacus_shuffle
 from opacus_shuffle import Guarantee, PrivacyReport
@@ -228,3 +228,27 @@ def test_one_round_can_be_drawn():
     pytest.importorskip("matplotlib").use("Agg")
     ax = PrivacyReport([(CHECK_IN[0][0], 1)], delta=1e-5).plot()
     assert ax.get_xlabel() == "rounds"
+
+
+def test_a_report_says_how_noisy_the_gradient_is_by_which_training_steps():
+    report = report_of("shuffled_checkin")  # 500 reports of 3.0 each
+    on_sum = 3.0 * math.sqrt(500)
+    assert f"round's sum: {on_sum:.3g} clipping norms" in " ".join(str(report).split())
+    assert f"mean of 500 reports: {on_sum / 500:.3g}" in " ".join(str(report).split())
+    found = report.to_dict()
+    assert (found["noise_of_sum"], found["noise_of_mean"]) == pytest.approx((on_sum, on_sum / 500))
+
+
+def test_of_rounds_with_different_noise_a_report_says_the_noisiest():
+    quiet, loud = (ShuffledCheckIn(noise_multiplier=sigma, num_users=5000, sample_rate=0.1) for sigma in (3.0, 4.0))
+    report = PrivacyReport([(quiet, 2), (loud, 1)], delta=1e-5)
+    assert report.noisiest == loud
+    assert f"the noisiest round's sum: {4 * math.sqrt(500):.3g}" in " ".join(str(report).split())
+
+
+def test_noise_that_was_added_once_to_the_sum_is_reported_as_it_was_passed():
+    engine = opacus_shuffle.PrivacyEngine(accountant="shuffled_checkin")
+    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=8.0)
+    run_epoch(model, optimizer, loader)
+    report = engine.privacy_report(1e-5)
+    assert report.noisiest.noise_of_sum == pytest.approx(8.0)
