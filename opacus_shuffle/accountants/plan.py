@@ -21,7 +21,7 @@ from typing import Any
 from opacus_shuffle.accountants.bounds.registry import Bound, ask, baselines_of, find_bound
 from opacus_shuffle.accountants.calibrate import least_within, noise_within
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
-from opacus_shuffle.core.guarantees import Guarantee, PrivacyBound
+from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.tables import paragraph, text_table
 from opacus_shuffle.core.validation import integer, open_unit_interval, positive, reject_unknown, sampling_rate
@@ -154,6 +154,7 @@ _GLOSSARY = {
     "noisy: train so with Opacus alone to see the accuracy that this row reaches",
     "users": "how many users make the mean gradient no noisier than the trusted server's is here",
     "rounds": "how many rounds at most leave it no noisier than the trusted server's is here; 0: not even one does",
+    "zero_out": Adjacency.ZERO_OUT.meaning,
 }
 
 

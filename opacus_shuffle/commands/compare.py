@@ -17,15 +17,17 @@ from opacus_shuffle.commands.image_datasets import DATASETS, load_image_dataset
 from opacus_shuffle.commands.kinds_of_trust import CLASSES, KINDS, Outcome
 from opacus_shuffle.commands.pictures import check_output, save
 from opacus_shuffle.core.atomic_file import replacing
+from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.progress import enter_phase, progress
 from opacus_shuffle.core.rounding import round_up
-from opacus_shuffle.core.tables import WIDTH, text_table
+from opacus_shuffle.core.tables import WIDTH, paragraph, text_table
 from opacus_shuffle.core.validation import integer, open_unit_interval, positive
 
 if TYPE_CHECKING:
     from torch.utils.data import TensorDataset
 
 HEAD = ("trusted", "how", "epsilon", "accuracy", "sent per user")
+FOOT = f"zero_out: {Adjacency.ZERO_OUT.meaning}."
 CAVEAT = (
     "It holds if every user follows the protocol and keeps its noise and coins secret. The protocols were simulated: one "
     "process saw every record. Rounds and learning rates were chosen on mnist-5k, by cross-validation within its training "
@@ -98,7 +100,7 @@ class Comparison:
         table = text_table(HEAD, self.rows(), right=("epsilon", "accuracy"))
         heading = f"proved for every data set at delta = {self.settings.delta:.3g}, zero_out adjacency"
         words = [*textwrap.wrap(self.quote(), WIDTH), "", *textwrap.wrap(self.caveat(), WIDTH)]
-        return "\n".join([heading, "", *table, "", "To quote:", *words])
+        return "\n".join([heading, "", *table, "", *paragraph(FOOT), "", "To quote:", *words])
 
     def markdown(self) -> str:
         """The quotation and the table, for a document."""

@@ -12,7 +12,7 @@ from opacus_shuffle.accountants.mechanisms import MECHANISMS
 from opacus_shuffle.accountants.report import contradiction
 from opacus_shuffle.commands import flags
 from opacus_shuffle.commands.pictures import check_output, save
-from opacus_shuffle.core.guarantees import Guarantee, PrivacyBound
+from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.tables import paragraph
 
@@ -79,6 +79,8 @@ def _print_answer(answer: PrivacyBound, run: dict[str, Any], number: str, what: 
         f"{answer.guarantee.name}: {answer.guarantee.value}",
         f"covers {answer.covers}",
         f"the adversary {answer.adversary}",
+        f"{answer.bound}: {answer.meaning}",
+        f"{answer.adjacency}: {Adjacency(answer.adjacency).meaning}",
         answer.proof and f"the proof that gives it: {answer.proof}",
         sent and str(sent),
     ]

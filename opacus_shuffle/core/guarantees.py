@@ -44,6 +44,12 @@ class Adjacency(str, enum.Enum):
         return self.value
 
     @property
+    def meaning(self) -> str:
+        """What a run is compared with, for a table's foot."""
+        other = "reports zero" if self is Adjacency.ZERO_OUT else "is any other record"
+        return f"compared with a run in which one record {other}"
+
+    @property
     def distance(self) -> float:
         """How far one record's report may move, in clipping norms."""
         return 1.0 if self is Adjacency.ZERO_OUT else 2.0

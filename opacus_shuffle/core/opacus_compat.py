@@ -21,6 +21,7 @@ from typing import Any
 
 import opacus
 import torch
+from opacus.accountants import registry
 from opacus.grad_sample import GradSampleModuleExpandedWeights
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from opacus.layers import DPMultiheadAttention
@@ -43,6 +44,9 @@ WRAPPING_PACKAGES = ("opacus.grad_sample", "opacus.distributed", "torch.nn.paral
 WRAPPER_NAMES = ("_module", "module", "_orig_mod")
 """Where Opacus, distributed training and ``torch.compile`` define their wrappers, and under which names these keep the
 network."""
+
+ACCOUNTANTS = registry._ACCOUNTANTS
+"""What Opacus makes accountants by, under their names: its own, and those that were registered with it."""
 
 mark_as_used = _mark_as_processed
 """Notes on a gradient, or a list of them, that a step has used it."""
@@ -142,14 +146,10 @@ def stock_engine_call() -> tuple[DataLoader | None, dict[str, Any]]:
     of 2 become 49 of 1), and of its sampler nothing at all. It is looked for up to six calls above. If Opacus ever names its
     loader or its ``**kwargs`` otherwise, nothing is found.
     """
-    frame = inspect.currentframe()
-    for _ in range(6):  # this function, the accountant's methods, the engine's
-        if frame is None:
-            break
-        loader, keywords = frame.f_locals.get("data_loader"), frame.f_locals.get("kwargs")
+    for each in inspect.stack(0)[:6]:  # this function, the accountant's methods, the engine's
+        loader, keywords = each.frame.f_locals.get("data_loader"), each.frame.f_locals.get("kwargs")
         if isinstance(loader, DataLoader):
             return loader, keywords if isinstance(keywords, dict) else {}
-        frame = frame.f_back
     return None, {}
 
 

@@ -29,9 +29,9 @@ from torch.utils.data import DataLoader
 from opacus_shuffle.accountants import ShuffleAccountant
 from opacus_shuffle.accountants.forgotten_flags import little_noise
 from opacus_shuffle.accountants.report import PrivacyReport, not_private
-from opacus_shuffle.core.opacus_compat import let_optimizers_draw_system_noise
+from opacus_shuffle.core.opacus_compat import ACCOUNTANTS, let_optimizers_draw_system_noise
 from opacus_shuffle.core.system_randomness import SystemGenerator
-from opacus_shuffle.core.validation import boolean, instance_of, integer, open_unit_interval, reject_unknown
+from opacus_shuffle.core.validation import boolean, instance_of, integer, one_of, open_unit_interval, reject_unknown
 from opacus_shuffle.engine.attempt import AttemptMixin
 from opacus_shuffle.engine.checkpoints import CheckpointMixin
 from opacus_shuffle.engine.run import Budget, Request
@@ -56,7 +56,7 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
     runs: int = 0
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False, seed: int | None = None, **keywords: Any) -> None:
-        instance_of("accountant", accountant, (str,))
+        one_of("accountant", instance_of("accountant", accountant, (str,)), ACCOUNTANTS)
         secure_mode = boolean("secure_mode", secure_mode)
         if seed is not None:
             if secure_mode:

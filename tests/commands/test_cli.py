@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import json
 import math
@@ -21,7 +22,7 @@ from opacus_shuffle.commands import training
 from opacus_shuffle.commands.flags import add_run_flags, flag
 from opacus_shuffle.commands.image_datasets import load_image_dataset
 from opacus_shuffle.commands.main import main
-from opacus_shuffle.commands.training import train
+from opacus_shuffle.commands.training import SmallCNN, seconds_per_gradient, train
 from opacus_shuffle.commands.training_settings import TrainingSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
@@ -343,6 +344,7 @@ def test_a_run_that_will_protect_next_to_nothing_is_said_to_before_it_trains(cap
     assert main(["train", *SHORT, "--noise-multiplier", noise]) == 0
     printed = capsys.readouterr()
     assert ("protects next to nothing" in printed.err) is weak
+    assert " gradients, less than a minute here" in printed.err
     if weak:
         spent = printed.out.split("To quote: epsilon = ")[1].split()[0]
         assert f"a proved epsilon of {spent}" in printed.err
@@ -411,3 +413,24 @@ def test_help_that_has_nowhere_to_go_is_one_line(monkeypatch, capsys, job):
 def test_so_many_steps_end_in_a_number_or_one_line(capsys):
     for bound in ("published", "pair", "certified"):
         assert main([*NUMBER, "--steps", "1e15", "--bound", bound]) in (0, 2)
+
+
+def test_how_long_training_takes_is_measured_without_touching_the_network_or_any_draw():
+    network = SmallCNN(channels=1, size=28)
+    before, state = copy.deepcopy(network.state_dict()), torch.get_rng_state()
+    assert 0 < seconds_per_gradient(network, 3, (1, 28, 28)) < math.inf
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    assert all(parameter.grad is None and not hasattr(parameter, "grad_sample") for parameter in network.parameters())
+
+
+@pytest.mark.parametrize("adjacency", ["zero_out", "replace"])
+@pytest.mark.parametrize("bound", ["certified", "pair", "published"])
+def test_a_number_comes_with_what_its_words_mean(capsys, adjacency, bound):
+    run = ["--mechanism", "shuffle_gauss", "--noise-multiplier", "3", "--num-users", "600", "--steps", "1", "--delta", "1e-5"]
+    if main(["epsilon", *run, "--bound", bound, "--adjacency", adjacency]):
+        assert adjacency == "replace"  # for which not every bound has a value
+        return
+    printed = capsys.readouterr().out
+    for word in (bound, adjacency, "PROVED" if bound == "certified" else "PAIR"):
+        assert f"\n{word}: " in printed

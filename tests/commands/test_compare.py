@@ -74,6 +74,7 @@ def test_what_is_printed_fits_a_terminal_and_is_what_is_exported(ran):
     assert max(map(len, lines)) <= 80
     told = " ".join(lines)
     assert exported["quote"] in told
+    assert "zero_out: compared with a run in which one record reports zero." in told
     assert exported["caveat"] in told
     assert "differentially private for every data set in zero-out adjacency, trusting the shuffler alone" in exported["quote"]
     assert "not private" in exported["caveat"]

@@ -128,6 +128,12 @@ def test_opacus_still_has__module():
     assert GradSampleModule.__module__.startswith(opacus_compat.WRAPPING_PACKAGES)
 
 
+def test_opacus_still_makes_accountants_by_a_table_of_their_names():
+    assert {"rdp", "prv", "gdp", "shuffle_gauss"} <= set(opacus_compat.ACCOUNTANTS)
+    for name in opacus_compat.ACCOUNTANTS:
+        assert opacus.accountants.create_accountant(name).mechanism() == name
+
+
 def test_the_stock_engine_still_has_its_loader_and_unread_keywords_in_a_frame_above_its_step_hook():
     found = []
 

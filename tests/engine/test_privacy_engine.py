@@ -103,6 +103,12 @@ def test_calibration_never_overshoots_and_is_close(name, way, bound):
     assert engine.accountant.emulated is (way.get("local_noise") is False)
 
 
+@pytest.mark.parametrize("wrong", ["shuffled_chekin", "", "PRV"])
+def test_a_misspelt_accountant_lists_those_that_there_are(wrong):
+    with pytest.raises(ValueError, match=f"accountant must be one of .*'prv'.*'shuffled_checkin'.*, got '{wrong}'"):
+        PrivacyEngine(accountant=wrong)
+
+
 def test_opacus_own_accountants_work_as_before():
     for name in ("rdp", "prv"):
         engine = PrivacyEngine(accountant=name)
