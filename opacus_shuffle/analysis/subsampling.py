@@ -13,6 +13,7 @@ given that k users came, where it is k/n; Theorem 3's "if Eq. 12 decreases with 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -82,6 +83,7 @@ def _slacks(chernoff_slack: float | None, expected_reports: float, max_order: in
     return [float(chernoff_slack)]
 
 
+@functools.lru_cache(maxsize=1024)
 def _theorem_2(sigma: float, reports: int, rate: float, max_order: int) -> Vector:
     """Returns Eq. 10 before its factor 1/(λ − 1): bounds on log E[R^λ] for λ = 0, …, ``max_order``."""
     shuffled = log_moments(noise_multiplier=sigma, num_users=reports, max_order=max_order)
@@ -95,6 +97,7 @@ def _theorem_2(sigma: float, reports: int, rate: float, max_order: int) -> Vecto
     for order in range(2, max_order + 1):
         total = logsumexp(terms[2 : order + 1] - factorials[order - 2 :: -1]) + factorials[order]
         bounds[order] = np.logaddexp(0.0, total)
+    bounds.setflags(write=False)
     return bounds
 
 
