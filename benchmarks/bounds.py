@@ -14,6 +14,12 @@ import resource
 import time
 import warnings
 
+import opacus
+
+from opacus_shuffle import compute_epsilon
+from opacus_shuffle.accountants import compute_baseline
+from opacus_shuffle.accountants.mechanisms import MECHANISMS
+
 SETTINGS = {
     "SG Table 1, 1 round": ("shuffle_gauss", dict(noise_multiplier=9.48, num_users=60_000, steps=1, delta=1 / 60_000)),
     "SG Table 1, 7 rounds": ("shuffle_gauss", dict(noise_multiplier=9.48, num_users=60_000, steps=7, delta=1 / 60_000)),
@@ -33,21 +39,15 @@ BOUNDS = ("pair", "certified", "published", "local", "secure_aggregation", "cent
 
 def opacus_prv(run: dict[str, float], eps_error: float) -> float:
     """Opacus's PRV accountant for DP-SGD with the noise √(γn)·σ."""
-    from opacus.accountants import PRVAccountant
-
     rate = run.get("sample_rate", 1.0)
     noise = math.sqrt(rate * run["num_users"]) * run["noise_multiplier"]
-    accountant = PRVAccountant()
+    accountant = opacus.accountants.PRVAccountant()
     accountant.history = [(noise, min(rate, 1 - 1e-12), run["steps"])]  # its formulas divide by zero at rate 1
     return accountant.get_epsilon(run["delta"], eps_error=eps_error)
 
 
 def measure(bound: str, mechanism: str, run: dict[str, float], eps_error: float) -> tuple[float, float, float]:
     """ε, seconds, and MiB of memory on top of the imports."""
-    import opacus_shuffle
-    from opacus_shuffle.accountants import compute_baseline
-    from opacus_shuffle.accountants.mechanisms import MECHANISMS
-
     warnings.simplefilter("ignore")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
@@ -58,7 +58,7 @@ def measure(bound: str, mechanism: str, run: dict[str, float], eps_error: float)
         rounds = [(MECHANISMS[mechanism](**numbers), run["steps"])]
         epsilon = compute_baseline(rounds, delta=run["delta"], baseline=bound).epsilon
     else:
-        epsilon = opacus_shuffle.compute_epsilon(mechanism, bound=bound, **run)
+        epsilon = compute_epsilon(mechanism, bound=bound, **run)
     seconds = time.perf_counter() - start
     return epsilon, seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
