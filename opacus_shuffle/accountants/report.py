@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from opacus_shuffle.accountants.bounds.registry import Rounds, baselines_of, bounds_of, find_bound, kind_of, ladder
+from opacus_shuffle.accountants.bounds.registry import Rounds, Style, baselines_of, bounds_of, find_bound, kind_of, ladder
 from opacus_shuffle.accountants.communication import sent_per_user
 from opacus_shuffle.accountants.origins import rewound_sentence
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound, finite
@@ -142,7 +142,8 @@ class PrivacyReport:
     def __repr__(self) -> str:
         if self.predictable:
             return f"<PrivacyReport: {self._title()}; not private: {', '.join(self.predictable)}>"
-        return f"<PrivacyReport: {self._title()}; to quote: epsilon = {round_up(self.best.epsilon)} ({self.best.bound})>"
+        worth = "to quote" if self.best.guarantee is Guarantee.PROVED else self.best.guarantee.value
+        return f"<PrivacyReport: {self._title()}; {worth}: epsilon = {round_up(self.best.epsilon)} ({self.best.bound})>"
 
     def __str__(self) -> str:
         table = text_table(HEAD, self._cells(), right=("epsilon",))
@@ -180,19 +181,19 @@ class PrivacyReport:
             except ImportError as error:
                 raise ImportError("plot needs matplotlib: pip install 'opacus_shuffle[plots]'") from error
             ax = plt.subplots(figsize=(9.0, 4.6), layout="constrained")[1]
-        found = epsilons_over_rounds(self.rounds, delta=self.delta, adjacency=self.adjacency, orders=self.orders)
+        found = self._curves()
         curves = {name: [(count, epsilon) for count, epsilon in points if epsilon > 0] for name, points in found.items()}
         for name, points in curves.items():
-            entry = find_bound(self.kind, name, baseline=name in baselines_of(self.kind))
+            style, said = self._line(name)
             ax.plot(
                 [count for count, _ in points],
                 [epsilon for _, epsilon in points],
-                color=entry.style.color,
-                linestyle=entry.style.line,
-                marker=entry.style.marker,
+                color=style.color,
+                linestyle=style.line,
+                marker=style.marker,
                 markersize=4,
                 linewidth=1.6,
-                label=f"{name}: {entry.legend or entry.covers}",
+                label=f"{name}: {said}",
             )
         low, high = (dict(curves.get(name, ())) for name in ("pair", "certified"))
         both = [count for count in low if count in high]
@@ -213,6 +214,20 @@ class PrivacyReport:
         ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False)
         return ax
 
+    def _curves(self) -> dict[str, list[tuple[int, float]]]:
+        """(rounds, ε) of every bound."""
+        return epsilons_over_rounds(self.rounds, delta=self.delta, adjacency=self.adjacency, orders=self.orders)
+
+    def _line(self, name: str) -> tuple[Style, str]:
+        """How a bound's curve looks, and what the legend says of it."""
+        entry = find_bound(self.kind, name, baseline=name in baselines_of(self.kind))
+        return entry.style, entry.legend or entry.covers
+
+    def _left_out(self) -> list[str]:
+        """The bounds that have no value here."""
+        shown = {bound.bound for bound in self.bounds}
+        return [name for name in (*bounds_of(self.kind), *baselines_of(self.kind)) if name not in shown]
+
     def _title(self) -> str:
         first = self.bounds[0]
         rounds = f"{first.rounds:,} round{'s' if first.rounds > 1 else ''}"
@@ -230,6 +245,8 @@ class PrivacyReport:
         """The number to quote, and what it means to someone who has never heard of the shuffle model."""
         best = self.best
         quote = f"To quote: epsilon = {round_up(best.epsilon)} at delta = {best.delta:.3g} ({best.bound})"
+        if best.guarantee is not Guarantee.PROVED:
+            return f"{quote.removeprefix('To quote: ')}, {best.guarantee.value}: it is about {best.covers}."
         if best.epsilon > WEAK:
             weak = f"{quote}, which protects next to nothing (above {WEAK:g})."
             gained = all(bound.bound != "local" or best.epsilon < bound.epsilon for bound in self.bounds)
@@ -270,11 +287,9 @@ class PrivacyReport:
             if bound.lower and bound.epsilon > 0:
                 text += f" (between {round_down(bound.lower)} and {round_up(bound.epsilon)})"
             terms.append((bound.bound, text))
-        kind, shown = self.kind, {bound.bound for bound in self.bounds}
-        left_out = [name for name in (*bounds_of(kind), *baselines_of(kind)) if name not in shown]
-        if left_out:
+        if left_out := self._left_out():
             terms.append((", ".join(left_out), f"left out: no value for {self.adjacency} adjacency"))
-        changed = kind.zeroed if self.adjacency is Adjacency.ZERO_OUT else "one record is any other record"
+        changed = self.kind.zeroed if self.adjacency is Adjacency.ZERO_OUT else "one record is any other record"
         terms.append((self.adjacency, f"compared with a run in which {changed}"))
         used = {bound.guarantee for bound in self.bounds}
         terms += [(guarantee.name, guarantee.value) for guarantee in Guarantee if guarantee in used]
@@ -289,7 +304,8 @@ def promise(bound: PrivacyBound) -> str:
     """
     if bound.guarantee is not Guarantee.PROVED:
         raise ValueError(
-            f"bound must be proved for every data set, got {bound.bound!r}, {bound.guarantee.value}: take 'certified'"
+            f"bound must be proved for every data set, got {bound.bound!r}, {bound.guarantee.value}: take "
+            "'certified', or 'prv' of Opacus's own accountants"
         )
     name = "zero-out" if bound.adjacency is Adjacency.ZERO_OUT else "replacement"
     alone = "nobody" if bound.trusted == "nobody" else f"{bound.trusted} alone"

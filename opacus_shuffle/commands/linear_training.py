@@ -15,7 +15,7 @@ from opacus_shuffle.accountants.calibrate import smallest_noise
 from opacus_shuffle.accountants.communication import sent_per_user
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, unshuffled_epsilon
 from opacus_shuffle.commands.kinds_of_trust import CLASSES, Kind, Outcome
-from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Guarantee, PrivacyBound
+from opacus_shuffle.core.guarantees import PrivacyBound
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 
 CLIPPING_NORM = 0.5
@@ -81,10 +81,9 @@ def train_kind(
             optimizer.step()
             optimizer.zero_grad()
             on_round()
-    steps = epochs * len(loader)
     return Outcome(
         kind=kind,
-        bound=_spent(kind, engine, delta, steps),
+        bound=_spent(kind, engine, delta),
         accuracy=_accuracy(network, test_set),
         bytes_per_user=_bytes_per_user(engine, network),
         noise_multiplier=float(optimizer.noise_multiplier),
@@ -101,23 +100,9 @@ def _unshuffled_noise(records: int, rounds: int, *, target_epsilon: float, targe
     return smallest_noise(spent, target_epsilon=target_epsilon)
 
 
-def _spent(kind: Kind, engine: PrivacyEngine, delta: float, steps: int) -> PrivacyBound:
+def _spent(kind: Kind, engine: PrivacyEngine, delta: float) -> PrivacyBound:
     """ε spent and its meaning."""
-    if kind.accountant != "prv":
-        return next(bound for bound in engine.privacy_report(delta).bounds if bound.bound == kind.bound)
-    return PrivacyBound(
-        "prv",
-        kind.bound,
-        engine.get_epsilon(delta),
-        delta,
-        "zero_out",
-        Guarantee.PROVED,
-        EVERY_DATA_SET,
-        rounds=steps,
-        trusted="the server",
-        adversary="sees the noised sum of every round",
-        meaning="DP-SGD of Poisson samples by Opacus's accountant of privacy loss distributions",
-    )
+    return next(bound for bound in engine.privacy_report(delta).bounds if bound.bound == kind.bound)
 
 
 def _bytes_per_user(engine: PrivacyEngine, network: nn.Linear) -> int | None:

@@ -143,9 +143,14 @@ class CheckpointMixin(opacus.PrivacyEngine):
         self._opacus_history = self._opacus_history or OpacusHistory()
         return self._opacus_history.another_round(accountant)
 
+    @property
+    def rewound(self) -> int:
+        """Rounds that ran and are no longer accounted by one of Opacus's own accountants; the others count them themselves."""
+        return 0 if self._opacus_history is None else self._opacus_history.rewound(self.accountant)
+
     def warn_if_rewound(self) -> None:
         """Says so where rounds that ran are no longer accounted by one of Opacus's own accountants; the others say it."""
-        if self._opacus_history is not None and (left_out := self._opacus_history.rewound(self.accountant)):
+        if left_out := self.rewound:
             warnings.warn(rewound_sentence(left_out), PrivacyAssumptionWarning, stacklevel=3)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -28,7 +28,9 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants import ShuffleAccountant
 from opacus_shuffle.accountants.forgotten_flags import little_noise
+from opacus_shuffle.accountants.opacus_report import OpacusReport
 from opacus_shuffle.accountants.report import PrivacyReport, not_private
+from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.opacus_compat import ACCOUNTANTS, let_optimizers_draw_system_noise
 from opacus_shuffle.core.system_randomness import SystemGenerator
 from opacus_shuffle.core.validation import boolean, instance_of, integer, one_of, open_unit_interval, reject_unknown
@@ -54,6 +56,8 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
     dataset: Any  # Opacus's, untyped
     seed: int | None = None
     runs: int = 0
+    poisson: bool = True  # of runs by Opacus's own accountants, like the next one: ours know it themselves
+    predictable: tuple[str, ...] = ()
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False, seed: int | None = None, **keywords: Any) -> None:
         one_of("accountant", instance_of("accountant", accountant, (str,)), ACCOUNTANTS)
@@ -240,16 +244,21 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
             adjacency: ``"zero_out"`` or ``"replace"``.
 
         Raises:
-            ValueError: If δ is out of range, nothing ran yet, or the accountant is one of Opacus's own.
+            ValueError: If δ is out of range, nothing ran yet, or the accountant, one of Opacus's own, has no value for it.
         """
-        if not isinstance(self.accountant, ShuffleAccountant):
-            raise ValueError(
-                f"privacy_report needs a shuffle accountant, got {self.accountant.mechanism()!r}: use get_epsilon(delta)"
-            )
         open_unit_interval("delta", delta)
         if not len(self.accountant):
             raise ValueError("privacy_report has nothing to report: no training step was taken yet")
-        return self.accountant.report(delta, adjacency=adjacency)
+        if isinstance(self.accountant, ShuffleAccountant):
+            return self.accountant.report(delta, adjacency=adjacency)
+        if Adjacency(adjacency) is not Adjacency.ZERO_OUT:
+            raise ValueError(
+                f"accountant {self.accountant.mechanism()!r} has an epsilon for zero_out alone, got adjacency={adjacency!r}: "
+                "leave it out, or use a shuffle accountant"
+            )
+        return OpacusReport(
+            self.accountant, delta=delta, poisson=self.poisson, rewound=self.rewound, predictable=self.predictable
+        )
 
 
 class PrivacyEngine(ShuffleMixin, opacus.PrivacyEngine):

@@ -362,8 +362,6 @@ def test_the_report_shows_every_bound_and_refuses_when_nothing_ran():
     engine = PrivacyEngine(accountant="shuffled_checkin")
     with pytest.raises(ValueError, match="nothing to report"):
         engine.privacy_report(1e-5)
-    with pytest.raises(ValueError, match="shuffle accountant"):
-        PrivacyEngine(accountant="rdp").privacy_report(1e-5)
     model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0)
     run_epoch(model, optimizer, loader)
     printed = str(engine.privacy_report(1e-5))

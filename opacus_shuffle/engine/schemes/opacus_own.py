@@ -146,7 +146,10 @@ class OpacusOwn(Scheme):
 
     def describe(self, run: Run) -> None:
         """Warns where batches are not what Opacus's accountants assume; all else they learn from the step hook."""
+        engine = self.engine
+        engine.predictable = tuple(dict.fromkeys((*engine.predictable, *self.predictable(run))))
         if run.sampling.kind == "own":
+            engine.poisson = False
             warnings.warn(
                 f"poisson_sampling=False: {self.name} accounts for Poisson samples, which the batches of this data loader are "
                 "not, and nobody sees how often each is stepped on, so that no ε of it is a guarantee; leave it out, or use "

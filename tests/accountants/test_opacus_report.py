@@ -1,0 +1,116 @@
+"""What is reported of runs that Opacus's own accountants account for."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+
+import pytest
+from helpers.toy import make_toy, run_epoch
+from opacus.accountants import IAccountant, PRVAccountant, RDPAccountant
+
+from opacus_shuffle import Guarantee, PrivacyEngine
+from opacus_shuffle.accountants.opacus_report import OpacusReport
+from opacus_shuffle.core.tables import WIDTH
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+NAMES = ("rdp", "prv", "gdp")
+
+
+def trained(name, *, noise_multiplier=2.0, seed=None, **keywords):
+    engine = PrivacyEngine(accountant=name, seed=seed)
+    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=noise_multiplier, **keywords)
+    run_epoch(model, optimizer, loader)
+    return engine
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_report_holds_the_accountant_s_own_epsilon_with_what_it_is_worth(name):
+    engine = trained(name)
+    report = engine.privacy_report(1e-5)
+    (bound,) = report.bounds
+    assert (bound.epsilon, bound.rounds, bound.trusted) == (engine.get_epsilon(1e-5), 4, "the server")
+    assert bound.guarantee is (Guarantee.ESTIMATE if name == "gdp" else Guarantee.PROVED)
+    assert max(map(len, str(report).splitlines())) <= WIDTH
+    assert ("To quote" in str(report)) is (name != "gdp")
+    assert ("to quote" in repr(report)) is (name != "gdp")
+    assert f"\n{bound.guarantee.name} " in str(report)
+    found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert found["settings"] == [{"noise_multiplier": 2.0, "sample_rate": 0.25, "rounds": 4}]
+    assert (found["noise_of_sum"], found["noise_of_mean"]) == (2.0, None)
+    assert name in report._repr_html_()
+
+
+def test_a_proved_epsilon_makes_a_sentence_and_an_estimate_makes_none():
+    assert "trusting the server alone" in trained("rdp").privacy_report(1e-5).statement()
+    with pytest.raises(ValueError, match=r"got 'gdp', an approximation, no guarantee: .*'prv'"):
+        trained("gdp").privacy_report(1e-5).statement()
+
+
+def test_batches_that_were_no_poisson_samples_have_no_guarantee():
+    report = trained("rdp", poisson_sampling=False).privacy_report(1e-5)
+    assert report.best.guarantee is Guarantee.ESTIMATE
+    assert "Poisson samples, which these batches were not" in " ".join(str(report).split())
+
+
+def test_a_seed_is_told_and_so_are_rounds_that_were_left_out():
+    report = trained("rdp", seed=0).privacy_report(1e-5)
+    assert report.to_dict()["predictable"] == ["seed=0"]
+    assert "not private" in str(report)
+    assert "not private" in repr(report)
+    left_out = OpacusReport(trained("rdp").accountant, delta=1e-5, rewound=3)
+    assert "3 rounds that ran are left out" in " ".join(str(left_out).split())
+
+
+def test_rounds_that_were_set_away_by_hand_are_told_by_the_engine_s_report():
+    engine = trained("rdp")
+    assert engine.privacy_report(1e-5).rewound == 0
+    engine.accountant.history = [(2.0, 0.25, 1)]
+    assert engine.privacy_report(1e-5).rewound == 4
+
+
+@pytest.mark.parametrize("name", ["rdp", "prv"])
+def test_the_curve_ends_at_the_epsilon_of_the_table_and_never_falls(name):
+    report = trained(name).privacy_report(1e-5)
+    (points,) = report._curves().values()
+    assert points[-1] == (4, report.best.epsilon)
+    assert [epsilon for _, epsilon in points] == sorted(epsilon for _, epsilon in points)
+    axes = report.plot()
+    assert [name in text.get_text() for text in axes.get_legend().get_texts()] == [True]
+
+
+def test_what_has_no_epsilon_is_refused_by_name():
+    engine = trained("rdp", noise_multiplier=0)
+    with pytest.raises(ValueError, match="'rdp' knows no finite epsilon here, got inf"):
+        engine.privacy_report(1e-5)
+    engine = trained("rdp")
+    with pytest.raises(ValueError, match="zero_out alone, got adjacency='replace'"):
+        engine.privacy_report(1e-5, adjacency="replace")
+    for wrong in ("x", None):
+        with pytest.raises(ValueError, match="adjacency must be one of"):
+            engine.privacy_report(1e-5, adjacency=wrong)
+    with pytest.raises(ValueError, match="nothing to report"):
+        PrivacyEngine(accountant="prv").privacy_report(1e-5)
+
+
+def test_an_accountant_from_elsewhere_is_refused_for_nobody_knows_what_its_epsilon_is_worth():
+    class Mine(RDPAccountant):
+        pass
+
+    accountant = Mine()
+    accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    assert isinstance(accountant, IAccountant)
+    with pytest.raises(ValueError, match=r"prv, rdp and gdp, got 'rdp': use get_epsilon"):
+        OpacusReport(accountant, delta=1e-5)
+
+
+def test_a_report_changes_nothing_of_the_accountant_and_warns_of_nothing_itself():
+    accountant = PRVAccountant()
+    accountant.history = [(1.0, 0.1, 3), (2.0, 0.1, 2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = OpacusReport(accountant, delta=1e-5)
+    assert accountant.history == [(1.0, 0.1, 3), (2.0, 0.1, 2)]
+    assert (report.best.rounds, report.noisiest.noise_multiplier) == (5, 2.0)
+    assert math.isclose(report.best.epsilon, accountant.get_epsilon(1e-5), rel_tol=0)
