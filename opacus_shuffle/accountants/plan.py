@@ -20,8 +20,9 @@ from typing import Any
 
 from opacus_shuffle.accountants.bounds.registry import Bound, ask, baselines_of, find_bound
 from opacus_shuffle.accountants.calibrate import least_within, noise_within
+from opacus_shuffle.accountants.communication import Communication, sent_per_user
 from opacus_shuffle.accountants.mechanism import MECHANISMS, Mechanism
-from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound
+from opacus_shuffle.core.guarantees import SHUFFLER, Adjacency, Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.tables import paragraph, text_table
 from opacus_shuffle.core.validation import integer, open_unit_interval, positive, reject_unknown, sampling_rate
@@ -39,7 +40,7 @@ UNKNOWN_DIMENSION = (
     "a trusted server and trust a shuffler alone."
 )
 
-HEAD = ("trusted", "mechanism", "noise", "on mean", "server's", "users", "rounds")
+HEAD = ("trusted", "mechanism", "noise", "on mean", "server's", "users", "rounds", "bits")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,7 @@ class PlannedRun:
         users_needed: n from which on the mean gradient is no noisier than that of the server at the n asked for, to one
             percent; None if no population up to 10¹² is enough.
         steps_possible: T up to which it is no noisier than the server's at the T asked for; 0 if it is in the first round.
+        sent: What one user sends over all rounds; None where it sends its record, once, or the dimension is not known.
     """
 
     trusted: str
@@ -67,6 +69,7 @@ class PlannedRun:
     server_noise_multiplier: float
     users_needed: int | None
     steps_possible: int
+    sent: Communication | None
 
     @property
     def mechanism(self) -> str:
@@ -83,6 +86,7 @@ class PlannedRun:
         names = ("trusted", "mechanism", "reports", "noise_of_sum", "noise_of_mean", "server_noise_multiplier")
         return {
             **{name: getattr(self, name) for name in (*names, "users_needed", "steps_possible")},
+            **(self.sent.to_dict() if self.sent else {}),
             "noise_multiplier": self.round.noise_multiplier,
             "epsilon": self.bound.epsilon,
             "bound": self.bound.bound,
@@ -119,12 +123,13 @@ class Plan:
     def __str__(self) -> str:
         cells = [
             (
-                row.trusted,
+                row.trusted.removeprefix("the "),
                 *((row.mechanism, round_up(row.round.noise_multiplier)) if row is not self.rows[-1] else ("DP-SGD", "")),
                 round_up(row.noise_of_mean, 3),
                 round_up(row.server_noise_multiplier, 3),
                 _short(row.users_needed),
                 f"{row.steps_possible:,}",
+                "" if row is self.rows[-1] or (bits := row.round.bits_per_coordinate) is None else f"{bits:,}",
             )
             for row in self.rows
         ]
@@ -135,8 +140,17 @@ class Plan:
         lines = [*paragraph(title), "", *text_table(HEAD, cells, right=HEAD[2:]), ""]
         for term, text in _GLOSSARY.items():
             lines += paragraph(text, term=term, indent=max(map(len, _GLOSSARY)) + 2)
+        lines += ["", *paragraph(self._users())]
         lines += ["", *paragraph(UNKNOWN_DIMENSION if self.dimension is None else self._signal())]
         return "\n".join(lines)
+
+    def _users(self) -> str:
+        """Where all users report, and what the least noisy way that trusts no server takes of each."""
+        rows = [row for row in self.rows[:-1] if row.round.reporting_rate == 1]
+        everyone = f"{', '.join(dict.fromkeys(row.mechanism for row in rows))}: all users report in every round."
+        sending = [row for row in self.rows if row.trusted == SHUFFLER and row.sent]
+        best = min(sending, key=lambda row: row.noise_of_mean, default=None)
+        return everyone if best is None else f"{everyone} By {best.mechanism}: {best.sent}"
 
     def _signal(self) -> str:
         """How long the noise is beside the longest mean gradient that there can be."""
@@ -154,6 +168,7 @@ _GLOSSARY = {
     "noisy: train so with Opacus alone to see the accuracy that this row reaches",
     "users": "how many users make the mean gradient no noisier than the trusted server's is here",
     "rounds": "how many rounds at most leave it no noisier than the trusted server's is here; 0: not even one does",
+    "bits": "what a user sends for each coordinate, in every round that it takes part in; a server is handed the record once",
     "zero_out": Adjacency.ZERO_OUT.meaning,
 }
 
@@ -227,6 +242,7 @@ def plan(
             server_noise_multiplier=round_.noise_of_mean * num_users * sample_rate,
             users_needed=way.users_needed(round_, server),
             steps_possible=way.steps_possible(round_, server),
+            sent=sent_per_user([(round_, count)], dimension=dimension) if round_ is not chosen[-1][1] else None,
         )
         for way, round_ in chosen
     ]

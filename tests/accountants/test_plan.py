@@ -9,9 +9,11 @@ import pytest
 from opacus.accountants import PRVAccountant
 
 from opacus_shuffle.accountants.bounds.registry import compute_baseline, compute_bound
+from opacus_shuffle.accountants.communication import sent_per_user
 from opacus_shuffle.accountants.plan import COARSE, TOLERANCE, plan
 from opacus_shuffle.commands import plan as plan_command
 from opacus_shuffle.commands.main import main
+from opacus_shuffle.core.tables import WIDTH
 
 ASKED = {"num_users": 400, "steps": 3, "target_epsilon": 10.0, "target_delta": 1e-5, "sample_rate": 0.25, "dimension": 50}
 FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in ASKED.items()]
@@ -99,6 +101,21 @@ def test_without_a_dimension_what_must_know_it_is_left_out_and_everyone_in_every
         ("the aggregation", "shuffle_gauss"),
         ("the server", "shuffle_gauss"),
     ]
+
+
+@pytest.mark.zoo
+def test_every_row_but_the_server_s_says_what_a_user_sends(found):
+    *rows, server = found.rows
+    assert server.sent is None
+    for row in rows:
+        assert row.sent == sent_per_user([(row.round, 3)], dimension=50)
+    gaussian, sums = rows[1], rows[3]
+    assert (gaussian.to_dict()["bytes_per_user"], gaussian.to_dict()["bits_per_coordinate"]) == (3 * 50 * 4, 32)
+    printed = " ".join(str(found).split())
+    assert "shuffle_gauss, shuffled_sums: all users report in every round." in printed
+    assert f"By shuffled_sums: {sums.sent}" in printed
+    assert max(map(len, str(found).splitlines())) <= WIDTH
+    assert "zero_out compared with a run in which one record reports zero" in printed
 
 
 @pytest.mark.parametrize(
