@@ -5,7 +5,7 @@
 >>> [row["bound"] for row in report.to_dict()["bounds"]]
 ['local', 'certified', 'published', 'pair', 'secure_aggregation', 'central']
 >>> round(report.best.epsilon, 5)
-0.00295
+0.00293
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@
 ...     optimizer.step()
 ...     optimizer.zero_grad()
 >>> round(engine.get_epsilon(1e-5, bound="certified"), 3)
-0.366
+0.347
 """
 
 from __future__ import annotations

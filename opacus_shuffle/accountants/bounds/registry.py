@@ -8,7 +8,7 @@ accounts or calibrates by it.
 >>> rounds = [(ShuffleGauss(noise_multiplier=9.48, num_users=60_000), 7)]
 >>> answer = compute_bound(rounds, delta=1 / 60_000)
 >>> round(answer.epsilon, 7), answer.guarantee.name, answer.proof
-(0.002947, 'PROVED', 'truncated clones')
+(0.0029256, 'PROVED', 'truncated clones')
 """
 
 from __future__ import annotations
