@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from opacus_shuffle.core.progress import enter_phase, progress
-from opacus_shuffle.core.validation import boolean, instance_of, integer, positive
+from opacus_shuffle.core.validation import boolean, instance_of, integer, one_of, positive
 from opacus_shuffle.protocols.calibration import noise_variance
 from opacus_shuffle.protocols.random_words import draws_of
 from opacus_shuffle.protocols.statement import PrivacyStatement
@@ -46,7 +46,8 @@ class Choices:
     inverse_step_sizes: Sequence[float] | None = None
     rounds: int | None = None
     step_size: float | None = None
-    average: bool = True
+    steps: str = "proved"
+    average: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "rounds"):
@@ -56,7 +57,9 @@ class Choices:
             raise ValueError(f"rounds must not exceed {_MOST_ROUNDS:,}, got {self.rounds!r}: take fewer")
         if self.step_size is not None:
             object.__setattr__(self, "step_size", positive("step_size", self.step_size))
-        boolean("average", self.average)
+        one_of("steps", self.steps, ("proved", "practical"))
+        average = self.steps == "proved" if self.average is None else boolean("average", self.average)
+        object.__setattr__(self, "average", average)
         if self.batches is not None and self.batch_size is not None:
             raise ValueError(f"batch_size must be left out where batches are given, got batch_size={self.batch_size!r}")
         if self.inverse_step_sizes is not None:
@@ -80,7 +83,7 @@ class Phase:
 
 
 class Plan(NamedTuple):
-    """All that a phase needs but the data; ``steps`` are η, or L_1, …, L_T; ``bound`` leaves out what smoothing costs."""
+    """All that a phase needs but the data; ``steps`` are η_1, …, or L_1, …, L_T; ``bound`` leaves out what smoothing costs."""
 
     gradients: BoundedGradients
     steps: list[float]

@@ -86,11 +86,11 @@ BOTH = {"problem": None, "budget": None}
 @pytest.mark.parametrize(
     ("solver", "options"),
     [
-        (sco.shuffle_sgd, {"batch_size": 10, "step_size": 0.1, "average": True}),
+        (sco.shuffle_sgd, {"batch_size": 10, "step_size": 0.1, "steps": "practical", "average": True}),
         (sco.shuffle_sgd, {"batches": [range(15), range(15, 30)]}),
         (sco.shuffle_accelerated_sgd, {"batch_size": 10, **STEPS}),
         (sco.shuffle_accelerated_sgd, {"batches": [range(15), range(15, 30)]}),
-        (sco.shuffle_gradient_descent, {"rounds": 2, "step_size": 0.1, "average": True}),
+        (sco.shuffle_gradient_descent, {"rounds": 2, "step_size": 0.1, "steps": "practical", "average": True}),
         (sco.shuffle_strongly_convex, {"strong_convexity": 0.1, "method": "accelerated", "phases": 2, "batch_size": 5}),
         (sco.shuffle_strongly_convex, {"strong_convexity": 0.1, "method": "gradient_descent", "phases": 2, "rounds": 2}),
         (sco.pan_private_accelerated_sgd, {"batch_size": 10, **STEPS}),
