@@ -142,7 +142,7 @@ def test_no_attack_on_a_replaced_record_beats_the_certificate(users, clones):
 @both_kinds
 def test_one_report_far_from_all_others_is_certified(sigma, users, delta, clones):
     # Others at −1, user 1 at 1 or 0. The adversary only asks: is any report above c? A report of user 1's that lies where
-    # clones of zero cannot is what the truncated clones' slack has to pay for, Φ(1/σ − t) of it.
+    # clones of zero cannot is what the truncated clones' slack has to pay for, Φ(1/σ − t) − Φ(−t) of it.
     epsilon = compute_epsilon(one_round(sigma, users), delta=delta, clones=clones)
     c = np.linspace(0, 9, 901)
     no_other = (users - 1) * np.log1p(-ndtr(-(c + 1) / sigma))
