@@ -36,7 +36,7 @@ def test_help_and_mistakes_need_neither_network_nor_opacus(line):
 
 @pytest.mark.parametrize("line", ["plan", "train --help", "train --accountant shufle_gauss", "compare --help", "audit --help"])
 def test_a_commands_own_help_and_mistakes_need_mechanisms_but_neither_network_nor_opacus(line):
-    assert set(eval(after(f"{command(line)}\n{HEAVY}"))) <= {"scipy.stats"}
+    assert eval(after(f"{command(line)}\n{HEAVY}")) == []
 
 
 @pytest.mark.parametrize("line", ["epsilon --mechanism shuffle_gauss", "report --mechanism shuffled_checkin --sample-rate 0.1"])

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import scipy  # whose statistics, half of the time of all imports, are loaded when first used
 from scipy.special import ndtri
-from scipy.stats import binom
 
 from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.mean_ratio import Vector
@@ -113,7 +113,7 @@ def _upward(noise: BinomialNoise, shift: int, epsilon: float) -> float:
         return 1.0
 
     def beyond(y: Vector) -> npt.NDArray[np.bool_]:  # whether P(B + k = y) > e^ε·P(B = y), which is so from one y on
-        moved, stayed = binom.pmf(y - shift, m, p), binom.pmf(y, m, p)
+        moved, stayed = scipy.stats.binom.pmf(y - shift, m, p), scipy.stats.binom.pmf(y, m, p)
         with np.errstate(divide="ignore", invalid="ignore"):
             larger = np.log(moved) - np.log(stayed) > epsilon
         return np.where((moved > 0) & (stayed > 0), larger, (moved > stayed) | ((moved == stayed) & (y > m * p)))
@@ -121,7 +121,7 @@ def _upward(noise: BinomialNoise, shift: int, epsilon: float) -> float:
     first = _first(beyond, shift, m + 1)
     # A step to either side too: the supremum is over all thresholds.
     thresholds = np.array([first - 2, first - 1, first], dtype=np.float64)
-    moved, stayed = binom.sf(thresholds - shift, m, p), binom.sf(thresholds, m, p)
+    moved, stayed = scipy.stats.binom.sf(thresholds - shift, m, p), scipy.stats.binom.sf(thresholds, m, p)
     with np.errstate(divide="ignore"):
         against = np.exp(np.minimum(np.log(stayed) + epsilon, 1.0))  # e^ε alone might overflow
     margin = noise.relative_error
@@ -154,22 +154,22 @@ def gaussian_bound(noise: BinomialNoise, *, shift: int, tail: float) -> Gaussian
     ends = np.append(np.arange(lowest - 1, highest, step, dtype=np.float64), float(highest))
     # The largest probability in a block (ends[i], ends[i + 1]]: at the end that is nearer to the mode, or the mode's own.
     mode = min(math.floor((m + 1) * p), m)
-    largest = binom.pmf(np.clip(mode, ends[:-1] + 1, ends[1:]), m, p)
+    largest = scipy.stats.binom.pmf(np.clip(mode, ends[:-1] + 1, ends[1:]), m, p)
     # Each tail where it is the smaller one. Single outcomes add up to it in a fifth of the time that SciPy's function takes,
     # with an error of 2^16 roundings (1e-11) at most.
     half = int(np.searchsorted(ends, m * p))
     if step == 1:
-        below = np.cumsum(np.append(binom.cdf(ends[0], m, p), largest[: half - 1]))
-        above = np.cumsum(np.append(binom.sf(ends[-1], m, p), largest[half:][::-1]))[::-1]
+        below = np.cumsum(np.append(scipy.stats.binom.cdf(ends[0], m, p), largest[: half - 1]))
+        above = np.cumsum(np.append(scipy.stats.binom.sf(ends[-1], m, p), largest[half:][::-1]))[::-1]
         smaller = np.concatenate([below, above])
     else:
-        smaller = np.concatenate([binom.cdf(ends[:half], m, p), binom.sf(ends[half:], m, p)])
+        smaller = np.concatenate([scipy.stats.binom.cdf(ends[:half], m, p), scipy.stats.binom.sf(ends[half:], m, p)])
     if min(smaller[0], smaller[-1]) <= 0:
         return GaussianBound(math.inf, tail)
     quantiles = ndtri(smaller) * np.where(np.arange(len(ends)) < half, 1.0, -1.0)
     densities = np.exp(-quantiles * quantiles / 2) / math.sqrt(2 * math.pi)
     slope = float(np.max(largest / np.minimum(densities[:-1], densities[1:]))) * (1 + noise.relative_error)
-    lost = binom.cdf(lowest + shift, m, p) + binom.sf(highest - shift, m, p)
+    lost = scipy.stats.binom.cdf(lowest + shift, m, p) + scipy.stats.binom.sf(highest - shift, m, p)
     return GaussianBound(slope, float(lost) * (1 + noise.relative_error))
 
 
@@ -178,7 +178,7 @@ def _largest_with_tail(noise: BinomialNoise, tail: float) -> int:
     """Returns the largest y with P(B ≤ y) ≤ tail; −1 if there is none."""
     m, p = noise.trials, noise.probability
     more = 1 + noise.relative_error
-    return _first(lambda y: binom.cdf(y, m, p) * more > tail, 0, math.ceil(m * p)) - 1
+    return _first(lambda y: scipy.stats.binom.cdf(y, m, p) * more > tail, 0, math.ceil(m * p)) - 1
 
 
 def _first(condition: Callable[[Vector], npt.NDArray[np.bool_]], low: int, high: int) -> int:
@@ -285,7 +285,7 @@ def _shift_distribution(each: BinomialSum, reflected: bool) -> RatioDistribution
 
 def _cell_masses(ends: Vector, trials: int, probability: float) -> Vector:
     """Returns P(ends[i] < B ≤ ends[i + 1]), from whichever tail is the smaller."""
-    below, above = binom.cdf(ends, trials, probability), binom.sf(ends, trials, probability)
+    below, above = scipy.stats.binom.cdf(ends, trials, probability), scipy.stats.binom.sf(ends, trials, probability)
     return np.where(below[1:] < 0.5, np.diff(below), -np.diff(above))
 
 

@@ -19,9 +19,9 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+import scipy  # whose statistics, half of the time of all imports, are loaded when first used
 from scipy.optimize import minimize_scalar
 from scipy.special import expit
-from scipy.stats import binom
 
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.analysis.mean_ratio import Vector
@@ -48,7 +48,7 @@ def _clone_counts(probability: float, num_users: int, tail: float, bins: int) ->
     first = np.arange(low, high + 1, width, dtype=np.float64)  # fewer clones hide worse: a bin counts as its low end
     last = np.minimum(first + (width - 1), high)
     most_likely = np.clip(math.floor((others + 1) * probability), first, last)  # of the bin: binomials are unimodal
-    return first, (last - first + 1) * binom.pmf(most_likely, others, probability)
+    return first, (last - first + 1) * scipy.stats.binom.pmf(most_likely, others, probability)
 
 
 def _hockey_stick(epsilon: float, local_epsilon: float, counts: Vector, masses: Vector) -> tuple[float, float]:
@@ -62,7 +62,7 @@ def _hockey_stick(epsilon: float, local_epsilon: float, counts: Vector, masses: 
     slope = math.tanh(epsilon / 2) / math.tanh(local_epsilon / 2) if epsilon > 0 else 0.0  # half of 5e-324 is 0
     threshold = min((1 + slope) / 2, 1.0)
     k = np.ceil((counts + 1) * threshold)  # rounded the wrong way at a tie it costs nothing: there P = e^ε·Q
-    beyond, at_edge = binom.sf(k - 1, counts, 0.5), binom.pmf(k - 1, counts, 0.5)
+    beyond, at_edge = scipy.stats.binom.sf(k - 1, counts, 0.5), scipy.stats.binom.pmf(k - 1, counts, 0.5)
     gain, loss = -math.expm1(epsilon - local_epsilon) * q * at_edge, math.expm1(epsilon) * beyond
     each = np.maximum(gain * (1 + MARGIN) - loss * (1 - MARGIN), 0.0)
     return float(masses @ each) * (1 + MARGIN), float(masses @ (beyond + (1 - q) * at_edge))

@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import scipy  # whose statistics, half of the time of all imports, are loaded when first used
 from scipy.optimize import minimize_scalar
 from scipy.special import log_ndtr, ndtr
-from scipy.stats import binom
 
 from opacus_shuffle.analysis import gaussian, privacy_loss
 from opacus_shuffle.analysis.mean_ratio import Vector
@@ -262,7 +262,7 @@ def _pools(
     elif each.sampling == "poisson":
         chance = gamma * probability
     others = trials - 1 if each.sampling == "fixed_size" else trials
-    inside, outside = binom(others, chance), binom(trials, chance)
+    inside, outside = scipy.stats.binom(others, chance), scipy.stats.binom(trials, chance)
     each_way = [_likely_range(number, chance, budget / 8) for number in (others, trials)]
     low = int(min(fewest for fewest, _ in each_way))
     high = min(int(max(most for _, most in each_way)) + 1, trials)
@@ -311,7 +311,7 @@ def _membership(
 def _likely_range(trials: Any, chance: float, probability: float) -> tuple[Any, Any]:
     """Returns whole numbers outside which a binomial lies with at most ``probability`` on either side."""
     if probability > 1e-12:
-        return binom.ppf(probability, trials, chance), binom.isf(probability, trials, chance)
+        return scipy.stats.binom.ppf(probability, trials, chance), scipy.stats.binom.isf(probability, trials, chance)
     # Quantiles of less than the rounding of 1 would come out as the number of trials: Bernstein's inequality instead.
     mean = trials * chance
     tail = -math.log(probability)

@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterable
 
 import numpy as np
-import scipy.stats
+import scipy  # whose statistics are loaded when first used
 
 from opacus_shuffle.accountants.bounds.registry import Answer, Rounds, register_bound
 from opacus_shuffle.accountants.mechanism import Mechanism
