@@ -119,7 +119,8 @@ def _guessed(
     """Returns a multiplier with ε in [target·(1 − tolerance), target], or ``lowest`` if that is enough, by secants; or None."""
     aim, last = 0.0, (0.0, 0.0)  # logarithms, over the target's
     for number in range(_MOST_GUESSES):
-        sigma = guess(target * math.exp(aim))
+        aimed = target * math.exp(aim)
+        sigma = guess(aimed) if aimed > 0 else None  # the smallest targets have nothing below them
         if sigma is None:
             return None
         epsilon = spent(sigma)

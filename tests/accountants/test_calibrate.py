@@ -125,3 +125,8 @@ def test_bad_numbers_are_refused_where_nan_came_out():
     ):
         with pytest.raises(ValueError, match="must"):
             bad()
+
+
+def test_a_target_that_nothing_lies_below_takes_a_noise_too():
+    sigma = compute_noise_multiplier("shuffle_gauss", num_users=2, steps=1, target_epsilon=1e-320, target_delta=1e-5)
+    assert compute_epsilon("shuffle_gauss", num_users=2, steps=1, noise_multiplier=sigma, delta=1e-5) <= 1e-320
