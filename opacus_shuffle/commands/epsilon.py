@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
         parser.add_argument("--target-epsilon", required=True, type=float, help="epsilon to stay within")
     if name in ("epsilon", "noise"):
         which = "which formula; only certified is proved for every data set, whatever the mechanism (default: certified)"
-        parser.add_argument("--bound", choices=flags.all_bounds(), default="certified", help=which)
+        parser.add_argument("--bound", default="certified", **flags.among(flags.all_bounds(), which))
     if name == "plot":
         parser.add_argument("-o", "--output", required=True, metavar="FILE", help="picture to write: .png, .pdf or .svg")
     else:

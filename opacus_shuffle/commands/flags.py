@@ -57,7 +57,7 @@ def add_settings(parser: argparse.ArgumentParser, settings: type) -> None:
 
 def add_run_flags(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
     """Adds what describes a run: the mechanism, all mechanisms' fields but some, rounds and adjacency."""
-    parser.add_argument("--mechanism", "--accountant", required=True, choices=MECHANISMS, help="what a round is")
+    parser.add_argument("--mechanism", "--accountant", required=True, **among(MECHANISMS, "what a round is"))
     for name, owners in all_fields().items():
         if name not in without:
             texts: dict[str, list[str]] = {}
@@ -73,6 +73,11 @@ def add_run_flags(parser: argparse.ArgumentParser, *, without: Collection[str] =
         default=Adjacency.ZERO_OUT.value,
         help="zero_out: a record's report becomes one of zero (the default); replace: the record becomes any other",
     )
+
+
+def among(choices: Collection[str], text: str) -> dict[str, Any]:
+    """Returns how a flag says its choices in its help, whose lines would be as long as all of them together otherwise."""
+    return {"choices": choices, "metavar": "NAME", "help": f"{text}; one of {', '.join(choices)}"}
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
@@ -156,7 +161,7 @@ def _add(parser: argparse.ArgumentParser, field: dataclasses.Field, owners: Iter
         options["action"] = argparse.BooleanOptionalAction
     else:
         options["metavar"] = field.metadata.get("metavar")
-        choices = field.metadata.get("choices")
-        options["choices"] = choices() if callable(choices) else choices
+        if choices := field.metadata.get("choices"):
+            options |= among(choices() if callable(choices) else choices, options["help"])
         options["type"] = numbers if tuple in kinds else number if kinds & {int, float} else str
     parser.add_argument(flag(field.name), *field.metadata.get("also", ()), **options)

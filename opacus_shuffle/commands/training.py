@@ -188,7 +188,7 @@ def seconds_per_gradient(network: nn.Module, records: int, shape: Sequence[int])
         begun = time.perf_counter()
         functional.cross_entropy(probe(x), y).backward()  # type: ignore[no-untyped-call]
         probe.zero_grad()
-        float(next(probe.parameters()).sum())  # waits for a GPU
+        next(probe.parameters()).sum().item()  # waits for a GPU
         taken.append(time.perf_counter() - begun)
     return min(taken) / records
 

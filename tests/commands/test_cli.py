@@ -10,6 +10,7 @@ import json
 import math
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -418,7 +419,13 @@ def test_so_many_steps_end_in_a_number_or_one_line(capsys):
 def test_how_long_training_takes_is_measured_without_touching_the_network_or_any_draw():
     network = SmallCNN(channels=1, size=28)
     before, state = copy.deepcopy(network.state_dict()), torch.get_rng_state()
-    assert 0 < seconds_per_gradient(network, 3, (1, 28, 28)) < math.inf
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Converting a tensor")  # which a user would read first of all
+            assert 0 < seconds_per_gradient(network, 3, (1, 28, 28)) < math.inf
+    finally:
+        torch.set_warn_always(False)
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     assert all(parameter.grad is None and not hasattr(parameter, "grad_sample") for parameter in network.parameters())
