@@ -106,7 +106,7 @@ class Comparison:
         """The quotation and the table, for a document."""
         lines = [HEAD, ["---"] * len(HEAD), *self.rows()]
         table = [f"| {' | '.join(line)} |" for line in lines]
-        return "\n".join([self.quote(), "", *table, "", self.caveat(), ""])
+        return "\n".join([self.quote(), "", *table, "", FOOT, "", self.caveat(), ""])
 
 
 def compare(settings: CompareSettings) -> Comparison:

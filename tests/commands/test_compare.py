@@ -81,6 +81,7 @@ def test_what_is_printed_fits_a_terminal_and_is_what_is_exported(ran):
     assert exported["private"] is False
     assert exported["quote"] in found.markdown()
     assert found.markdown().count("\n| ") == 6
+    assert "zero_out: compared with" in found.markdown()  # an epsilon is not quoted without what it compares
     for row, shown in zip(exported["rows"], found.rows(), strict=True):
         assert float(shown[2]) >= row["privacy"]["epsilon"]
         assert 0 <= row["test_accuracy"] <= 1
