@@ -4,7 +4,7 @@
 >>> epsilon = opacus_shuffle.compute_epsilon(
 ...     "shuffle_gauss", noise_multiplier=9.48, num_users=60_000, steps=7, delta=1 / 60_000)
 >>> round(epsilon, 5)
-0.00295
+0.00293
 
 Names are imported when first used. The accountants are registered with Opacus as soon as both packages are imported, in either
 order.

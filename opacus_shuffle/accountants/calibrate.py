@@ -95,22 +95,28 @@ def least_within(
         ValueError: If an argument is out of range, or as the bound.
     """
     target, delta = positive("target_epsilon", target_epsilon), open_unit_interval("delta", delta)
-    between, ends = Adjacency(adjacency), {"lowest": lowest, "highest": highest}
+    between = Adjacency(adjacency)
+    smallest = functools.partial(_smallest, lowest=lowest, highest=highest)
+    tried: dict[float, float] = {}
 
-    @functools.cache
     def spent(x: float) -> float:
-        return ask(entry, rounds(x), delta=delta, adjacency=adjacency).epsilon
+        if x not in tried:
+            tried[x] = ask(entry, rounds(x), delta=delta, adjacency=adjacency).epsilon
+        return tried[x]
 
     def guess(rough_target: float) -> float | None:
         assert entry.rough is not None
         rough = functools.partial(entry.rough, delta=delta, adjacency=between)
-        return _smallest(lambda x: rough(rounds(x)), rough_target, **ends, tolerance=_ROUGHLY)[0]
+        return smallest(lambda x: rough(rounds(x)), rough_target, tolerance=_ROUGHLY)[0]
 
     if entry.rough is not None:
         found = _guessed(spent, guess, target, lowest=lowest, tolerance=max(tolerance, CLOSE))
         if found is not None:
             return found, spent(found)
-    return _smallest(spent, target, **ends, tolerance=tolerance)
+        tolerance = max(tolerance, CLOSE / 10)
+    unsafe = max((x for x, epsilon in tried.items() if epsilon > target), default=math.inf)
+    safe = min((x for x, epsilon in tried.items() if epsilon <= target), default=-math.inf)
+    return smallest(spent, target, tolerance=tolerance, known=(unsafe, safe) if unsafe < safe else None)
 
 
 def _guessed(
@@ -176,9 +182,18 @@ def _enough(sigma: float | None, floor: float, target: float) -> float:
 
 
 def _smallest(
-    epsilon: Callable[[float], float], target: float, *, lowest: float, highest: float, tolerance: float
+    epsilon: Callable[[float], float],
+    target: float,
+    *,
+    lowest: float,
+    highest: float,
+    tolerance: float,
+    known: tuple[float, float] | None = None,
 ) -> tuple[float | None, float]:
-    """Returns the smallest noise multiplier, None if there is none, and the ε of the largest one that was tried."""
+    """Returns the smallest noise multiplier, None if there is none, and its ε or the largest one's.
+
+    ``known`` are one that is too small and one that is enough, if there are such.
+    """
 
     @functools.cache
     def spent(log_sigma: float) -> float:
@@ -195,7 +210,13 @@ def _smallest(
 
     bottom, top = math.log(lowest), math.log(highest)
     start, step = max(0.0, bottom), math.log(4)
-    unsafe, safe = bracket(excess, start, towards_safe=_steps(start, top, step), towards_unsafe=_steps(start, bottom, -step))
+    more, less = _steps(start, top, step), _steps(start, bottom, -step)
+    unsafe: float | None
+    safe: float | None
+    if known is None:
+        unsafe, safe = bracket(excess, start, towards_safe=more, towards_unsafe=less)
+    else:
+        unsafe, safe = math.log(known[0]), math.log(known[1]) + 1e-9  # enough also where logarithms are rounded
     if safe is None:
         return None, spent(top)
     if unsafe is None:
