@@ -18,7 +18,7 @@ SAMPLED_BATCH = 4000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One way to train, with settings that were chosen on mnist-5k by cross-validation within its training images.
+    """One way to train, with settings that were chosen on training images of mnist-5k.
 
     Attributes:
         trusted: Who must not be the adversary.

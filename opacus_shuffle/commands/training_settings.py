@@ -7,7 +7,7 @@ import dataclasses
 from opacus_shuffle.accountants.mechanisms import MECHANISMS, ShuffledWeights
 from opacus_shuffle.commands.flags import all_bounds, setting
 from opacus_shuffle.commands.image_datasets import DATASETS
-from opacus_shuffle.core.validation import one_of
+from opacus_shuffle.core.validation import one_of, positive
 from opacus_shuffle.protocols.calibration import ROUNDING_SHARE
 
 DEFAULT_NOISE_MULTIPLIER = 0.5  # local; the sum of B reports carries √B times as much
@@ -68,6 +68,8 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         mechanism = MECHANISMS[one_of("accountant", self.accountant, MECHANISMS)]
+        if self.target_epsilon is not None:
+            positive("target_epsilon", self.target_epsilon)
         if self.local_noise is None:
             object.__setattr__(self, "local_noise", mechanism.noise_is_local)
         if self.shuffle_weights is None:

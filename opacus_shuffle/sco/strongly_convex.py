@@ -72,7 +72,8 @@ def shuffle_strongly_convex(
     if convexity > (most := 2 * problem.lipschitz / problem.diameter) * (1 + 1e-9):
         raise ValueError(
             f"strong_convexity must not exceed 2 * lipschitz / diameter = {most:g} of the constraint set, got {convexity:g}: "
-            "no loss with gradients that short there curves so much; take a smaller one, a smaller set or a larger lipschitz"
+            "no loss with gradients that short curves so much across that diameter; take a smaller one, a smaller set or a "
+            "larger lipschitz"
         )
     objective = problem.objective
     if isinstance(objective, LinearObjective) and objective.link.lipschitz is not None:
