@@ -14,6 +14,7 @@ from typing import Any
 from opacus_shuffle.accountants.bounds.registry import compute_bound
 from opacus_shuffle.accountants.mechanism import Mechanism
 from opacus_shuffle.accountants.report import WEAK
+from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.core.rounding import round_up
 
 FLAGS = ("local_noise", "shuffle_weights", "aggregator", "rounding_share")
@@ -46,7 +47,7 @@ def little_noise(mechanism: Mechanism, noise_of_sum: float) -> str:
         noise_of_sum: The noise multiplier as it was passed.
     """
     sigma = mechanism.noise_multiplier
-    if sigma >= 1:  # a step of such reports costs less than WEAK, shuffled or not
+    if gaussian.compute_epsilon(mu=1 / sigma, delta=DELTA) <= WEAK:  # shuffled or not
         return ""
     spent = compute_bound([(mechanism, 1)], delta=DELTA).epsilon
     if spent <= WEAK:

@@ -41,8 +41,8 @@ _DISTANCES = {"zero_out": 1.0, "replace": 2.0}
 RESOLUTION = 0.04
 _LARGEST_STRETCH = 30.0
 """Truncated clones whose factor would be above e to this are of no use, and count as lost."""
-_FEWEST_CLONES = 1e-3
-"""Where a round has fewer than this on average, nothing is gained."""
+_SMALLEST_MARGIN, _FEWEST_CLONES = 0.5, 1e-3
+"""The smallest t that is tried. Where a round has fewer than this on average, nothing is gained."""
 _MOST_MARGINS, _SMALL_GAIN = 10, 3e-3
 """Another margin is tried until ε falls by less than this of itself."""
 MOST_USERS = 10**9
@@ -85,10 +85,12 @@ def smallest_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out
 
     The proof that promises less from afar is left out, half of the work, unless its promise is below what the other one found.
     """
+    unshuffled = unshuffled_epsilon(rounds, delta=delta, distance=_DISTANCES[adjacency])
+    if all(_clones(each, _SMALLEST_MARGIN) < _FEWEST_CLONES for each, _ in rounds):
+        return unshuffled, None
     promised = {clones: rough_epsilon(rounds, delta=delta, adjacency=adjacency, clones=clones) for clones in KINDS}
     first, second = sorted(KINDS, key=promised.__getitem__)
     best, proof = compute_epsilon(rounds, delta=delta, adjacency=adjacency, clones=first), first
-    unshuffled = unshuffled_epsilon(rounds, delta=delta, distance=_DISTANCES[adjacency])
     if promised[second] <= 1.05 * best or best >= unshuffled:
         other = compute_epsilon(rounds, delta=delta, adjacency=adjacency, clones=second)
         if other < best:
@@ -128,6 +130,11 @@ def clone_probability(noise_multiplier: float, margin: float) -> float:
     return math.exp(min(exponent, 0.0))
 
 
+def _clones(each: ShuffledRound, margin: float) -> float:
+    """Returns how many of the others in a round are clones, on average."""
+    return each.others * clone_probability(each.noise_multiplier, margin)
+
+
 @functools.lru_cache(maxsize=512)
 def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) -> float:
     """Returns ε by clones alone, at a margin t near the best one; ``inf`` where they are of no use.
@@ -147,7 +154,7 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) 
     best, good, too_low = math.inf, math.inf, 0.0
     for _ in range(_MOST_MARGINS):
         margin, _ = _best_margin(rounds, delta, clones, guess, distance)
-        if max(each.others * clone_probability(each.noise_multiplier, margin) for each, _ in rounds) < _FEWEST_CLONES:
+        if all(_clones(each, margin) < _FEWEST_CLONES for each, _ in rounds):
             break
         mixtures = [(_mixture(each, margin, clones, budget, tail, distance, few=few), count) for each, count in rounds]
         epsilon = privacy_loss.compute_epsilon(mixtures, delta=delta, slack=_slack(rounds, margin, clones, delta))
@@ -194,9 +201,6 @@ def _mass(start: float, length: float) -> float:
 def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float, distance: float) -> tuple[float, float]:
     """Returns a t near the best one at ε near ``guess``, as if the mixtures were Gaussian, and about the ε that it gives."""
 
-    def pool(each: ShuffledRound, margin: float) -> float:
-        return 1 + each.others * clone_probability(each.noise_multiplier, margin)
-
     def epsilon(margin: float) -> float:
         moved, unmoved = _slack(rounds, margin, clones, delta)
         left = delta - moved - math.exp(min(guess, 600.0)) * unmoved
@@ -204,7 +208,7 @@ def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float, dis
             return 1e9 - 1e7 * margin
         variance = 0.0
         for each, count in rounds:
-            size = pool(each, margin)
+            size = 1 + _clones(each, margin)
             stretch = math.exp(min(-float(log_ndtr(margin)) * size, 10.0)) if clones == "truncated" else 1.0
             u = each.noise_multiplier**-2
             spread = math.expm1(min(u, 600.0)) if distance == 1 else 4 * math.sinh(min(u, 600.0))
@@ -212,7 +216,7 @@ def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float, dis
         found = gaussian.compute_epsilon(mu=math.sqrt(variance), delta=left)
         return found if found > 0 else 1e-9 * (margin - 38.0)  # of the margins that cost nothing, the smallest
 
-    found = minimize_scalar(epsilon, bounds=(0.5, 38.0), method="bounded", options={"xatol": 1e-3})
+    found = minimize_scalar(epsilon, bounds=(_SMALLEST_MARGIN, 38.0), method="bounded", options={"xatol": 1e-3})
     return float(found.x), max(float(found.fun), 0.0)
 
 

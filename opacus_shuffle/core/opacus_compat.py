@@ -143,13 +143,14 @@ def stock_engine_call() -> tuple[DataLoader | None, dict[str, Any]]:
     """The loader and the unread keywords of a stock engine's ``make_private`` that asks its accountant for a step hook.
 
     Opacus tells accountants nothing of the data but a batch size that float arithmetic has rounded down (98 records in batches
-    of 2 become 49 of 1), and of its sampler nothing at all. It is looked for up to six calls above. If Opacus ever names its
-    loader or its ``**kwargs`` otherwise, nothing is found.
+    of 2 become 49 of 1), and of its sampler nothing at all. If it ever names these otherwise, nothing is found.
     """
-    for each in inspect.stack(0)[:6]:  # this function, the accountant's methods, the engine's
-        loader, keywords = each.frame.f_locals.get("data_loader"), each.frame.f_locals.get("kwargs")
-        if isinstance(loader, DataLoader):
-            return loader, keywords if isinstance(keywords, dict) else {}
+    frame = inspect.currentframe()
+    for _ in range(6):  # this function, the accountant's methods, the engine's
+        names: dict[str, Any] = frame.f_locals if frame else {}
+        if isinstance(names.get("data_loader"), DataLoader):
+            return names["data_loader"], dict(names.get("kwargs") or {})
+        frame = frame and frame.f_back
     return None, {}
 
 
