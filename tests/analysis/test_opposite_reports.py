@@ -75,6 +75,7 @@ def test_what_is_computed_for_two_reports_is_close_to_what_they_tell(sigma):
     rate=st.floats(0.1, 1),
 )
 @settings(max_examples=60, deadline=None)
+@pytest.mark.zoo
 def test_no_other_two_records_are_as_easy_to_tell_apart_as_opposite_ones(sigma, epsilon, x, other, rate):
     tau = math.exp(epsilon)
     worst, any_two = (two_reports(tau, sigma, *pair, rate) for pair in ((1.0, -1.0), (x, other)))
