@@ -22,7 +22,7 @@ from opacus_shuffle.engine.optimizers.released_only import private_optimizers
 from opacus_shuffle.engine.unchanged import unchanged_if_refused
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
 
-_SHUFFLER, _ORIGINS = "opacus_shuffle", "opacus_shuffle_origins"
+_SHUFFLER, _ORIGINS, _UNFIT = "opacus_shuffle", "opacus_shuffle_origins", "opacus_shuffle_unfit"
 _NEEDED = ("module_state_dict", "privacy_accountant_state_dict")
 
 
@@ -35,14 +35,27 @@ def _check_parts(path: Any, keywords: dict[str, Any]) -> None:
             instance_of(name, keywords[name], kinds)
 
 
+def _unfit(saved: dict[str, Any]) -> tuple[bool, list[str]]:
+    """What a checkpoint says of why an ε of Opacus's own accountants is no guarantee of its run; mostly nothing."""
+    told = saved.get(_UNFIT, {"poisson": True, "predictable": []})
+    if not isinstance(told, dict) or told.keys() != {"poisson", "predictable"} or not isinstance(told["predictable"], list):
+        raise ValueError(f"{_UNFIT} in the checkpoint must hold poisson and predictable, got {told!r}: it was changed")
+    predictable = [instance_of("predictable in the checkpoint", each, (str,)) for each in told["predictable"]]
+    return boolean("poisson in the checkpoint", told["poisson"]), predictable
+
+
 class CheckpointMixin(opacus.PrivacyEngine):
     """Saves and loads what a run needs to go on.
 
     Attributes:
         shuffler: Permutes the weights of the latest ``make_private``; None without ``shuffle_weights``.
+        poisson: Whether all batches of runs by Opacus's own accountants were Poisson samples.
+        predictable: What was passed to such runs that lets others draw their randomness again.
     """
 
     shuffler: WeightShuffler | None = None
+    poisson: bool = True  # ours know both themselves
+    predictable: tuple[str, ...] = ()
     accountant: Any  # Opacus's, untyped
     _opacus_history: OpacusHistory | None = None
 
@@ -76,6 +89,8 @@ class CheckpointMixin(opacus.PrivacyEngine):
             self._opacus_history = self._opacus_history or OpacusHistory()
             if (origins := self._opacus_history.state(self.accountant)) is not None:
                 checkpoint_dict[_ORIGINS] = origins
+            if self.predictable or not self.poisson:
+                checkpoint_dict[_UNFIT] = {"poisson": self.poisson, "predictable": list(self.predictable)}
         with replacing(path) as file:
             super().save_checkpoint(path=file, checkpoint_dict=checkpoint_dict, **keywords)
             if self.accountant.history != accounted:
@@ -114,6 +129,7 @@ class CheckpointMixin(opacus.PrivacyEngine):
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 accountant, history = self._accounting(saved, name, allow_rewind)
+            poisson, predictable = _unfit(saved)
             if self.shuffler is not None and _SHUFFLER in saved:
                 self.shuffler.check_state_dict(saved[_SHUFFLER])
             self._refuse_of_another_engine(keywords.get("module"))
@@ -128,6 +144,8 @@ class CheckpointMixin(opacus.PrivacyEngine):
                 for optimizer in private_optimizers(keywords["module"]):
                     optimizer.forget_batch()
         self._opacus_history = history
+        self.poisson = self.poisson and poisson
+        self.predictable = tuple(dict.fromkeys((*self.predictable, *predictable)))
         return checkpoint
 
     def _refuse_of_another_engine(self, module: Any) -> None:
@@ -201,7 +219,7 @@ def _read(file: Any, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
     name = "" if _ORIGINS in saved else _name_of(file, begin)
     if begin is not None:
         file.seek(begin)
-    return {each: saved[each] for each in (_SHUFFLER, _ORIGINS, _NEEDED[1]) if each in saved}, name
+    return {each: saved[each] for each in (_SHUFFLER, _ORIGINS, _UNFIT, _NEEDED[1]) if each in saved}, name
 
 
 def _name_of(file: Any, begin: int | None) -> str:

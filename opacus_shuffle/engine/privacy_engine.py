@@ -56,8 +56,6 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
     dataset: Any  # Opacus's, untyped
     seed: int | None = None
     runs: int = 0
-    poisson: bool = True  # of runs by Opacus's own accountants, like the next one: ours know it themselves
-    predictable: tuple[str, ...] = ()
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False, seed: int | None = None, **keywords: Any) -> None:
         one_of("accountant", instance_of("accountant", accountant, (str,)), ACCOUNTANTS)

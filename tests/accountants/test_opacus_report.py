@@ -7,6 +7,7 @@ import math
 import warnings
 
 import pytest
+import torch
 from helpers.toy import make_toy, run_epoch
 from opacus.accountants import IAccountant, PRVAccountant, RDPAccountant
 
@@ -52,6 +53,29 @@ def test_batches_that_were_no_poisson_samples_have_no_guarantee():
     report = trained("rdp", poisson_sampling=False).privacy_report(1e-5)
     assert report.best.guarantee is Guarantee.ESTIMATE
     assert "Poisson samples, which these batches were not" in " ".join(str(report).split())
+
+
+@pytest.mark.parametrize("way", [{"poisson_sampling": False}, {"seed": 3}], ids=str)
+def test_what_makes_an_epsilon_no_guarantee_is_not_forgotten_in_a_checkpoint(way, tmp_path):
+    def engine_of(seed=None, **keywords):
+        engine = PrivacyEngine(accountant="rdp", seed=seed)
+        return engine, *engine.make_private(**make_toy(), noise_multiplier=2.0, **keywords)
+
+    saved, *made = engine_of(**way)
+    run_epoch(*made)
+    saved.save_checkpoint(path=tmp_path / "run.pt", module=made[0], optimizer=made[1])
+    loaded, model, optimizer, _ = engine_of()
+    loaded.load_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    first, second = (each.privacy_report(1e-5) for each in (saved, loaded))
+    assert first.best == second.best
+    assert first.predictable == second.predictable
+    assert first.best.guarantee is Guarantee.ESTIMATE or first.predictable == ("seed=3",)
+
+    changed = torch.load(tmp_path / "run.pt", weights_only=False)
+    changed["opacus_shuffle_unfit"]["poisson"] = "yes"
+    torch.save(changed, tmp_path / "changed.pt")
+    with pytest.raises(ValueError, match="poisson in the checkpoint"):
+        loaded.load_checkpoint(path=tmp_path / "changed.pt", module=model, optimizer=optimizer)
 
 
 def test_a_seed_is_told_and_so_are_rounds_that_were_left_out():
