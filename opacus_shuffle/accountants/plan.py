@@ -90,6 +90,8 @@ class PlannedRun:
             "noise_multiplier": self.round.noise_multiplier,
             "epsilon": self.bound.epsilon,
             "bound": self.bound.bound,
+            "meaning": self.bound.meaning,
+            "adversary": self.bound.adversary,
         }
 
 
@@ -137,11 +139,15 @@ class Plan:
             f"epsilon = {self.target_epsilon:g} at delta = {self.target_delta:g}, zero_out adjacency, proved for every data "
             f"set: {self.num_users:,} users, {self.steps:,} rounds, sampling rate {self.sample_rate:g}"
         )
-        lines = [*paragraph(title), "", *text_table(HEAD, cells, right=HEAD[2:]), ""]
+        lines = [*paragraph(title), "", *([*paragraph(UNKNOWN_DIMENSION), ""] if self.dimension is None else [])]
+        lines += [*text_table(HEAD, cells, right=HEAD[2:]), ""]
         for term, text in _GLOSSARY.items():
             lines += paragraph(text, term=term, indent=max(map(len, _GLOSSARY)) + 2)
+        lines += ["", "What each row's epsilon is about, in the same order:"]
+        for row, (trusted, mechanism, *_) in zip(self.rows, cells, strict=True):
+            lines += paragraph(row.bound.meaning, term=f"{trusted}, {mechanism}: ", indent=2)
         lines += ["", *paragraph(self._users())]
-        lines += ["", *paragraph(UNKNOWN_DIMENSION if self.dimension is None else self._signal())]
+        lines += [] if self.dimension is None else ["", *paragraph(self._signal())]
         return "\n".join(lines)
 
     def _users(self) -> str:

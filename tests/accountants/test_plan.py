@@ -116,6 +116,9 @@ def test_every_row_but_the_server_s_says_what_a_user_sends(found):
     assert f"By shuffled_sums: {sums.sent}" in printed
     assert max(map(len, str(found).splitlines())) <= WIDTH
     assert "zero_out compared with a run in which one record reports zero" in printed
+    for row in rows:
+        assert row.bound.meaning in printed  # what an ε counts on, such as hidden participation, stands beside it
+        assert row.to_dict()["meaning"] == row.bound.meaning
 
 
 @pytest.mark.parametrize(

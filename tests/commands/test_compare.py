@@ -76,16 +76,42 @@ def test_what_is_printed_fits_a_terminal_and_is_what_is_exported(ran):
     assert exported["quote"] in told
     assert "zero_out: compared with a run in which one record reports zero." in told
     assert exported["caveat"] in told
-    assert "differentially private for every data set in zero-out adjacency, trusting the shuffler alone" in exported["quote"]
-    assert "(sums of bits)" in exported["quote"]  # whichever row happens to be best on the held-out images
-    assert "not private" in exported["caveat"]
-    assert exported["private"] is False
     assert exported["quote"] in found.markdown()
     assert found.markdown().count("\n| ") == 6
     assert "zero_out: compared with" in found.markdown()  # an epsilon is not quoted without what it compares
     for row, shown in zip(exported["rows"], found.rows(), strict=True):
         assert float(shown[2]) >= row["privacy"]["epsilon"]
         assert 0 <= row["test_accuracy"] <= 1
+
+
+def test_the_sentence_to_quote_is_about_the_sums_and_says_how_sure_its_accuracies_are(ran):
+    secret = dataclasses.replace(ran[0], settings=dataclasses.replace(ran[0].settings, seed=None))
+    sentence = secret.quote()
+    assert "differentially private for every data set in zero-out adjacency, trusting the shuffler alone" in sentence
+    assert "(sums of bits)" in sentence  # whichever row happens to be best on the held-out images
+    largest = max((each.accuracy * (1 - each.accuracy) / RECORDS) ** 0.5 for each in secret.outcomes)
+    assert f"standard error of {largest:.1%} at most" in sentence
+    assert "To quote:" in str(secret)
+    assert secret.to_dict()["private"] is True
+
+
+def test_a_run_with_a_seed_has_no_sentence_to_quote(ran):
+    found, exported = ran
+    assert "not private" in exported["quote"]
+    assert "differentially private" not in exported["quote"]
+    assert exported["private"] is False
+    assert "To quote" not in str(found)
+
+
+def test_the_files_are_written_even_if_nobody_reads_what_is_printed(ran, monkeypatch, tmp_path):
+    def closed(*_, **__):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(compare, "compare", lambda _: ran[0])
+    monkeypatch.setattr(compare, "print", closed, raising=False)
+    with pytest.raises(BrokenPipeError):
+        compare.run_comparison({"output": None, "statement": str(tmp_path / "found.md"), "json": False})
+    assert (tmp_path / "found.md").read_text() == ran[0].markdown()
 
 
 def test_the_accuracies_are_drawn(ran, tmp_path):
@@ -98,6 +124,7 @@ def test_the_accuracies_are_drawn(ran, tmp_path):
     ("arguments", "named"),
     [
         (["--epsilon", "0"], "epsilon"),
+        (["--target-epsilon", "0.05"], "epsilon must be at least 0.1"),
         (["--delta", "1"], "delta"),
         (["--seed", "-1"], "seed"),
         (["--data", "mnist"], "data-root"),
@@ -161,6 +188,6 @@ def test_a_report_s_statement_says_its_proved_epsilon_and_no_other_bound_has_one
 
 
 def test_a_picture_of_a_kind_that_nobody_draws_is_refused_before_any_training():
-    with pytest.raises(ValueError, match=r"--output must end in one of .*png.*got 'trust.xyz'"):
+    with pytest.raises(ValueError, match=r"--output must end in \.png.*got 'trust.xyz'"):
         check_output("trust.xyz")
     check_output("trust.SVG")
