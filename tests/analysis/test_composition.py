@@ -36,7 +36,7 @@ def test_all_useful_orders_give_far_less(count, epsilon):
     assert 2 < order < mean_ratio.MAX_ORDER
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=10)
 @given(st.floats(0.5, 30), st.integers(1, 10**5), st.integers(1, 10**4), st.floats(1e-12, 0.1))
 def test_epsilon_is_the_minimum_over_all_orders_and_rounded_up(sigma, users, count, delta):
     def rdp(orders):

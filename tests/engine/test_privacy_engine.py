@@ -72,7 +72,6 @@ CALIBRATED = {  # of all ways by all bounds, by default; the zoo's tests take th
     ("shuffle_gauss", "certified"): {"local_noise": False},
     ("subsampled_shuffle", "published"): {"local_noise": True},
     ("shuffled_checkin", "published"): {"local_noise": True},
-    ("shuffled_checkin", "certified"): {"local_noise": False},
     ("shuffled_fw", "published"): {"shuffle_weights": True},
 }
 

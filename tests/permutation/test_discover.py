@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 
 import numpy as np
 import pytest
 import torch
+from helpers import hand_written_groups as by_hand
 from helpers.model_zoo import Apply, another, build, cast, gradients, run
 from helpers.random_zoo import random_network
 from helpers.zoo import (
     DOUBLE,
     GRADIENT,
     HUGGING_FACE,
+    LEVELS,
     NETWORKS,
     ROUNDS_TO_SINGLE,
     SINGLE,
@@ -23,6 +26,7 @@ from helpers.zoo import (
     every_network_and_level,
     found,
     found_if_any,
+    marked,
     some_networks,
     tiered,
 )
@@ -42,7 +46,7 @@ def test_shuffling_again_and_again_changes_no_output(name, level):
     shuffled, spec = copy.deepcopy(module), found(name, level)
     tolerance = SINGLE if name in ROUNDS_TO_SINGLE else DOUBLE
     moved = False
-    for seed in range(3):
+    for seed in range(2):
         spec.apply_(shuffled, spec.sample(torch.Generator().manual_seed(seed)))
         moved |= any(not torch.equal(old, new) for old, new in zip(module.parameters(), shuffled.parameters(), strict=True))
         with torch.no_grad():
@@ -109,6 +113,49 @@ def test_random_networks_keep_their_outputs(examples):
                 assert distance(expected, run(shuffled, sample)) <= DOUBLE, module.names
 
     keep_their_outputs()
+
+
+# How large the group is -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "bits"),
+    [
+        marked(name, level, bits, level=level)
+        for name, size in by_hand.SIZES.items()
+        for level, bits in size._asdict().items()
+        if not math.isnan(bits)
+    ],
+)
+def test_the_group_is_the_one_worked_out_by_hand(name, level, bits):
+    assert found(name, level).log2_size() == pytest.approx(bits, rel=1e-12)
+
+
+@some_networks
+def test_each_level_contains_the_one_before(name):
+    paper, heads, residual = (found(name, level) for level in LEVELS)
+    assert 0 < paper.log2_size() <= heads.log2_size() <= residual.log2_size()
+    assert set(paper.blocks) <= set(heads.blocks) <= set(residual.blocks)
+
+
+@pytest.mark.parametrize("name", [marked(name, level="residual") for name in by_hand.ELEMENTS])
+def test_elements_made_by_hand_change_no_output_and_move_what_is_found(name):
+    module, sample = entry(name)
+    spec, tied = found(name), copy.deepcopy(module)
+    ever = {key: torch.zeros(parameter.shape, dtype=torch.bool) for key, parameter in module.named_parameters()}
+    for seed in range(12):
+        by_hand.apply(by_hand.random_element(name, module, seed), tied)
+        numbered = copy.deepcopy(module)
+        with torch.no_grad():
+            for parameter in numbered.parameters():
+                parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape))
+        by_hand.apply(by_hand.random_element(name, module, seed), numbered)
+        for key, parameter in numbered.named_parameters():
+            ever[key] |= parameter != torch.arange(parameter.numel()).view(parameter.shape)
+    with torch.no_grad():
+        assert distance(run(module, sample), run(tied, sample)) <= DOUBLE
+    for key, moved in ever.items():
+        assert spec.moved_fraction(key) == pytest.approx(float(moved.double().mean()), abs=1e-12), key
 
 
 # What it depends on, and what is left behind ----------------------------------------------------------------------------------
