@@ -101,9 +101,9 @@ def test_a_stock_engine_is_audited_by_its_gradients(accountant):
     ("mode", "options"),
     [
         ("hooks", {}),
-        ("functorch", {}),
+        pytest.param("functorch", {}, marks=pytest.mark.zoo),
         ("ghost", {}),
-        ("ew", {}),
+        pytest.param("ew", {}, marks=pytest.mark.zoo),
         ("hooks", {"clipping": "per_layer", "max_grad_norm": [0.5] * 4}),
     ],
 )

@@ -82,7 +82,7 @@ def killed(run: Run, seed: int) -> None:
 
 
 @forks
-@pytest.mark.parametrize("name", ["rdp", "shuffled_checkin", "shuffled_fw"])
+@pytest.mark.parametrize("name", ["rdp", "shuffled_checkin", pytest.param("shuffled_fw", marks=pytest.mark.zoo)])
 def test_a_run_that_is_killed_while_it_trains_and_saves_loses_no_accounting(name, tmp_path):
     path, contained = tmp_path / "run.pt", 0
     for seed in range(5):

@@ -69,11 +69,11 @@ def norm_of(gradients, names):
 
 
 MODES = [
-    ("mlp", {"mode": "hooks"}, None),
+    pytest.param("mlp", {"mode": "hooks"}, None, marks=pytest.mark.zoo),
     ("mlp", {"mode": "hooks"}, 3),
-    ("mlp", {"mode": "functorch"}, 3),
+    pytest.param("mlp", {"mode": "functorch"}, 3, marks=pytest.mark.zoo),
     ("mlp", {"mode": "ew"}, None),
-    ("mlp", {"mode": "ghost"}, None),
+    pytest.param("mlp", {"mode": "ghost"}, None, marks=pytest.mark.zoo),
     ("mlp", {"mode": "ghost"}, 3),
     ("mlp", {"clipping": "per_layer", "max_grad_norm": [0.3, 0.2, 0.5, 0.4, 0.6, 0.1]}, 3),
     ("conv", {"mode": "functorch", "wrap_model": False}, 3),

@@ -55,7 +55,7 @@ WHOLES = {"wrapper": lambda run: run.model, "network": lambda run: run.network, 
 
 @both_modes
 @pytest.mark.parametrize("options", HALF_LIFE)
-@pytest.mark.parametrize("begin", [0, 3])
+@pytest.mark.parametrize("begin", [pytest.param(0, marks=pytest.mark.zoo), 3])
 def test_an_average_is_that_of_the_run_without_shuffling(shuffle_mode, options, begin):
     name = "buffered" if options == "with buffers" else "mlp"
     plain, run = prepare(name), prepare(name, shuffle=True, shuffle_mode=shuffle_mode)

@@ -58,7 +58,7 @@ def compiled(monkeypatch):
     sys.modules.pop(MODULE)
 
 
-@pytest.mark.parametrize("words_on_chip", [2**14, 32])
+@pytest.mark.parametrize("words_on_chip", [pytest.param(2**14, marks=pytest.mark.zoo), 32])
 @pytest.mark.parametrize("dtype", [pytest.param(d, marks=() if d in ONE_OF_EACH_SIZE else pytest.mark.zoo) for d in DTYPES])
 def test_the_kernel_agrees_bit_for_bit_with_advanced_indexing(interpreted, monkeypatch, dtype, words_on_chip):
     torch.manual_seed(0)
