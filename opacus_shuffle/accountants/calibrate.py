@@ -194,10 +194,12 @@ def _smallest(
 
     ``known`` are one that is too small and one that is enough, if there are such.
     """
+    bottom, top = math.log(lowest), math.log(highest)
+    exact = {math.log(sigma): sigma for sigma in (lowest, highest, *(known or ()))}  # what a rounded logarithm would miss
 
     @functools.cache
     def spent(log_sigma: float) -> float:
-        sigma = math.exp(log_sigma) if log_sigma > bottom else lowest
+        sigma = exact.get(log_sigma) or math.exp(log_sigma)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", OrderCapWarning)
             value = epsilon(sigma)
@@ -208,7 +210,6 @@ def _smallest(
     def excess(log_sigma: float) -> float:
         return log_excess(spent(log_sigma), target)
 
-    bottom, top = math.log(lowest), math.log(highest)
     start, step = max(0.0, bottom), math.log(4)
     more, less = _steps(start, top, step), _steps(start, bottom, -step)
     unsafe: float | None
@@ -216,14 +217,14 @@ def _smallest(
     if known is None:
         unsafe, safe = bracket(excess, start, towards_safe=more, towards_unsafe=less)
     else:
-        unsafe, safe = math.log(known[0]), math.log(known[1]) + 1e-9  # enough also where logarithms are rounded
+        unsafe, safe = math.log(known[0]), math.log(known[1])
     if safe is None:
         return None, spent(top)
     if unsafe is None:
         return lowest, spent(bottom)
     close = tolerance / 4
     found = safe_root(excess, unsafe=unsafe, safe=safe, tolerance=close, step=close)
-    return math.exp(found), spent(found)
+    return exact.get(found) or math.exp(found), spent(found)
 
 
 def _steps(start: float, end: float, step: float) -> list[float]:

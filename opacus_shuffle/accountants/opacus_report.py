@@ -62,7 +62,8 @@ class OpacusReport(PrivacyReport):
         predictable: Likewise.
 
     Raises:
-        ValueError: If the accountant is another one, an argument is out of range, or ε is not finite.
+        ValueError: If the accountant is another one, an argument is out of range, nothing ran, ``gdp`` has seen several kinds
+            of steps, of which it counts the last only, or ε is not finite.
     """
 
     def __init__(
@@ -80,7 +81,15 @@ class OpacusReport(PrivacyReport):
                 f"{accountant.mechanism()!r}: use get_epsilon(delta)"
             )
         self.kind = ServerRound  # type: ignore[assignment]
-        self.rounds = tuple((ServerRound(noise, rate), steps) for noise, rate, steps in accountant.history)  # type: ignore[misc]
+        self.rounds = tuple((ServerRound(noise, rate), steps) for noise, rate, steps in accountant.history if steps)  # type: ignore[misc]
+        if not self.rounds:
+            raise ValueError(
+                f"accountant {accountant.mechanism()!r} has seen no step, got history={accountant.history!r}: train first"
+            )
+        if isinstance(accountant, GaussianAccountant) and len(self.rounds) > 1:
+            raise ValueError(
+                f"accountant 'gdp' counts one kind of steps only, got history={accountant.history!r}: use 'prv' or 'rdp'"
+            )
         self.delta, self.adjacency = open_unit_interval("delta", delta), Adjacency.ZERO_OUT
         self.simulated = self.emulated = False
         self.rewound, self.predictable = integer("rewound", rewound, minimum=0), tuple(predictable)
@@ -104,9 +113,15 @@ class OpacusReport(PrivacyReport):
         accountant.history = [
             (each.noise_multiplier, each.sample_rate, steps) for each, steps in first_rounds(self.rounds, rounds)
         ]
-        epsilon = float(accountant.get_epsilon(self.delta))
+        try:
+            epsilon = float(accountant.get_epsilon(self.delta))
+        except (ArithmeticError, ValueError):  # of no noise or next to none, each accountant in its own way
+            epsilon = math.nan
         if not math.isfinite(epsilon):
-            raise ValueError(f"accountant {accountant.mechanism()!r} knows no finite epsilon here, got {epsilon}: add noise")
+            raise ValueError(
+                f"accountant {accountant.mechanism()!r} knows no finite epsilon here, got {epsilon} for history="
+                f"{accountant.history!r}: add noise"
+            )
         guarantee, meaning = MEANINGS[type(accountant)]
         covers = EVERY_DATA_SET if guarantee is Guarantee.PROVED else "the limit of many steps"
         if not self._poisson:

@@ -305,7 +305,7 @@ def promise(bound: PrivacyBound) -> str:
     if bound.guarantee is not Guarantee.PROVED:
         raise ValueError(
             f"bound must be proved for every data set, got {bound.bound!r}, {bound.guarantee.value}: take "
-            "'certified', or 'prv' of Opacus's own accountants"
+            "'certified', or Opacus's 'prv' of Poisson samples"
         )
     name = "zero-out" if bound.adjacency is Adjacency.ZERO_OUT else "replacement"
     alone = "nobody" if bound.trusted == "nobody" else f"{bound.trusted} alone"

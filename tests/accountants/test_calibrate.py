@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opacus_shuffle import ShuffleGauss, ShuffleVectorSum, compute_epsilon, compute_noise_multiplier, sco
+from opacus_shuffle.accountants import calibrate
 from opacus_shuffle.accountants.bounds.registry import Answer, find_bound
 from opacus_shuffle.accountants.calibrate import noise_within, smallest_noise
 from opacus_shuffle.analysis import advanced_composition, gaussian, gaussian_clones
@@ -146,3 +147,13 @@ def test_bad_numbers_are_refused_where_nan_came_out():
 def test_a_target_that_nothing_lies_below_takes_a_noise_too():
     sigma = compute_noise_multiplier("shuffle_gauss", num_users=2, steps=1, target_epsilon=1e-320, target_delta=1e-5)
     assert compute_epsilon("shuffle_gauss", num_users=2, steps=1, noise_multiplier=sigma, delta=1e-5) <= 1e-320
+
+
+@pytest.mark.parametrize("safe", [100.0, 77.7])
+def test_noise_that_was_found_to_be_enough_is_kept_where_epsilon_jumps_beside_it(safe):
+    def epsilon(noise):
+        assert noise <= safe, "nothing above the noise that is known to be enough need be tried"
+        return 0.9 if noise == safe else 2.0
+
+    found = calibrate._smallest(epsilon, 1.0, lowest=1e-3, highest=100.0, tolerance=1e-7, known=(50.0, safe))
+    assert found == (safe, 0.9)

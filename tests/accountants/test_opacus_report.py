@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from helpers.toy import make_toy, run_epoch
-from opacus.accountants import IAccountant, PRVAccountant, RDPAccountant
+from opacus.accountants import GaussianAccountant, IAccountant, PRVAccountant, RDPAccountant
 
 from opacus_shuffle import Guarantee, PrivacyEngine
 from opacus_shuffle.accountants.opacus_report import OpacusReport
@@ -138,3 +138,30 @@ def test_a_report_changes_nothing_of_the_accountant_and_warns_of_nothing_itself(
     assert accountant.history == [(1.0, 0.1, 3), (2.0, 0.1, 2)]
     assert (report.best.rounds, report.noisiest.noise_multiplier) == (5, 2.0)
     assert math.isclose(report.best.epsilon, accountant.get_epsilon(1e-5), rel_tol=0)
+
+
+@pytest.mark.parametrize("accountant", [RDPAccountant, PRVAccountant, GaussianAccountant])
+@pytest.mark.parametrize(
+    ("history", "remedy"),
+    [([], "train first"), ([(1.0, 0.01, 0)], "train first"), ([(0.0, 0.01, 10)], "add noise")],
+    ids=["nothing", "no step", "no noise"],
+)
+def test_what_has_no_epsilon_is_refused_in_words_with_the_remedy(accountant, history, remedy):
+    ran = accountant()
+    ran.history = history
+    with pytest.raises(ValueError, match=rf"^accountant '{ran.mechanism()}' .*{remedy}$"):
+        OpacusReport(ran, delta=1e-5)
+
+
+def test_the_central_limit_of_several_kinds_of_steps_is_refused_for_it_counts_the_last_only():
+    ran = GaussianAccountant()
+    ran.history = [(1.0, 0.01, 100), (2.0, 0.02, 10)]
+    with pytest.raises(ValueError, match=r"'gdp' counts one kind of steps only, got history=.*: use 'prv' or 'rdp'"):
+        OpacusReport(ran, delta=1e-5)
+
+
+def test_the_remedy_for_batches_of_a_fixed_size_is_not_the_accountant_alone():
+    ran = PRVAccountant()
+    ran.history = [(1.0, 0.01, 100)]
+    with pytest.raises(ValueError, match="Opacus's 'prv' of Poisson samples"):
+        OpacusReport(ran, delta=1e-5, poisson=False).statement()
