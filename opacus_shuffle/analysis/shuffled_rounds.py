@@ -198,11 +198,11 @@ def _alone(rounds: Rounds) -> Merged:
 
 
 def merge(rounds: Iterable[tuple[Kind, int]]) -> tuple[tuple[Kind, int], ...]:
-    """Counts equal rounds together, in order of first appearance, and checks the repetitions."""
+    """Counts equal rounds together, in one order whatever theirs was, as roundings follow it; checks the repetitions."""
     counts: dict[Kind, int] = {}
     for each, count in rounds:
         counts[each] = counts.get(each, 0) + integer("repetitions", count)
-    return tuple(counts.items())
+    return tuple(sorted(counts.items(), key=repr))
 
 
 def coarsen(rounds: Merged, side: Side, *, most: int = MOST_SHUFFLED_KINDS) -> Merged:

@@ -275,3 +275,10 @@ def test_extreme_noise_stays_certified_by_the_unshuffled_bound(sigma, clones):
 def test_a_search_that_does_not_settle_begins_again_where_gaussian_mixtures_do():
     often = [(ShuffledRound(noise_multiplier=1.0, num_users=60_000, sample_rate=0.1, sampling="poisson"), 500)]
     assert compute_epsilon(often, delta=1e-5, clones="truncated") < 8.33  # 9.32 on the way from zero alone
+
+
+@pytest.mark.parametrize("clones", ["mended", "truncated"])
+def test_the_order_of_the_rounds_does_not_change_a_bit(clones):
+    rounds = [(ShuffledRound(noise_multiplier=sigma, num_users=60), 3) for sigma in (2.0, 3.0, 2.5)]
+    found = {compute_epsilon(list(order), delta=1e-5, clones=clones) for order in itertools.permutations(rounds)}
+    assert len(found) == 1
