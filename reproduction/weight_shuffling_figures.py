@@ -31,6 +31,7 @@ from scipy.optimize import brentq
 
 from opacus_shuffle.analysis import fenton_wilkinson
 from opacus_shuffle.analysis.advanced_composition import step_budget
+from opacus_shuffle.core import extras
 
 BATCH = 1000
 EPSILONS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -336,7 +337,7 @@ def main(arguments: list[str] | None = None) -> None:
             try:
                 import matplotlib
             except ImportError:
-                print("no pictures without matplotlib: pip install 'opacus_shuffle[plots]'")
+                print(extras.missing("--output", "matplotlib", "plots"))
                 continue
             matplotlib.use("Agg")
             picture(data).savefig(options.output / f"figure_{figure}.png", dpi=150)

@@ -21,6 +21,7 @@ import numpy as np
 from opacus_shuffle.accountants.bounds.registry import Rounds, Style, baselines_of, bounds_of, find_bound, kind_of, ladder
 from opacus_shuffle.accountants.communication import sent_per_user
 from opacus_shuffle.accountants.origins import rewound_sentence
+from opacus_shuffle.core import extras
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound, finite
 from opacus_shuffle.core.rounding import round_down, round_up
 from opacus_shuffle.core.tables import html_table, paragraph, text_table
@@ -179,7 +180,7 @@ class PrivacyReport:
             try:
                 import matplotlib.pyplot as plt
             except ImportError as error:
-                raise ImportError("plot needs matplotlib: pip install 'opacus_shuffle[plots]'") from error
+                raise ImportError(extras.missing("plot", "matplotlib", "plots")) from error
             ax = plt.subplots(figsize=(9.0, 4.6), layout="constrained")[1]
         found = self._curves()
         curves = {name: [(count, epsilon) for count, epsilon in points if epsilon > 0] for name, points in found.items()}

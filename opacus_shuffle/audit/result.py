@@ -17,6 +17,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from opacus_shuffle.audit.lower_bounds import METHODS, LowerBound
+from opacus_shuffle.core import extras
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_down, round_up
 from opacus_shuffle.core.tables import html_table, paragraph, text_table
@@ -183,7 +184,7 @@ class AuditResult:
             try:
                 import matplotlib.pyplot as plt
             except ImportError as error:
-                raise ImportError("plot needs matplotlib: pip install 'opacus_shuffle[plots]'") from error
+                raise ImportError(extras.missing("plot", "matplotlib", "plots")) from error
             ax = plt.subplots(figsize=(8.0, 1.6 + 0.45 * len(rows)), layout="constrained")[1]
         drawable = [epsilon for _, epsilon, _, _ in rows if epsilon > 0] or [1.0]
         left, right = min(drawable) / 3, max(drawable) * 3

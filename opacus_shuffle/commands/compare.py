@@ -177,8 +177,9 @@ def draw(comparison: Comparison) -> Any:
     axes.bar_label(bars, [f" {height:.1f} %" for height in heights])
     axes.axvline(100 / CLASSES, color="black", linestyle=":", linewidth=1)
     axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
     axes.set(
-        xlim=(0, 112),
+        xlim=(0, 100),
         xticks=range(0, 101, 20),
         xlabel=f"test accuracy in percent, {comparison.settings.data} (dotted: guessing)",
     )

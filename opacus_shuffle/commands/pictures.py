@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from opacus_shuffle.core import extras
+
 
 def check_output(output: str) -> None:
     """Refuses a picture that cannot be drawn, or has nowhere to go."""
@@ -14,7 +16,7 @@ def check_output(output: str) -> None:
     try:
         import matplotlib.figure
     except ImportError as error:
-        raise ValueError("a picture needs matplotlib: pip install 'opacus_shuffle[plots]'") from error
+        raise ValueError(extras.missing("a picture", "matplotlib", "plots")) from error
     matplotlib.use("Agg")
     if kind[1:].lower() not in matplotlib.figure.Figure().canvas.get_supported_filetypes():
         raise ValueError(f"--output must end in .png, .pdf, .svg or what else matplotlib can write, got {output!r}")

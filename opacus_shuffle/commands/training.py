@@ -32,6 +32,7 @@ from opacus_shuffle.commands.training_settings import (
     DEFAULT_RECORDS,
     TrainingSettings,
 )
+from opacus_shuffle.core import extras
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.tables import paragraph
 from opacus_shuffle.core.validation import integer, open_unit_interval, positive
@@ -101,7 +102,7 @@ def train(settings: TrainingSettings, *, progress: bool = True) -> TrainingResul
     try:
         from tqdm import tqdm
     except ImportError:
-        raise ValueError("train needs the package tqdm: pip install 'opacus-shuffle[tutorials]'") from None
+        raise ValueError(extras.missing("train", "tqdm", "tutorials")) from None
 
     train_set, test_set = load_image_dataset(settings.data, settings.data_root)
     images = train_set.tensors[0]

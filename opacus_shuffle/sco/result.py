@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from opacus_shuffle.core import extras
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.protocols.statement import PrivacyStatement
 
@@ -116,7 +117,7 @@ class Estimate:
             try:
                 import matplotlib.pyplot as plt
             except ImportError as error:
-                raise ImportError("plot needs matplotlib: pip install 'opacus_shuffle[plots]'") from error
+                raise ImportError(extras.missing("plot", "matplotlib", "plots")) from error
             ax = plt.subplots(figsize=(6.4, 4.0), layout="constrained")[1]
         rounds = self.history if value is None else [each for each in self.history if each.theta is not None]
         # In a fully interactive run the same users take part again and again.
