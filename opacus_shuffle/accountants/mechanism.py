@@ -1,8 +1,8 @@
 """What ran: a frozen record of one round, apart from how it is accounted and how it trains.
 
 A mechanism is a frozen dataclass derived from :class:`Mechanism`, which registers it under its name. Its fields are the
-keywords of :func:`opacus_shuffle.compute_epsilon` and the flags of the command line; its bounds are registered in
-:mod:`opacus_shuffle.accountants.bounds`.
+keywords of :func:`~opacus_shuffle.accountants.compute.compute_epsilon` and the flags of the command line; its bounds are
+registered in :mod:`opacus_shuffle.accountants.bounds`.
 
 >>> sorted(MECHANISMS)[:2], [field.name for field in dataclasses.fields(MECHANISMS["shuffled_checkin"])]
 (['shuffle_gauss', 'shuffled_checkin'], ['noise_multiplier', 'num_users', 'sample_rate'])

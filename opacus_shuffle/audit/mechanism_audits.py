@@ -121,7 +121,7 @@ def audit_shuffle_gauss(
         generator: A CPU generator, for repeatable audits; by default a secret one.
 
     Returns:
-        The claims of :func:`opacus_shuffle.privacy_bound` that cover the adjacency, and one finding.
+        The claims of :func:`opacus_shuffle.accountants.compute.privacy_bound` that cover the adjacency, and one finding.
 
     Raises:
         ValueError: If an argument is out of range.

@@ -137,7 +137,7 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
             local_noise: Every record's report carries its own N(0, σ²C²I).
             shuffle_weights: Permute hidden units, attention heads and residual streams after every update; the network's
                 function stays as it is, and **so does ε**. ``True`` for every permutation that
-                :func:`~opacus_shuffle.permutation.find_permutations` finds, ``"heads"`` or ``"paper"`` for fewer, a
+                :func:`~opacus_shuffle.permutation.discover.find_permutations` finds, ``"heads"`` or ``"paper"`` for fewer, a
                 ``PermutationSpec``, or a :class:`~opacus_shuffle.engine.weights.weight_shuffling.WeightShuffling`, which says
                 how and when, and how a batch's sum is clipped.
             aggregator: ``shuffled_sums`` alone, in place of ``noise_multiplier``: a protocol of your own, with ``num_users``
@@ -225,7 +225,7 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
         Args:
             delta: δ in (0, 1).
             **options: ``bound``, ``adjacency``, ``orders`` of
-                :meth:`opacus_shuffle.accountants.ShuffleAccountant.get_epsilon`; none with Opacus's own accountants.
+                :meth:`opacus_shuffle.accountants.accountant.ShuffleAccountant.get_epsilon`; none with Opacus's own accountants.
         """
         if not isinstance(self.accountant, ShuffleAccountant):
             reject_unknown(f"get_epsilon of accountant {self.accountant.mechanism()!r}", options)

@@ -157,7 +157,7 @@ class PermutationSpec(GroupAction):
 
         Args:
             module: The network; it is not changed.
-            sample_input: As for :func:`~opacus_shuffle.permutation.find_permutations`.
+            sample_input: As for :func:`~opacus_shuffle.permutation.discover.find_permutations`.
 
         Raises:
             ValueError: If they do not; it names the group and the parameters concerned.

@@ -130,7 +130,7 @@ class MoreauEnvelope(Objective):
                 called on one record at a time; or a :class:`~opacus_shuffle.sco.losses.Link`.
             smoothness: β.
             dimension: d.
-            lipschitz: L = max|h′|·max‖x‖, if something is to ask for it.
+            lipschitz: ``L = max|h′|·max‖x‖``, if something is to ask for it.
             chunk_size: How many records are worked on at once.
 
         Raises:

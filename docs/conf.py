@@ -1,0 +1,43 @@
+"""How Sphinx builds the documentation. Its source is the whole repository, so that links of pages lead on as they do there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from opacus_shuffle import __version__
+
+sys.path.append(str(Path(__file__).parent))  # for relative_links
+
+project = "opacus_shuffle"
+author = copyright = "the opacus_shuffle developers"
+release = version = __version__
+
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_nb", "sphinx_copybutton", "relative_links"]
+root_doc = "docs/index"
+include_patterns = ["docs/**", "tutorials/*.ipynb", "benchmarks/RESULTS.rst", "CHANGELOG.rst", "CONTRIBUTING.rst"]
+exclude_patterns = ["docs/_*", "**/.ipynb_checkpoints"]
+suppress_warnings = ["config.cache"]
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!opacus_shuffle\.).*"),  # pages of other projects would have to be fetched
+    ("py:.*", r".*\._.*"),
+]
+
+autodoc_default_options = {"members": True, "show-inheritance": True, "member-order": "bysource"}
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+napoleon_custom_sections = ["Formal Guarantees", "Source"]
+
+nb_execution_mode = "off"  # the notebooks hold their outputs; tests run them
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = f"opacus_shuffle {release}"
+templates_path = ["_templates"]
+html_additional_pages = {"index": "redirect.html"}
+html_copy_source = False
