@@ -28,7 +28,7 @@ def log_delta(*, mu: float, epsilon: float) -> float:
     """Returns log δ(ε) of the Gaussian mechanism with mean shift μ > 0 in units of its standard deviation.
 
     For small μ the two terms cancel. There δ = e^{ε/2}·(G(μ/2) − G(−μ/2)) with G(s) = e^{xs}Φ(x + s), x = −ε/μ, is
-    e^{ε/2}·μ·(xΦ(x) + φ(x)) up to a relative error of μ²/24 times |G‴/G′| = |x² − φ/(xΦ + φ)| < 3.
+    e^{ε/2}·μ·(xΦ(x) + φ(x)) up to a relative error of μ²/24 times ``|G‴/G′| = |x² − φ/(xΦ + φ)|`` < 3.
     """
     finite_number("epsilon", epsilon)
     if not_negative("mu", mu) == 0:

@@ -36,8 +36,8 @@ def sum_of_roundings(rows: torch.Tensor, steps: torch.Tensor, *, granularity: in
 
     Args:
         rows: Shape (n, d), on the CPU, finite, single or double precision.
-        steps: Shape (n,), float64, at least 0: how many grid steps a row's unit is. |row·steps| must not exceed g/2; rounding
-            errors beyond it are taken back.
+        steps: Shape (n,), float64, at least 0: how many grid steps a row's unit is. ``|row·steps|`` must not exceed g/2;
+            rounding errors beyond it are taken back.
         granularity: g, at most :data:`FINEST`.
         source: Of the random bits.
     """

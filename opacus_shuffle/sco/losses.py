@@ -1,7 +1,7 @@
 """Convex losses of a linear score: logistic, absolute, hinge and squared, with what theorems ask of them.
 
-Each is h(⟨θ, x⟩, y) with a convex *link* h, of θ (d,) and a batch of features (B, d) and targets (B,). If |h′| ≤ l, |h″| ≤ m
-and ‖x‖ ≤ R for every user, the loss is (l·R)-Lipschitz and (m·R²)-smooth in θ.
+Each is h(⟨θ, x⟩, y) with a convex *link* h, of θ (d,) and a batch of features (B, d) and targets (B,). If
+``|h′|`` ≤ l, ``|h″|`` ≤ m and ‖x‖ ≤ R for every user, the loss is (l·R)-Lipschitz and (m·R²)-smooth in θ.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Link:
         name: For messages.
         value: h: scores (B,) and targets to (B,).
         derivative: h′ in the score, any subgradient at a kink; by default by automatic differentiation of ``value``.
-        lipschitz: The largest |h′|; None if unbounded or unknown.
-        smoothness: The largest |h″|; None if h has kinks or it is unknown.
+        lipschitz: The largest ``|h′|``; None if unbounded or unknown.
+        smoothness: The largest ``|h″|``; None if h has kinks or it is unknown.
         coefficient: For a closed form of the proximal point: from scores s, targets and κ > 0 (all (B,)) to the a with
             a ∈ ∂h(s − κa). By default it is found by bisection.
         signed: Whether targets must be −1 or +1.
@@ -100,7 +100,7 @@ def logistic_loss(theta: Tensor, batch: Any) -> Tensor:
 
 
 def absolute_loss(theta: Tensor, batch: Any) -> Tensor:
-    """Returns |⟨θ, x⟩ − y|: ‖x‖-Lipschitz, not smooth."""
+    """Returns ``|⟨θ, x⟩ − y|``: ‖x‖-Lipschitz, not smooth."""
     return _of_scores("absolute", theta, batch)
 
 
@@ -110,7 +110,7 @@ def hinge_loss(theta: Tensor, batch: Any) -> Tensor:
 
 
 def squared_loss(theta: Tensor, batch: Any) -> Tensor:
-    """Returns (⟨θ, x⟩ − y)²/2: ‖x‖²-smooth; (‖x‖·max|⟨θ, x⟩ − y|)-Lipschitz on a bounded set only."""
+    """Returns (⟨θ, x⟩ − y)²/2: ‖x‖²-smooth; ``‖x‖·max|⟨θ, x⟩ − y|``-Lipschitz on a bounded set only."""
     return _of_scores("squared", theta, batch)
 
 
