@@ -168,7 +168,7 @@ def test_the_plot_has_one_row_per_claim_and_finding():
 
 def test_without_matplotlib_the_plot_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match=r"opacus_shuffle\[plots\]"):
+    with pytest.raises(ImportError, match=r"pip install .*\[plots\]"):
         result().plot()
 
 
