@@ -99,7 +99,7 @@ figure, axes = plt.subplots()
 for name, curve in curves.items():
     axes.plot(many, curve, label=name)
 axes.set(xscale="log", yscale="log", xlabel="rounds", ylabel=f"ε at δ = 1/60,000, σ = {run.noise_multiplier}, zero-out")
-axes.legend()
+_ = axes.legend()
 assert all(np.array(curves["certified (every data set)"]) < np.array(curves["no shuffling (exact)"]))
 
 # %%

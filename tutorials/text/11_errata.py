@@ -157,7 +157,7 @@ figure, axes = plt.subplots()
 axes.plot(t, np.maximum(shown, 1e-8), label="lower bound of δ by the test")
 axes.axhline(claimed, color="#D55E00", linestyle="--", label="δ by Theorem 6")
 axes.set(yscale="log", ylim=(1e-8, 1e-2), xlabel="threshold t, in clipping norms", ylabel=f"δ of one step at ε = {epsilon}")
-axes.legend()
+_ = axes.legend()
 # %% [markdown]
 # Over the whole run, that pair's $\varepsilon$ can be computed exactly, with a lower value beside it.
 
@@ -232,7 +232,7 @@ figure, axes = plt.subplots()
 axes.plot(rounds, as_printed, label="steps as printed")
 axes.plot(rounds, as_proved, label="steps of the proof, (2β + s)/(t + 1)")
 axes.set(yscale="log", xlabel="round", ylabel="distance from the minimiser")
-axes.legend()
+_ = axes.legend()
 # %% [markdown]
 # ## SCO, Theorem 4.1: one L too many
 #
