@@ -1,0 +1,50 @@
+"""The pages about the papers name functions, tests and files that there are, and leave out no numbered statement."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs" / "papers").glob("*.rst"))
+NUMBERED = {
+    "shuffle_gaussian": {
+        *(f"Definition {number}" for number in (1, 2, 3, 4)),
+        *("Lemma 1", "Lemma 2", "Corollary 1", "Algorithm 1", "Conjecture 1"),
+        *("Theorem 1", "Theorem 2", "Theorem 3", "Table 1", "Figure 1a (arXiv)", "Figure 1a (ICLR)", "Figure 1b"),
+    },
+}
+
+
+def resolve(name: str) -> object:
+    """What a dotted name means: a module, or an attribute of one."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        return functools.reduce(getattr, parts[end:], module)
+    raise ModuleNotFoundError(name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_name_on_a_page_is_there(page):
+    text = page.read_text()
+    names = re.findall(r":(?:func|class|mod|meth):`~?([\w.]+)`", text)
+    files = re.findall(r"``((?:tests|benchmarks|reproduction)/[\w/]+\.py)``", text)
+    assert names
+    assert files
+    for name in names:
+        assert resolve(name)
+    assert not [file for file in files if not (ROOT / file).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_numbered_statement_has_its_row(page):
+    rows = re.findall(r"^   \* - (.+?)(?=\n     - )", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert not [name for name in NUMBERED[page.stem] if not any(row.startswith(name) for row in rows)]
