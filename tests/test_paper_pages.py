@@ -17,6 +17,14 @@ NUMBERED = {
         *("Lemma 1", "Lemma 2", "Corollary 1", "Algorithm 1", "Conjecture 1"),
         *("Theorem 1", "Theorem 2", "Theorem 3", "Table 1", "Figure 1a (arXiv)", "Figure 1a (ICLR)", "Figure 1b"),
     },
+    "weights_shuffling": {
+        *(f"Definition {number}" for number in range(1, 7)),
+        *(f"Lemma {number}" for number in range(1, 4)),
+        *(f"Theorem {number}" for number in range(1, 7)),
+        *(f"Figure {number}" for number in range(1, 5)),
+        *(f"Table {number}," for number in ("I", "II", "III", "IV", "V", "VI", "VII", "VIII")),
+        "Algorithm 1",
+    },
 }
 
 
