@@ -24,6 +24,7 @@ from opacus_shuffle.audit import AuditResult, audit_gaussian, audit_shuffle_gaus
 from opacus_shuffle.commands.audit import AuditSettings, audit_published_setting, audit_small_training
 from opacus_shuffle.commands.image_datasets import load_image_dataset
 from opacus_shuffle.commands.training import accuracy
+from opacus_shuffle.core.rounding import round_down, round_up
 
 # Table I's training (10 epochs of 50,000 in batches of 1000) and Table VI's audit (200 epochs).
 PUBLISHED = {"Table I, 500 steps": (500, (0.1, 0.5, 1.0)), "Table VI, 10,000 steps": (10_000, (0.5, 1.0))}
@@ -34,10 +35,10 @@ def line(title: str, results: list[AuditResult]) -> str:
     claims = {claim.name: claim.epsilon for claim in results[0].claims}
     found = sorted(float(result.largest.lower) for result in results)
     above = {name: sum(value > claims[name] for value in found) for name in ("published", "certified") if name in claims}
-    said = ", ".join(f"{name} {epsilon:.4g}" for name, epsilon in claims.items())
-    middle = statistics.median(found)
+    said = ", ".join(f"{name} {round_up(epsilon)}" for name, epsilon in claims.items())
+    least, middle, most = (round_down(value, digits=3) for value in (found[0], statistics.median(found), found[-1]))
     counts = ", ".join(f"{name} {count}/{len(found)}" for name, count in above.items())
-    return f"{title:<44}{found[0]:>8.3g}{middle:>8.3g}{found[-1]:>8.3g}   above: {counts}   claimed: {said}"
+    return f"{title:<44}{least:>8}{middle:>8}{most:>8}   above: {counts}   claimed: {said}"
 
 
 def heading(title: str) -> None:

@@ -54,6 +54,7 @@ for ax, pair, title in zip(axes, (plain, mixed), ("without shuffling", "with shu
     for density, style in zip(pair, ("solid", "dashed"), strict=True):
         ax.contour(axis, axis, density, levels=5, colors="black", linestyles=style)
     ax.set(title=f"{title}: distance {np.linalg.norm(pair[0] - pair[1]):.2f}", xlim=(-5, 5), ylim=(-5, 5), aspect="equal")
+    ax.set(xlabel="first coordinate", ylabel="second coordinate")
 
 # %%
 nearer = density_around((-(2**0.5), 0)), density_around((2**0.5, 0))
@@ -204,13 +205,13 @@ _ = figures.draw_4(fourth)
 rows, asked = figures.statements()
 print(figures.table(rows))
 print("\nthe text asks for:", ", ".join(f"{name} {value:.3g}" for name, value in asked.items()))
-assert all(abs(row["flat: sigma(0.25)/sigma(4)"] - 1) < 0.05 for row in rows)
+assert all(abs(row["flat: sigma(0.25)/sigma(4)"] - 1) < 0.03 for row in rows)
 assert asked["unshuffled: sigma(0.25)/sigma(4)"] > 8
 assert all(row["Table III: sigma(0.1)/sigma(1)"] < 1.05 < asked["Table III: sigma(0.1)/sigma(1) at least"] for row in rows)
 
 # %% [markdown]
 # As the text says, shuffled $\sigma$ is flat in $\varepsilon$ and falls with $d$. A noise that hardly depends on $\varepsilon$ is itself
-# worth a second look: by this formula, $\varepsilon = 0.25$ and $\varepsilon = 4$ cost the same noise within 2 %.
+# worth a second look: by this formula, $\varepsilon = 0.25$ and $\varepsilon = 4$ cost the same noise within 3 %.
 
 # %% [markdown]
 # ## What differs from the print, and why
@@ -219,5 +220,5 @@ assert all(row["Table III: sigma(0.1)/sigma(1)"] < 1.05 < asked["Table III: sigm
 # * Table I: 100 % is printed; the paper's own permutations move 98.98, 78.18 and 68.31 %. All but class biases move with the
 #   permutations of heads and residual streams, which are this library's.
 # * Table II: without noise, identical to rounding, as printed. With noise from one seed it cannot be.
-# * Figures 2 to 4: batch size and $c'$ are not printed, and Table III fits no single $c'$ (the last column that is asserted above).
+# * Figures 2 to 4: batch size and $c'$ are not printed, and Table III fits none of those tried (the last assertion above).
 # * None of this is privacy: `certified` of such a run is DP-SGD's own $\varepsilon$, with or without shuffling.
