@@ -87,7 +87,7 @@ assert accuracy[-1] > chance
 #
 # * **The data**: Fashion-MNIST, not MNIST, unless you have MNIST's files. Its $\varepsilon$ is the same; its accuracy is not comparable.
 # * **The learning rate** is not printed. It decides how fast this curve rises, and no $\varepsilon$ depends on it.
-# * **The values of $\varepsilon$**: the figure's "Gauss bound" is Theorem 3, and needs a factor of 170 more than its own pair.
+# * **The values of $\varepsilon$**: the figure's "Gauss bound" is Theorem 3, and is some 180 times the exact value of its own pair.
 #   `certified` holds for every data set, which the theorem does not.
 # * **The figure's other two curves** are from *Shuffled Check-in* (arXiv 2206.03151), whose bounds are not part of this library; they are left
 #   out.
