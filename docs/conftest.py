@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import opacus.accountants.registry as opacus_registry
 import pytest
 
@@ -9,6 +11,8 @@ from opacus_shuffle.accountants import ACCOUNTANTS
 from opacus_shuffle.accountants.bounds import registry
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 from opacus_shuffle.engine.schemes.base import Scheme
+
+collect_ignore = [] if importlib.util.find_spec("lightning") else ["how_to/lightning.rst"]
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import hashlib
 import os
+import pickle
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -209,7 +210,13 @@ def _one_file(path: Any, *, by_name: bool) -> Iterator[Any]:
 def _read(file: Any, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """A checkpoint's parts but for its tensors, and a name for its content; the file is left where it was."""
     begin = file.tell() if hasattr(file, "seek") else None
-    saved = torch.load(file, **{**options, "map_location": "cpu", "weights_only": False})
+    try:
+        saved = torch.load(file, **{**options, "map_location": "cpu", "weights_only": False})
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:  # RuntimeError: half a file
+        raise ValueError(
+            f"path must be a checkpoint that engine.save_checkpoint has written, got a file that PyTorch cannot read: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        ) from error
     missing = [each for each in _NEEDED if not isinstance(saved, dict) or each not in saved]
     if missing:
         raise ValueError(

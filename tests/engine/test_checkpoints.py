@@ -24,7 +24,9 @@ from helpers.shuffled_runs import (
     unshuffle,
     weights,
 )
+from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_shuffle import PrivacyEngine
 from opacus_shuffle.core.randomness import KeyChain
 
 
@@ -231,3 +233,24 @@ def test_a_checkpoint_without_a_module_is_refused_as_opacus_does(tmp_path):
     with pytest.raises(TypeError, match="'module'"):
         run.engine.save_checkpoint(path=tmp_path / "checkpoint.pt")
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, None])
+def test_a_file_that_is_no_checkpoint_is_refused_in_words(tmp_path, share):
+    model = torch.nn.Linear(4, 2)
+    engine = PrivacyEngine(accountant="shuffled_checkin")
+    data = DataLoader(TensorDataset(torch.zeros(40, 4)), batch_size=4)
+    model, *_ = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=data,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        local_noise=True,
+    )
+    path = tmp_path / "run.pt"
+    engine.save_checkpoint(path=path, module=model)
+    whole = path.read_bytes()
+    path.write_bytes(b"no checkpoint" if share is None else whole[: int(share * len(whole))])
+    with pytest.raises(ValueError, match="path must be a checkpoint that"):
+        engine.load_checkpoint(path=path, module=model)
