@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -51,7 +53,10 @@ def _run(arguments: Sequence[str] | None) -> int:
             namespace, unknown = parser(name).parse_known_args(given)
             options = vars(namespace)
             if unknown:
-                return _complain(f"unrecognized arguments: {' '.join(unknown)}; see opacus-shuffle {name or ''} --help", 2)
+                meant = _closest(unknown, name)
+                return _complain(
+                    f"unrecognized arguments: {' '.join(unknown)}{meant}; see opacus-shuffle {name or ''} --help", 2
+                )
             if "command" not in options:
                 return _complain("which command? opacus-shuffle compare is the one to begin with; see opacus-shuffle --help", 2)
             options.pop("command")(options)
@@ -64,6 +69,16 @@ def _run(arguments: Sequence[str] | None) -> int:
         _leave_nothing_to_flush()
         return _complain(f"the output could not be written: {error.strerror or error}", 2)
     return 0
+
+
+def _closest(unknown: Sequence[str], name: str | None) -> str:
+    """Returns a question with the command's flag that is most like the first unknown one; nothing where none is."""
+    job = argparse.ArgumentParser(add_help=False)
+    if name in COMMANDS:
+        importlib.import_module(f"opacus_shuffle.commands.{COMMANDS[name][0]}").add_flags(job, name)
+    flags = re.findall(r"--[\w-]+", job.format_usage())
+    found = difflib.get_close_matches(next((each for each in unknown if each.startswith("--")), ""), flags, n=1)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def _leave_nothing_to_flush() -> None:
