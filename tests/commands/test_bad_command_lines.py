@@ -180,13 +180,3 @@ def test_a_picture_on_a_full_device_is_one_line(capsys, tmp_path):
     code, _, err = run(capsys, ["plot", *JOBS["epsilon"][1:], f"--output={tmp_path / 'full.png'}"])
     assert (code, len(err.splitlines())) == (2, 1)
     assert "No space left" in err
-
-
-@pytest.mark.parametrize(
-    ("flag", "answer"),
-    [("--noise-multplier", "(did you mean --noise-multiplier?)"), ("--zzz", "arguments: --zzz 3; see")],
-)
-def test_a_misspelt_flag_is_answered_with_the_nearest_one(capsys, flag, answer):
-    run = ["epsilon", "--mechanism", "shuffle_gauss", "--num-users", "600", "--steps", "1", "--delta", "1e-5"]
-    assert main([*run, "--noise-multiplier", "3", flag, "3"]) == 2
-    assert answer in capsys.readouterr().err

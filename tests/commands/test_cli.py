@@ -443,3 +443,13 @@ def test_a_number_comes_with_what_its_words_mean(capsys, adjacency, bound):
     printed = capsys.readouterr().out
     for word in (bound, adjacency, "PROVED" if bound == "certified" else "PAIR"):
         assert f"\n{word}: " in printed
+
+
+@pytest.mark.parametrize(
+    ("flag", "answer"),
+    [("--noise-multplier", "(did you mean --noise-multiplier?)"), ("--zzz", "arguments: --zzz 3; see")],
+)
+def test_a_misspelt_flag_is_answered_with_the_nearest_one(capsys, flag, answer):
+    run = ["epsilon", "--mechanism", "shuffle_gauss", "--num-users", "600", "--steps", "1", "--delta", "1e-5"]
+    assert main([*run, "--noise-multiplier", "3", flag, "3"]) == 2
+    assert answer in capsys.readouterr().err
