@@ -17,6 +17,7 @@ from opacus.utils.module_utils import trainable_modules
 from opacus.validators import ModuleValidator
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
@@ -37,7 +38,6 @@ from opacus_shuffle.engine.prepare_model import check_position_ids
 from opacus_shuffle.engine.records_apart import are_apart
 from opacus_shuffle.engine.run import Request
 from opacus_shuffle.engine.unseen_gradients import refuse_unseen_gradients
-from opacus_shuffle.engine.weights.weight_shuffling import PARALLEL
 from opacus_shuffle.permutation.network import unwrap
 from opacus_shuffle.permutation.sample_input import Call, first_records, from_batch
 
@@ -77,7 +77,7 @@ def check_network(request: Request, engine: Any) -> FirstBatch | None:
         if request.grad_sample_mode == "ghost":
             refuse_unseen_gradients(network, call_of(2)[1], batch_first=request.batch_first)
     except UnprobedError:
-        return None if isinstance(request.module, PARALLEL) else first
+        return None if isinstance(request.module, FSDPModule) else first
     return None
 
 

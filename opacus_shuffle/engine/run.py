@@ -29,6 +29,7 @@ from opacus_shuffle.core.validation import (
     positive,
     reject_unknown,
 )
+from opacus_shuffle.engine.ranks import Ranks
 from opacus_shuffle.engine.sampling.sampling_plan import SamplingPlan
 from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan
 from opacus_shuffle.engine.weights.optimizers import innermost
@@ -133,6 +134,11 @@ class Request:
     def device(self) -> torch.device:
         """Where the trainable parameters live."""
         return self.trainable[0].device
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train the network together."""
+        return Ranks.of(self.module)
 
     @property
     def shuffling(self) -> WeightShuffling:

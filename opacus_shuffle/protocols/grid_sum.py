@@ -304,9 +304,18 @@ class GridSum(ABC):
         coins = numpy_draws(draws).binomial(copies, (place - whole).numpy())
         return copies * whole.long() + torch.from_numpy(coins)
 
-    def draw_noise(self, num_reports: int, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Draws the noise bits of so many users, added up: int64, shape (d,)."""
-        reports = self.check_reports(num_reports)
+    def draw_noise(self, num_reports: int, generator: torch.Generator | None = None, *, part: bool = False) -> torch.Tensor:
+        """Draws the noise bits of so many users, added up: int64, shape (d,).
+
+        Args:
+            num_reports: How many users.
+            generator: On the CPU; by default secret.
+            part: They are some of a round's, whose number is looked at when all are added up.
+
+        Raises:
+            ValueError: If so many reports are not covered, unless they are a part.
+        """
+        reports = integer("num_reports", num_reports, minimum=0) if part else self.check_reports(num_reports)
         trials, draws = reports * self.noise_bits, draws_of(generator)
         pays = self.dimension >= _MANY and deviation_of(trials, self.bit_probability) <= _NARROW
         if pays or isinstance(draws, SystemGenerator):

@@ -225,7 +225,7 @@ def test_a_model_that_opacus_refuses_is_left_alone():
     assert engine.dataset is None
 
 
-def test_distributed_training_is_refused_by_name():
+def test_a_distributed_network_without_a_process_group_is_refused():
     toy = make_toy()
 
     class DPDDP(opacus.distributed.DifferentiallyPrivateDistributedDataParallel):
@@ -234,7 +234,7 @@ def test_distributed_training_is_refused_by_name():
             self.module = module
 
     toy["module"] = DPDDP(toy["module"])
-    with pytest.raises(ValueError, match="distributed training"):
+    with pytest.raises(ValueError, match="there is no process group"):
         PrivacyEngine(accountant="shuffled_checkin").make_private(**toy, noise_multiplier=1.0)
 
 

@@ -21,7 +21,8 @@ import math
 from collections.abc import Iterable
 
 import torch
-from opacus.optimizers import DPOptimizer
+import torch.distributed
+from opacus.optimizers import DistributedDPOptimizer, DistributedDPOptimizerFastGradientClipping, DPOptimizer
 
 from opacus_shuffle.core.opacus_compat import gaussian_noise
 
@@ -33,9 +34,11 @@ class BatchClipping(DPOptimizer):
         batch_clip: c′, absolute; None for no clipping of sums.
         unshuffled_noise_ratio: σ₀/σ of the parameters that are not clipped.
         shuffled: Identities of the parameters whose sum is clipped.
+        rank: Of several processes, which one this is; the first one clips and adds the noise.
     """
 
     batch_clip: float | None = None
+    rank: int = 0
     unshuffled_noise_ratio: float = 1.0
     shuffled: frozenset[int] = frozenset()
 
@@ -50,6 +53,8 @@ class BatchClipping(DPOptimizer):
             super().add_noise()
             return
         sums = [parameter.summed_grad for parameter in self.params if id(parameter) in self.shuffled]
+        if self.batch_clip != math.inf:
+            self._bring_to_the_first(sums)
         if sums and self.batch_clip != math.inf:
             # In double precision: where a norm over- or underflows, this would be no projection, and certify nothing.
             norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in sums]
@@ -57,10 +62,18 @@ class BatchClipping(DPOptimizer):
             for each in sums:
                 each.mul_(factor)
         super().add_noise()
-        if self.unshuffled_noise_ratio > 1:
+        if self.unshuffled_noise_ratio > 1 and self.rank == 0:
             more = math.sqrt(self.unshuffled_noise_ratio**2 - 1) * self.noise_multiplier * self.max_grad_norm
             for parameter in self.params:
                 if id(parameter) not in self.shuffled:
                     parameter.grad += gaussian_noise(
                         std=more, reference=parameter.grad, generator=self.generator, secure_mode=self.secure_mode
                     )
+
+    def _bring_to_the_first(self, sums: list[torch.Tensor]) -> None:
+        """Adds up what several processes have summed, on the first one, where the whole sum can be clipped."""
+        if isinstance(self, DistributedDPOptimizer | DistributedDPOptimizerFastGradientClipping):
+            for each in sums:
+                torch.distributed.all_reduce(each)
+                if self.rank:
+                    each.zero_()

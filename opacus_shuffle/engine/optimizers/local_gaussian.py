@@ -23,7 +23,14 @@ from __future__ import annotations
 import functools
 import math
 
-from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping, DPPerLayerOptimizer
+from opacus.optimizers import (
+    DistributedDPOptimizer,
+    DistributedDPOptimizerFastGradientClipping,
+    DPOptimizer,
+    DPOptimizerFastGradientClipping,
+    DPPerLayerOptimizer,
+    SimpleDistributedPerLayerOptimizer,
+)
 
 from opacus_shuffle.engine.optimizers.batch_clipping import BatchClipping
 from opacus_shuffle.engine.optimizers.logical_batch import GhostLogicalBatch, LogicalBatch, PerLayerLogicalBatch
@@ -35,22 +42,30 @@ _BATCHES: dict[type[DPOptimizer], type[LogicalBatch]] = {
     DPOptimizer: LogicalBatch,
     DPPerLayerOptimizer: PerLayerLogicalBatch,
     DPOptimizerFastGradientClipping: GhostLogicalBatch,
+    DistributedDPOptimizer: LogicalBatch,
+    SimpleDistributedPerLayerOptimizer: PerLayerLogicalBatch,
+    DistributedDPOptimizerFastGradientClipping: GhostLogicalBatch,
 }
 
 
 class NoisePerRecord(LogicalBatch):
-    """Scales the noise by √k while it is drawn; ``noise_multiplier`` stays the local σ for everyone else."""
+    """Scales the noise by √k while it is drawn; ``noise_multiplier`` stays the local σ for everyone else.
+
+    Attributes:
+        rank: Of several processes, which one this is. Opacus's first one alone adds noise; here each adds that of its reports.
+    """
 
     noise_multiplier: float
+    rank: int = 0
 
     def add_noise(self) -> None:
         """Add √k·σ·C to the sum of k reports."""
-        local = self.noise_multiplier
-        self.noise_multiplier = math.sqrt(self.num_records) * local
+        told = self.noise_multiplier, self.rank
+        self.noise_multiplier, self.rank = math.sqrt(self.num_records) * told[0], 0
         try:
             super().add_noise()
         finally:
-            self.noise_multiplier = local
+            self.noise_multiplier, self.rank = told
 
 
 @functools.cache
@@ -58,12 +73,12 @@ def optimizer_class(base: type[DPOptimizer], *, local_noise: bool) -> type[DPOpt
     """Opacus's optimizer class with hooks that add up, notes on the logical batch where it has them, and local noise if asked.
 
     Raises:
-        ValueError: If ``base`` has no local-noise form (adaptive clipping, distributed).
+        ValueError: If ``base`` has no local-noise form (adaptive clipping).
     """
     batch = _BATCHES.get(base)
+    bases = (batch or UsableRecords, base) if batch is None or not issubclass(batch, base) else (batch,)
     if not local_noise:
-        bases = (batch,) if batch else (UsableRecords, base)
         return type(f"Shuffle{base.__name__}", (TicketedSteps, StepHooks, BatchClipping, *bases), {})
     if batch is None:
-        raise ValueError(f"local_noise=True has no form of {base.__name__}: use clipping='flat' or 'per_layer' on one process")
-    return type(f"LocalGaussian{base.__name__}", (TicketedSteps, NoisePerRecord, StepHooks, batch), {})
+        raise ValueError(f"local_noise=True has no form of {base.__name__}: use clipping='flat' or 'per_layer'")
+    return type(f"LocalGaussian{base.__name__}", (TicketedSteps, NoisePerRecord, StepHooks, *bases), {})

@@ -25,12 +25,13 @@ import math
 from typing import Any
 
 import torch
-from opacus.optimizers import DPOptimizer
+from opacus.optimizers import DistributedDPOptimizer, DPOptimizer
 
 from opacus_shuffle.core.opacus_compat import mark_as_used, refuse_used
 from opacus_shuffle.engine.optimizers.logical_batch import LogicalBatch
 from opacus_shuffle.engine.optimizers.step_hooks import StepHooks
 from opacus_shuffle.engine.optimizers.ticketed_steps import TicketedSteps, refuse_accumulated
+from opacus_shuffle.engine.ranks import add_up
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 _ENTRIES = 2**17
@@ -130,26 +131,36 @@ class EncodedSum(DPOptimizer):
                 "there is no new sum to release: call loss.backward() first, and optimizer.zero_grad() after step()"
             )
         self.check_agreement()
-        if self._everyone_reports and self.num_records > self.aggregator.num_users:
-            raise ValueError(
-                f"the batch has {self.num_records} records, the aggregator is for num_users={self.aggregator.num_users}"
-            )
-        self.aggregator.check_reports(self._reports())
+        if self._everyone_reports and self.num_records > self.reports_here():
+            raise ValueError(f"the batch has {self.num_records} records, the aggregator is for num_users={self.reports_here()}")
+        self.aggregator.check_reports(self.total_reports())
 
-    def _reports(self) -> int:
-        """How many users report: those in the batch, or everyone, the others zero."""
+    def reports_here(self) -> int:
+        """How many users report on this process: those in the batch, or everyone, the others zero."""
         return self.aggregator.num_users if self._everyone_reports else self.num_records
+
+    def draw_noise(self, reports: int) -> torch.Tensor:
+        """The noise bits of so many users, added up."""
+        return self.aggregator.draw_noise(reports, self.generator)
+
+    def total_reports(self) -> int:
+        """How many users report on all processes."""
+        return self.reports_here()
+
+    def total(self, counts: torch.Tensor) -> torch.Tensor:
+        """The counts of all processes, added up."""
+        return counts
 
     def add_noise(self) -> None:
         """Draw the reports' noise bits, and decode the counts into ``.grad``; see :meth:`check_sum` for what is refused."""
         self.check_sum()
-        reports, counts = self._reports(), self._counts
+        reports, counts = self.reports_here(), self._counts
         assert counts is not None
         if absent := reports - self.num_records:
             counts = counts + self.aggregator.encode_zeros(absent, self.generator)
-        noised = self.aggregator.draw_noise(reports, self.generator).add_(counts)
+        noised = self.draw_noise(reports).add_(counts)
         self._released, self._counts = True, None  # beside the estimate, the counts would tell the noise
-        estimate = self.aggregator.decode(noised, reports)
+        estimate = self.aggregator.decode(self.total(noised), self.total_reports())
         sizes = [parameter.numel() for parameter in self.params]
         for parameter, piece in zip(self.params, torch.split(estimate, sizes), strict=True):
             parameter.grad = piece.view_as(parameter).to(parameter.device, parameter.dtype)
@@ -198,3 +209,30 @@ class VectorSumOptimizer(TicketedSteps, StepHooks, LogicalBatch, EncodedSum):
         """Forget the counts, too."""
         super().forget_sum()
         self._counts, self._released = None, False
+
+
+class DistributedVectorSumOptimizer(VectorSumOptimizer, DistributedDPOptimizer):
+    """The same on several processes: each counts its share of the records and draws their noise bits, and all add up."""
+
+    def reports_here(self) -> int:
+        """How many users report on this process."""
+        return len(range(self.rank, super().reports_here(), self.world_size)) if self._everyone_reports else self.num_records
+
+    def draw_noise(self, reports: int) -> torch.Tensor:
+        """The noise bits of this process's users, added up."""
+        return self.aggregator.draw_noise(reports, self.generator, part=True)
+
+    def total_reports(self) -> int:
+        """How many users report on all processes."""
+        return int(self.total(torch.tensor(self.reports_here())))
+
+    def total(self, counts: torch.Tensor) -> torch.Tensor:
+        """The counts of all processes, added up."""
+        return add_up(counts, self.params[0].device)
+
+    def add_noise(self) -> None:
+        """Decode the sum of all counts on the first process; the others have nothing to add to it."""
+        super().add_noise()
+        if self.rank:
+            for parameter in self.params:
+                parameter.grad.zero_()

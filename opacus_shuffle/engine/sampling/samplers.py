@@ -21,9 +21,11 @@ from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 from opacus_shuffle.core.participation import heads, subset
 from opacus_shuffle.core.randomness import secret_generator
 from opacus_shuffle.core.validation import integer
+from opacus_shuffle.engine.ranks import Ranks
 from opacus_shuffle.engine.sampling.tickets import Part, Ticket
 
-_LAW = ("num_samples", "sample_rate", "batch_size", "drop_last")
+_LAW = ("num_samples", "sample_rate", "batch_size", "drop_last", "ranks")
+ALONE = Ranks()
 
 
 class TicketedSampler(Sampler[Any]):
@@ -79,12 +81,22 @@ class PoissonSampler(TicketedSampler, UniformWithReplacementSampler):
 
 
 class ExactPoissonSampler(PoissonSampler):
-    """Poisson samples at the accounted rate, to 2⁻⁵³; Opacus compares 24 bits."""
+    """Poisson samples at the accounted rate, to 2⁻⁵³; Opacus compares 24 bits.
+
+    Args:
+        ranks: The processes that draw, each for its own share of the records.
+        **keywords: As Opacus's.
+    """
+
+    def __init__(self, *, ranks: Ranks = ALONE, **keywords: Any) -> None:
+        self.ranks = ranks
+        super().__init__(**keywords)
 
     def draw(self) -> Iterator[list[int]]:
         """The batches of an epoch."""
+        here = self.ranks.share(self.num_samples)
         for _ in range(self.steps):
-            yield heads(self.num_samples, self.sample_rate, self.generator)
+            yield [here[place] for place in heads(len(here), self.sample_rate, self.generator)]
 
 
 class DistributedPoissonSampler(TicketedSampler, DistributedUniformWithReplacementSampler):
@@ -112,7 +124,8 @@ class FixedSizeSampler(TicketedSampler, BatchSampler):
         num_samples: n, the size of the data set.
         batch_size: B ≤ n, records per batch.
         steps: Batches per epoch.
-        generator: Source of the draws; by default one seeded by the operating system.
+        generator: Source of the draws; by default one seeded by the operating system. The same on all ranks.
+        ranks: The processes that train, each on its own share of every batch.
 
     Raises:
         ValueError: If a number is out of range.
@@ -121,10 +134,19 @@ class FixedSizeSampler(TicketedSampler, BatchSampler):
     sampling = "fixed_size"
     """What accountants ask for."""
 
-    def __init__(self, *, num_samples: int, batch_size: int, steps: int, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        num_samples: int,
+        batch_size: int,
+        steps: int,
+        generator: torch.Generator | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
         self.num_samples = integer("num_samples", num_samples)
         if integer("batch_size", batch_size) > self.num_samples:
             raise ValueError(f"batch_size must not exceed the data set's {num_samples} records, got {batch_size}")
+        self.ranks = ranks
         super().__init__(SequentialSampler(range(self.num_samples)), int(batch_size), drop_last=True)
         self.steps = integer("steps", steps)
         self.generator = secret_generator("cpu") if generator is None else generator
@@ -135,7 +157,7 @@ class FixedSizeSampler(TicketedSampler, BatchSampler):
     def draw(self) -> Iterator[list[int]]:
         """The batches of an epoch."""
         for _ in range(self.steps):
-            yield subset(self.num_samples, self.batch_size, self.generator)
+            yield subset(self.num_samples, self.batch_size, self.generator)[self.ranks.rank :: self.ranks.size]
 
 
 class OwnBatches(TicketedSampler, BatchSampler):
@@ -147,7 +169,7 @@ class OwnBatches(TicketedSampler, BatchSampler):
 
     def _law(self) -> tuple[Any, ...]:
         own: Any = self.batches
-        return len(own.sampler), None, own.batch_size, own.drop_last
+        return len(own.sampler), None, own.batch_size, own.drop_last, None
 
     def draw(self) -> Iterable[list[int]]:
         """The batches of an epoch."""

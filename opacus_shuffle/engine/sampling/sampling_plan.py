@@ -35,7 +35,9 @@ class SamplingPlan:
     sample_rate: float
 
 
-def plan_sampling(accountant: str, data_loader: DataLoader, kind: Kind, *, expected: bool = False) -> SamplingPlan:
+def plan_sampling(
+    accountant: str, data_loader: DataLoader, kind: Kind, *, expected: bool = False, distributed: bool = False
+) -> SamplingPlan:
     """Plans the batches of an epoch from this loader's data.
 
     Args:
@@ -43,6 +45,7 @@ def plan_sampling(accountant: str, data_loader: DataLoader, kind: Kind, *, expec
         data_loader: A map-style loader with a batch size, in sequential or shuffled order.
         kind: How batches are drawn. With ``"own"`` the loader's batches must all have one size.
         expected: Opacus's own accountants take the expected size of a batch, whatever the sampler.
+        distributed: A ``DistributedSampler`` may be there, too; it is replaced, as every one is.
 
     Raises:
         ValueError: If kind and sampler do not match, or the loader has no fixed length.
@@ -54,7 +57,7 @@ def plan_sampling(accountant: str, data_loader: DataLoader, kind: Kind, *, expec
     if users < 1 or steps < 1:
         raise ValueError(f"data_loader yields no batch: {users} records, batch_size={data_loader.batch_size}")
     if not (expected and kind == "own"):
-        _check_sampler(accountant, kind, data_loader, distributed=expected)
+        _check_sampler(accountant, kind, data_loader, distributed=expected or distributed)
     if kind == "poisson" or expected:
         return SamplingPlan(kind, users, steps, max(1, round(users / steps)), 1 / steps)
     if data_loader.batch_size is not None:

@@ -71,6 +71,7 @@ class TicketBook:
     Attributes:
         loader: The loader that issues them, or None if it is gone.
         when_issued: Called at every issue.
+        unsplit: No batch may come in parts, as other processes wait for every backward pass.
         warns_of_fewer: Fewer records than were drawn are warned of, not refused, as Opacus's own accountants are used to it.
 
     Args:
@@ -79,6 +80,7 @@ class TicketBook:
     """
 
     warns_of_fewer: bool = False
+    unsplit: bool = False
 
     def __init__(self, *, drop_outs: bool = False, random_record: bool = False) -> None:
         self.drop_outs, self.random_record = drop_outs, random_record
@@ -136,6 +138,12 @@ class TicketBook:
             ValueError: If the part is not fresh, or the numbers differ.
         """
         part = self.fresh()
+        if self.unsplit and part.ticket.parts > 1:
+            raise ValueError(
+                f"this batch comes in {part.ticket.parts} parts, and DistributedDataParallel waits in every backward pass for "
+                "ranks whose batches may come in fewer: wrap the network in Opacus's "
+                "DifferentiallyPrivateDistributedDataParallel, or leave out BatchMemoryManager"
+            )
         expected = part.waiting
         if more and part.is_last and (not rows or max(rows) >= expected):
             raise ValueError(

@@ -19,13 +19,14 @@ from typing import Any, ClassVar
 
 import torch
 from opacus.optimizers import DPOptimizer, get_optimizer_class
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants.accountant import assumption
 from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.mechanisms import Mechanism
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning
-from opacus_shuffle.core.randomness import SecretGenerator, secret_generator, seeded_generator
+from opacus_shuffle.core.randomness import KeyChain, SecretGenerator, secret_generator, seeded_generator
 from opacus_shuffle.core.validation import noise_level, one_of, refuse_taken
 from opacus_shuffle.engine.optimizers import GhostLogicalBatch, TicketedSteps, optimizer_class
 from opacus_shuffle.engine.optimizers.released_only import own_gradients
@@ -40,16 +41,16 @@ from opacus_shuffle.engine.sampling.loaders import (
     with_tickets,
 )
 from opacus_shuffle.engine.sampling.samplers import (
-    DistributedPoissonSampler,
     ExactPoissonSampler,
     FixedSizeSampler,
-    PoissonSampler,
+    TicketedSampler,
 )
-from opacus_shuffle.engine.sampling.sampling_plan import Kind, SamplingPlan, plan_sampling
+from opacus_shuffle.engine.sampling.sampling_plan import Kind, SamplingPlan
 from opacus_shuffle.engine.sampling.tickets import TicketBook
+from opacus_shuffle.engine.schemes.on_ranks import plan_on_ranks, refuse_ranks
 from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan
 from opacus_shuffle.engine.weights.module import start_shuffling
-from opacus_shuffle.engine.weights.weight_shuffling import PARALLEL, find_spec
+from opacus_shuffle.engine.weights.weight_shuffling import find_spec
 from opacus_shuffle.permutation import PermutationSpec
 
 
@@ -113,11 +114,7 @@ class Scheme:
 
     def refuse(self, request: Request) -> None:
         """Refuses what this scheme cannot do."""
-        if isinstance(request.module, PARALLEL):
-            raise ValueError(
-                f"distributed training ({type(request.module).__name__}) is not supported yet by {self.name}: train on one "
-                "process, or use one of Opacus's own accountants"
-            )
+        refuse_ranks(self.name, request)
         one_of("clipping", request.clipping, ("flat", "per_layer"))
         if request.local_noise and self.noise_elsewhere:
             raise ValueError(f"{self.name} {self.noise_elsewhere}: leave out local_noise=True")
@@ -152,7 +149,7 @@ class Scheme:
                 "fixed-size sampler), or use an accountant for Poisson batches, such as 'shuffled_checkin'"
             )
         kind: Kind = sampling or ("own" if poisson_sampling is False else "fixed_size")
-        return plan_sampling(self.name, request.data_loader, kind)
+        return plan_on_ranks(self.name, request, kind, secure_mode=self.engine.secure_mode)
 
     def noise_device(self, request: Request) -> torch.device:
         """Where the noise is drawn."""
@@ -214,7 +211,10 @@ class Scheme:
         Raises:
             ValueError: If it accounts for another run already.
         """
-        accountant, sampling = self.accountant, run.sampling
+        accountant, sampling, asked = self.accountant, run.sampling, run.request
+        alike = ("max_grad_norm", "clipping", "loss_reduction", "local_noise", "grad_sample_mode")
+        facts = {"accountant": self.name, "noise_multiplier": run.noise_multiplier, "data_loader": sampling}
+        asked.ranks.agree({**facts, **{name: getattr(asked, name) for name in alike}, "seed": self.engine.seed})
         if accountant.num_users not in (None, sampling.num_users):
             raise ValueError(
                 f"this engine accounts for num_users={accountant.num_users}, got a data set of {sampling.num_users}: use a new "
@@ -250,22 +250,25 @@ class Scheme:
             return ticketed_copy(loader, tickets)
         if plan.kind == "fixed_size":
             fixed = FixedSizeSampler(
-                num_samples=plan.num_users, batch_size=plan.batch_size, steps=plan.steps_per_epoch, generator=generator
+                num_samples=plan.num_users,
+                batch_size=plan.batch_size,
+                steps=plan.steps_per_epoch,
+                generator=generator,
+                ranks=run.request.ranks,
             )
             return with_batch_sampler(loader, fixed, tickets)
-        if distributed:
-            drawn: Any = loader.batch_sampler
-            drawn.__class__ = DistributedPoissonSampler
-            drawn.num_batches, drawn.generator = plan.steps_per_epoch, generator
-        else:
-            set_batch_sampler(loader, self.poisson_sampler(run, generator))
+        set_batch_sampler(loader, self.poisson_sampler(run, generator, loader.batch_sampler))
         return with_tickets(loader, TicketedDPDataLoader, tickets)
 
-    def poisson_sampler(self, run: Run, generator: torch.Generator | None) -> PoissonSampler:
-        """Every record's own coin, in every step."""
+    def poisson_sampler(self, run: Run, generator: torch.Generator | None, opacus: Any) -> TicketedSampler:
+        """Every record's own coin, in every step, in the place of the sampler that Opacus made."""
         plan = run.sampling
         return ExactPoissonSampler(
-            num_samples=plan.num_users, sample_rate=plan.sample_rate, steps=plan.steps_per_epoch, generator=generator
+            num_samples=plan.num_users,
+            sample_rate=plan.sample_rate,
+            steps=plan.steps_per_epoch,
+            generator=generator,
+            ranks=run.request.ranks,
         )
 
     def sampling_generator(self, run: Run) -> torch.Generator | None:
@@ -273,11 +276,19 @@ class Scheme:
         own: torch.Generator | None = run.request.data_loader.generator
         if self.engine.secure_mode:
             return self.engine.secure_rng
-        return self.fresh_generator("participation") if own is None else own
+        ranks = run.request.ranks
+        if own is not None and not (ranks.distributed and isinstance(own, SecretGenerator)):
+            return own
+        if not ranks.distributed or run.sampling.kind == "poisson":
+            return self.fresh_generator(ranks.named("participation"))
+        # One sample of fixed size is drawn by all ranks alike, each for its share of it.
+        if self.engine.seed is not None:
+            return self.fresh_generator("participation")
+        return KeyChain(ranks.of_the_first(KeyChain().key)).next_generator()
 
     def noise_generator(self, request: Request) -> torch.Generator | None:
         """Draws the noise where nobody passed a generator: a secret one, or one of the engine's seed."""
-        return self.fresh_generator("noise", self.noise_device(request))
+        return self.fresh_generator(request.ranks.named("noise"), self.noise_device(request))
 
     def fresh_generator(self, use: str, device: torch.device | str = "cpu") -> torch.Generator:
         """A secret generator, or where the engine has a seed a repeatable one for this use."""
@@ -310,7 +321,7 @@ class Scheme:
 
     def expected_batch_size(self, run: Run, opacus: float, *, distributed: bool) -> float:
         """What a sum is divided by, from public numbers alone; Opacus rounds it down."""
-        return opacus if distributed else run.sampling.batch_size
+        return run.sampling.batch_size / run.request.ranks.size
 
     def optimizer_class(self, base: type[DPOptimizer], run: Run) -> Callable[..., DPOptimizer]:
         """Ours in the place of Opacus's class."""
@@ -344,10 +355,12 @@ class Scheme:
             run.request.module, module, optimizer, run.spec, mode=shuffling.mode, generator=generator
         )
         optimizer.step_hook = None  # Opacus's has the rate 1/L; a fixed-size batch has B/n
-        watch_inputs(run.request.module, module, self.tickets(made[-1]))
+        if (tickets := self.tickets(made[-1])) is not None:
+            tickets.unsplit = isinstance(run.request.module, DistributedDataParallel)
+        watch_inputs(run.request.module, module, tickets)
         if isinstance(optimizer, TicketedSteps):
             own_gradients(run.request.module.parameters(), optimizer)
-            optimizer.account_with(self.accountant, self.account(run), self.tickets(made[-1]))
+            optimizer.account_with(self.accountant, self.account(run), tickets)
         else:
             optimizer.attach_step_hook(self.account(run))
 

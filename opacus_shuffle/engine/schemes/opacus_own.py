@@ -16,18 +16,24 @@ from typing import Any
 import torch
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.optimizers import DPOptimizer
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.randomness import secret_after_fork
 from opacus_shuffle.core.validation import finite_number, positive
 from opacus_shuffle.engine.opacus_history import OpacusHistory
+from opacus_shuffle.engine.ranks import PARALLEL
 from opacus_shuffle.engine.run import Budget, Request, Run
-from opacus_shuffle.engine.sampling.samplers import ExactPoissonSampler, PoissonSampler
+from opacus_shuffle.engine.sampling.samplers import (
+    DistributedPoissonSampler,
+    ExactPoissonSampler,
+    PoissonSampler,
+    TicketedSampler,
+)
 from opacus_shuffle.engine.sampling.sampling_plan import Kind, SamplingPlan, plan_sampling
 from opacus_shuffle.engine.schemes.base import Scheme
 from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan, plan_batch_clip
-from opacus_shuffle.engine.weights.weight_shuffling import PARALLEL
 from opacus_shuffle.permutation import PermutationSpec
 
 LARGEST_TARGET = 1e6
@@ -75,9 +81,14 @@ class OpacusOwn(Scheme):
             )
         return dataclasses.replace(plan, steps_per_epoch=steps, batch_size=batch, sample_rate=rate)
 
-    def poisson_sampler(self, run: Run, generator: torch.Generator | None) -> PoissonSampler:
+    def poisson_sampler(self, run: Run, generator: torch.Generator | None, opacus: Any) -> TicketedSampler:
         """Opacus's, number by number (with a flag of ours the exact one): drawn at the rate of the loader that was passed."""
         plan = run.sampling
+        if isinstance(opacus, DistributedUniformWithReplacementSampler):
+            drawn: Any = opacus
+            drawn.__class__ = DistributedPoissonSampler
+            drawn.num_batches, drawn.generator = plan.steps_per_epoch, generator
+            return drawn  # type: ignore[no-any-return]
         kind = PoissonSampler if self.is_opacus(run.request) else ExactPoissonSampler
         return kind(
             num_samples=plan.num_users,

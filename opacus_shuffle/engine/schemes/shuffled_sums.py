@@ -24,10 +24,11 @@ from opacus_shuffle.analysis.binomial_sums import LOST_SHARE
 from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.validation import instance_of, moderate, one_of, positive
-from opacus_shuffle.engine.optimizers import VectorSumOptimizer
+from opacus_shuffle.engine.optimizers import DistributedVectorSumOptimizer, VectorSumOptimizer
 from opacus_shuffle.engine.run import Budget, Request, Run
-from opacus_shuffle.engine.sampling.sampling_plan import Kind, SamplingPlan, plan_sampling
+from opacus_shuffle.engine.sampling.sampling_plan import Kind, SamplingPlan
 from opacus_shuffle.engine.schemes.base import Scheme
+from opacus_shuffle.engine.schemes.on_ranks import plan_on_ranks
 from opacus_shuffle.protocols.calibration import Promise
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
@@ -86,7 +87,7 @@ class VectorSums(Scheme):
     def plan_sampling(self, request: Request) -> SamplingPlan:
         """How batches will be drawn: by every record's own coin, or of one size where Poisson batches are not wanted."""
         kind: Kind = "fixed_size" if request.poisson_sampling is False else "poisson"
-        return plan_sampling(self.name, request.data_loader, kind)
+        return plan_on_ranks(self.name, request, kind, secure_mode=self.engine.secure_mode)
 
     def noise_device(self, request: Request) -> torch.device:
         """Binomials are drawn on the CPU."""
@@ -155,7 +156,8 @@ class VectorSums(Scheme):
     def optimizer_class(self, base: type[DPOptimizer], run: Run) -> Callable[..., DPOptimizer]:
         """The optimizer that sums by the protocol."""
         protocol = instance_of("aggregator", run.aggregator, (ShuffleVectorSum,))
-        return functools.partial(VectorSumOptimizer, aggregator=protocol, everyone_reports=run.sampling.kind == "poisson")
+        kind = DistributedVectorSumOptimizer if run.request.ranks.distributed else VectorSumOptimizer
+        return functools.partial(kind, aggregator=protocol, everyone_reports=run.sampling.kind == "poisson")
 
     def covers_drop_outs(self, run: Run) -> bool:
         """Where everyone is in every round the protocol covers them; a sample is all there."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from opacus_shuffle.core.validation import noise_level, positive
-from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling, is_distributed
+from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 from opacus_shuffle.permutation import PermutationSpec
 from opacus_shuffle.permutation.network import unwrap
 
@@ -53,8 +53,6 @@ def plan_batch_clip(
     The arguments are as of ``make_private``: ``noise_multiplier`` is σ of the shuffled parameters, None while it is unknown.
     What an optimizer does not hold is not trained; without one, every parameter that requires a gradient is.
     """
-    if is_distributed(module):
-        raise ValueError(f"batch_clip needs the whole sum in one process, got {type(module).__name__}: train on one process")
     network = unwrap(module)
     held = network.parameters() if optimizer is None else (p for group in optimizer.param_groups for p in group["params"])
     trained = {id(parameter) for parameter in held if parameter.requires_grad}

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from opacus_shuffle.engine.ranks import is_distributed
 from opacus_shuffle.engine.raw_data import leaving
 from opacus_shuffle.engine.weights.attached import detach_shuffler
 from opacus_shuffle.engine.weights.averages import average_that_reads
 from opacus_shuffle.engine.weights.optimizers import innermost
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
-from opacus_shuffle.engine.weights.weight_shuffling import is_distributed
 from opacus_shuffle.permutation.discover import find_permutations
 from opacus_shuffle.permutation.network import unwrap
 from opacus_shuffle.permutation.spec import PermutationSpec

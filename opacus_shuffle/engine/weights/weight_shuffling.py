@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
@@ -22,6 +19,7 @@ from opacus_shuffle.core.progress import progress
 from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.validation import integer, noise_level, one_of, positive_or_infinite
 from opacus_shuffle.engine.prepare_model import check_position_ids
+from opacus_shuffle.engine.ranks import Ranks
 from opacus_shuffle.engine.weights.optimizers import innermost, refuse_optimizer
 from opacus_shuffle.engine.weights.shuffler import MODES
 from opacus_shuffle.permutation import PermutationSpec
@@ -33,7 +31,6 @@ from opacus_shuffle.permutation.sample_input import Call, first_records, from_ba
 from opacus_shuffle.permutation.self_check import check_calls
 
 OTHER_RECORDS = 8
-PARALLEL = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel, FSDPModule)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,10 +148,8 @@ def find_spec(
         else:
             level = "residual" if shuffling.groups is True else shuffling.groups
             spec = find_on_calls(network, [(args, kwargs)], level, others=others, checked=checked)
-    if is_distributed(module):
-        agreed = [spec]
-        torch.distributed.broadcast_object_list(agreed, 0)  # rank 0's: another rank's first records may have another length
-        spec = agreed[0]
+    if (ranks := Ranks.of(module)).distributed:
+        spec = ranks.of_the_first(spec)  # another rank's first records may have another length
         check_calls(spec, network, [(args, kwargs)])
     spec.followers(spec.tensors(network), innermost(optimizer))
     return spec
@@ -186,11 +181,6 @@ def _most_different(call: Call) -> Sequence[int] | None:
     spread = [each / (each.max() - each.min()).clamp(min=1e-300) for each in sums]
     pairs = itertools.combinations(range(count), 2)
     return max(pairs, key=lambda pair: sum(float((each[pair[0]] - each[pair[1]]).abs()) for each in spread))
-
-
-def is_distributed(module: nn.Module) -> bool:
-    """Whether several ranks train copies of the network."""
-    return isinstance(module, DifferentiallyPrivateDistributedDataParallel | DistributedDataParallel)
 
 
 def _refuse_sharded(module: nn.Module) -> None:

@@ -285,18 +285,6 @@ def test_what_no_protocol_can_be_built_for_is_refused(changes, named):
         PrivacyEngine(accountant="shuffled_sums").make_private_with_epsilon(**{**make_toy(), **SAMPLES, **budget, **changes})
 
 
-def test_distributed_modules_are_refused():
-    class Parallel(opacus.distributed.DifferentiallyPrivateDistributedDataParallel):
-        def __init__(self, module):
-            nn.Module.__init__(self)
-            self.module = module
-
-    toy = make_toy()
-    toy["module"] = Parallel(toy["module"])
-    with pytest.raises(ValueError, match="distributed"):
-        PrivacyEngine(accountant="shuffled_sums").make_private(**toy, **SAMPLES, aggregator=protocol_for())
-
-
 def test_a_stock_engine_is_told_which_one_to_use():
     with pytest.raises(ValueError, match=r"opacus_shuffle\.PrivacyEngine"):
         opacus.PrivacyEngine(accountant="shuffled_sums").make_private(**make_toy(), noise_multiplier=1.0)

@@ -7,7 +7,6 @@ import io
 import math
 import warnings
 
-import opacus
 import pytest
 import torch
 from helpers.shuffled_runs import (
@@ -21,7 +20,6 @@ from helpers.shuffled_runs import (
     prepare,
 )
 from helpers.toy import make_toy, run_epoch
-from torch import nn
 
 from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine, compute_noise_multiplier
 from opacus_shuffle.accountants.bounds.registry import compute_bound
@@ -426,21 +424,6 @@ def test_what_does_not_go_together_is_refused_by_name_and_changes_nothing(name, 
 def test_shuffling_nothing_that_is_trained_is_refused():
     with pytest.raises(ValueError, match=r"permutes no trainable parameter|trains none of the parameters"):
         engine_for_weights().make_private(**frozen_but_the_last_bias(), noise_multiplier=1.0, shuffle_weights=True)
-
-
-def test_a_sum_that_lies_on_several_processes_is_refused():
-    class Distributed(opacus.distributed.DifferentiallyPrivateDistributedDataParallel):
-        def __init__(self, module):
-            nn.Module.__init__(self)
-            self.module = module
-
-    toy = make_toy()
-    spec = find_permutations(toy["module"], torch.zeros(2, 5))
-    wrapped = Distributed(toy["module"])
-    with pytest.raises(ValueError, match="batch_clip needs the whole sum in one process, got Distributed"):
-        plan_batch_clip(WeightShuffling(batch_clip=1.0), spec, wrapped, max_grad_norm=1.0)
-    with pytest.raises(ValueError, match="distributed training"):
-        engine_for_weights().make_private(**{**toy, "module": wrapped}, noise_multiplier=1.0, shuffle_weights=True)
 
 
 def test_other_accountants_clip_no_sum_unless_told():
