@@ -27,6 +27,7 @@ STOREYS = [  # from the ground up: a module imports from its own storey and from
     "accountants",
     "sco",
     "estimators",
+    "federated",
     "engine",
     "audit",
     PACKAGE,  # the public names
@@ -37,7 +38,7 @@ COMPAT = f"{PACKAGE}.core.opacus_compat"
 LONGEST = 400
 
 KERNELS = f"{PACKAGE}.permutation.moving.triton_moves"  # about an extra: it is imported where Triton is
-ESTIMATORS = f"{PACKAGE}.estimators"  # a room about an extra: users import it themselves
+EXTRAS = (f"{PACKAGE}.estimators", f"{PACKAGE}.federated.flower")  # rooms about an extra: users import them themselves
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ for name in sys.argv[1:]:
 
 
 def test_every_module_can_be_imported_without_the_extras_and_without_a_warning():
-    names = {name for name in sources() if name != KERNELS and not name.startswith(ESTIMATORS)}
+    names = {name for name in sources() if name != KERNELS and not name.startswith(EXTRAS)}
     command = [sys.executable, "-W", "error", "-c", BLOCKED, *names]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")

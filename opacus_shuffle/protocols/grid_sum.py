@@ -57,6 +57,11 @@ class GridSum(ABC):
         return self.dimension * (self.granularity + self.noise_bits)
 
     @property
+    def fewest_reports(self) -> int:
+        """How many users must report: those whose noise the guarantee counts on."""
+        return self._plan.honest_users
+
+    @property
     def variance(self) -> float:
         """Of each coordinate of the answer when all users take part: noise, and rounding at its worst (¼ grid step² a user)."""
         return (self._span / self.granularity) ** 2 * self._plan.variance(self.num_users)
@@ -228,8 +233,8 @@ class GridSum(ABC):
     def check_reports(self, num_reports: Any) -> int:
         """Refuses more or fewer reports than the guarantee covers."""
         reports = integer("num_reports", num_reports)
-        if not self._plan.honest_users <= reports <= self.num_users:
-            fewest = self._plan.honest_users
+        fewest = self.fewest_reports
+        if not fewest <= reports <= self.num_users:
             between = f"{fewest} to {self.num_users}" if fewest < self.num_users else str(fewest)
             raise ValueError(
                 f"this protocol is for {between} users (num_users={self.num_users}, honest_fraction="

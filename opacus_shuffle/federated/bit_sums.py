@@ -1,0 +1,142 @@
+"""Reports in bits, for Cheu, Joseph, Mao and Peng's shuffled vector sums (SCO), with everyone's coin a secret.
+
+Every client sends a report in every round. If its coin says no it reports zero, which nobody can tell from another vector. The
+sum is as private as a trusted server's with Poisson batches.
+
+>>> reports = BitSums(dimension=3, max_norm=1.0, noise_multiplier=2.0, num_users=1000, sample_rate=0.1, delta=1e-6)
+>>> report = reports.encode(1, torch.tensor([0.6, 0.8, 0.0]))
+>>> len(report) - 16 == reports.bytes_per_report == 3
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from opacus_shuffle.accountants.mechanisms import ShuffledSums
+from opacus_shuffle.core.validation import integer, one_of, sampling_rate
+from opacus_shuffle.federated.report_format import ReportFormat
+from opacus_shuffle.protocols.messages import Messages, shuffled
+from opacus_shuffle.protocols.random_words import draws_of, numpy_draws
+from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
+
+
+class BitSums(ReportFormat):
+    """A vector on a grid, in ones among bits, with noise bits besides.
+
+    Args:
+        dimension: d.
+        max_norm: C, absolute.
+        noise_multiplier: Of the **sum**, over C, as in DP-SGD.
+        num_users: n, all clients; each sends a report in every round.
+        sample_rate: γ, the chance that a client's vector is in its report.
+        delta: δ of the whole run, of which binomial tails take a millionth.
+        rounds: Rounds of the run, which share those tails.
+        honest_fraction: The share of the clients that is certain to follow the protocol and to be there, in [1/3, 1]; fewer
+            reports than that are not released. The accountant counts on these clients' noise alone.
+        messages: ``"counts"``: each client hands the shuffler the number of its ones in each coordinate, and the shuffler adds
+            them: small messages, and a shuffler that is trusted to add. ``"bits"``: every bit travels, and the shuffler mixes
+            all clients' bits of a coordinate.
+
+    Formal Guarantees:
+        What the shuffler hands over tells one number per coordinate, the sum of all ones: the round of ``shuffled_sums`` with
+        secret coins. :class:`~opacus_shuffle.accountants.mechanisms.shuffled_sums.ShuffledSums` has the proof.
+    """
+
+    kind: ClassVar[str] = "bit_sums"
+    letters: ClassVar[bytes] = b"OSS1"
+
+    def __init__(
+        self,
+        *,
+        dimension: int,
+        max_norm: float,
+        noise_multiplier: float,
+        num_users: int,
+        sample_rate: float = 1.0,
+        delta: float,
+        rounds: int = 1,
+        honest_fraction: float = 1.0,
+        messages: str = "counts",
+    ) -> None:
+        self.dimension, self.max_norm = self.checked_sizes(dimension, max_norm)
+        self.sample_rate, self.num_users = sampling_rate("sample_rate", sample_rate), integer("num_users", num_users)
+        self.messages = one_of("messages", messages, ("counts", "bits"))
+        self.protocol = ShuffleVectorSum.with_noise_multiplier(
+            self.num_users,
+            self.dimension,
+            self.max_norm,
+            noise_multiplier,
+            delta=delta,
+            rounds=rounds,
+            honest_fraction=honest_fraction,
+            zero_on_grid=True,
+            rate=self.sample_rate,
+        )
+        self.mechanism = ShuffledSums.of_protocol(self.protocol, sample_rate=self.sample_rate)
+        self.bits = self.protocol.granularity + self.protocol.noise_bits
+        self.fewest_reports, self.most_reports = self.protocol.fewest_reports, self.num_users
+
+    @property
+    def silent_without_coin(self) -> bool:
+        """False: a report of zero hides that the coin said no."""
+        return False
+
+    @property
+    def _count_type(self) -> np.dtype:
+        return np.dtype(next(f"<u{size}" for size in (1, 2, 4) if self.bits < 2 ** (8 * size)))
+
+    @property
+    def bytes_per_report(self) -> int:
+        """A count for each coordinate, in the fewest whole bytes; or all its bits."""
+        return self.dimension * (self._count_type.itemsize if self.messages == "counts" else -(-self.bits // 8))
+
+    def randomize(self, vector: torch.Tensor | None, generator: torch.Generator | None) -> bytes:
+        """The number of ones of each coordinate, or so many ones and then zeros, eight to a byte."""
+        draws = draws_of(generator)
+        protocol = self.protocol
+        counts = protocol.encode_zeros(1, draws) if vector is None else protocol.encode(vector[None], draws)
+        ones = (protocol.draw_noise(1, draws, part=True) + counts).numpy()
+        if self.messages == "counts":
+            return ones.astype(self._count_type).tobytes()
+        return np.packbits(np.arange(self.bits) < ones[:, None], axis=1).tobytes()
+
+    def check_numbers(self, numbers: bytes) -> None:
+        """Refuses counts of more ones than there are bits, and bits behind the last."""
+        if len(numbers) != self.bytes_per_report:
+            raise ValueError(f"report must be {self.bytes_per_report} bytes, got {len(numbers)}")
+        if self.messages == "counts":
+            largest = int(np.frombuffer(numbers, self._count_type).max())
+            if largest > self.bits:
+                raise ValueError(f"report counts {largest} ones in a coordinate of {self.bits} bits: it is not taken")
+            return
+        spare = -self.bits % 8
+        if spare and (np.frombuffer(numbers, np.uint8).reshape(self.dimension, -1)[:, -1] & (2**spare - 1)).any():
+            raise ValueError(f"report has ones behind the {self.bits} bits of a coordinate: it is not taken")
+
+    def mix(self, reports: Sequence[bytes], generator: torch.Generator | None) -> list[bytes]:
+        """The sum of the counts; or every coordinate's bits, all clients', in random order."""
+        if self.messages == "counts":
+            total = np.zeros(self.dimension, np.int64)
+            for each in reports:
+                total += np.frombuffer(each, self._count_type)
+            return [total.astype("<i8").tobytes()]
+        together = [
+            Messages(np.frombuffer(each, np.uint8).reshape(self.dimension, -1), self.bits, self.protocol.granularity)
+            for each in reports
+        ]
+        return [shuffled(together, numpy_draws(draws_of(generator))).bits.tobytes()]
+
+    def estimate(self, mixed: Sequence[bytes], num_reports: int) -> torch.Tensor:
+        """The analyzer's estimate from the numbers of ones."""
+        (all_of_it,) = mixed
+        if self.messages == "counts":
+            ones = np.frombuffer(all_of_it, "<i8").astype(np.int64)
+        else:
+            rows = np.frombuffer(all_of_it, np.uint8).reshape(self.dimension, -1)
+            ones = np.array([np.count_nonzero(np.unpackbits(row)) for row in rows])
+        return self.protocol.decode(torch.from_numpy(ones.astype(np.int64)), num_reports)

@@ -1,0 +1,13 @@
+"""Federated training in the shuffle model on Flower's Message API: ``pip install -e ".[federated]"``.
+
+``ReportMod`` is a client's, ``ShuffledStrategy`` the server's, and ``LocalGrid`` runs a ``ClientApp`` for thousands of virtual
+clients in this process, without Ray.
+"""
+
+from __future__ import annotations
+
+from opacus_shuffle.federated.flower.local_grid import LocalGrid
+from opacus_shuffle.federated.flower.report_mod import ReportMod
+from opacus_shuffle.federated.flower.strategy import ShuffledStrategy
+
+__all__ = ["LocalGrid", "ReportMod", "ShuffledStrategy"]

@@ -1,0 +1,95 @@
+"""``ReportMod``: a Flower client whose update leaves it only as a report to the shuffler.
+
+The reply to the server is empty and the same from every client, whether its coin let it take part or not, whether it trained,
+failed or had nothing to say: no arrays, no losses, no numbers of examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from logging import WARNING
+from typing import Any
+
+import torch
+from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
+from flwr.common.logger import log
+
+from opacus_shuffle.core.validation import boolean, instance_of, integer
+from opacus_shuffle.federated.flower.records import ROUND, SETTINGS, as_vector, only_arrays
+from opacus_shuffle.federated.report_format import ReportFormat
+from opacus_shuffle.federated.reporter import Reporter
+from opacus_shuffle.federated.shuffler import RefusedReportError
+
+STATE = "opacus_shuffle"
+REFUSED = 451
+"""The code of the error that answers everything but training."""
+
+
+class ReportMod:
+    """A mod for ``ClientApp(mods=[...])``; the app's ``train`` replies with its trained weights, as for any strategy.
+
+    Args:
+        format: What reports look like. It is this client's own: nothing that a server sends changes it.
+        submit: Sends a report to the shuffler; gets the context of the client, which tells its node's settings, and the report.
+        max_rounds: Rounds that this client agrees to take part in.
+        always_train: Train whatever the coin says, so that the time it takes tells nothing.
+
+    Formal Guarantees:
+        The server sees an empty reply, and the shuffler one report of the update (trained weights minus received ones), clipped
+        and noised here. Which rounds were answered is in the node's own state, which Flower keeps. Evaluation and queries are
+        refused: their answers would carry no noise.
+    """
+
+    def __init__(
+        self,
+        format: ReportFormat,
+        submit: Callable[[Context, bytes], Any],
+        *,
+        max_rounds: int,
+        always_train: bool = False,
+    ) -> None:
+        self.format = instance_of("format", format, (ReportFormat,))
+        if not callable(submit):
+            raise ValueError(f"submit must take a context and a report, got {submit!r}: pass a function")
+        self.submit = submit
+        self.max_rounds, self.always_train = integer("max_rounds", max_rounds), boolean("always_train", always_train)
+
+    def __call__(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        """Answers the server's message; ``call_next`` trains."""
+        if message.metadata.message_type.split(".")[0] != MessageType.TRAIN:
+            reason = f"{message.metadata.message_type} would send what has no noise: evaluate on data of the server's own"
+            return Message(Error(code=REFUSED, reason=reason), reply_to=message)
+        reply = Message(RecordDict(), reply_to=message)  # now: its time stamp must not tell how long this took
+        try:
+            self._report(message, context, call_next)
+        except RefusedReportError as error:
+            log(WARNING, "the shuffler took no report: %s", error)
+        except (ValueError, OSError) as error:
+            log(WARNING, "no report was sent: %s", error)
+        return reply
+
+    def _report(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> None:
+        """Takes part in the round, or not."""
+        number = message.content.config_records[SETTINGS][ROUND]
+        received = as_vector(only_arrays(message.content))
+        known = context.state.config_records.get(STATE, ConfigRecord({"rounds": 0, "last": -1}))
+        reporter = Reporter(self.format, max_rounds=self.max_rounds, rounds=known["rounds"], last=known["last"])  # type: ignore[arg-type]
+
+        def note() -> None:
+            context.state[STATE] = ConfigRecord({"rounds": reporter.rounds, "last": reporter.last})
+
+        def train() -> torch.Tensor:
+            try:
+                reply = call_next(message, context)
+                return as_vector(only_arrays(reply.content)) - received
+            except Exception as error:  # that this client failed is nobody's business: it reports zero
+                log(WARNING, "training failed, the report is zero: %s", error)
+                return torch.zeros_like(received)
+
+        reporter.answer(
+            number,  # type: ignore[arg-type]
+            train,
+            lambda report: self.submit(context, report),
+            always_train=self.always_train,
+            before=note,
+        )

@@ -1,0 +1,181 @@
+"""What clients send, how the shuffler looks at it and mixes it, and what the server makes of it: ``ReportFormat``.
+
+A format is one file of this folder. It derives a class from :class:`ReportFormat`; nothing else of this package knows which
+there are. A report is bytes: a header that says which round and format it is of, and the numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from opacus_shuffle.accountants.mechanism import Mechanism
+from opacus_shuffle.core.validation import instance_of, integer, moderate, one_of, refuse_taken, reject_unknown
+
+_HEADER = struct.Struct("<4sIQ")  # four letters for the format, the round, the number of coordinates
+LARGEST_ROUND = 2**32 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Envelope:
+    """A report as the shuffler sees it: which round it is for, and the numbers in it; nothing of these says who sent it."""
+
+    round: int
+    numbers: bytes
+
+
+class ReportFormat(ABC):
+    """One way of reporting a vector, with the noise that hides it.
+
+    Attributes:
+        kind: The format's name.
+        letters: Four letters that every report of this format begins with.
+        dimension: d, entries of a vector.
+        max_norm: C, absolute; longer vectors are scaled down to it.
+        mechanism: What one round is to the accountant; honest clients' noise alone counts.
+        sample_rate: γ: a client takes part in a round by its own coin of this chance.
+        fewest_reports: Fewer are not released.
+        most_reports: More are not taken.
+    """
+
+    kind: ClassVar[str]
+    letters: ClassVar[bytes]
+    _kinds: ClassVar[dict[str, type[ReportFormat]]] = {}
+    dimension: int
+    max_norm: float
+    mechanism: Mechanism
+    sample_rate: float
+    fewest_reports: int
+    most_reports: int
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "kind" in cls.__dict__:
+            refuse_taken(f"the report format's kind {cls.kind!r}", ReportFormat._kinds.get(cls.kind), cls)
+            ReportFormat._kinds[cls.kind] = cls
+
+    @staticmethod
+    def of_settings(settings: Any) -> ReportFormat:
+        """The format that settings describe: ``{"kind": ..., **keywords}``, as clients, shuffler and server read from one file.
+
+        Raises:
+            ValueError: If there is no such kind, or a keyword is missing, unknown or out of range.
+        """
+        given = dict(instance_of("settings", settings, (dict,)))
+        kind = ReportFormat._kinds[one_of("kind in settings", given.pop("kind", None), tuple(ReportFormat._kinds))]
+        parameters = inspect.signature(kind).parameters
+        unknown = {name: each for name, each in given.items() if name not in parameters}
+        reject_unknown(f"settings of {kind.kind}", unknown, parameters)
+        missing = [name for name, each in parameters.items() if each.default is each.empty and name not in given]
+        if missing:
+            raise ValueError(f"settings of {kind.kind} need {', '.join(missing)}: add them")
+        return kind(**given)
+
+    @property
+    @abstractmethod
+    def silent_without_coin(self) -> bool:
+        """Whether a client whose coin says no sends nothing; else it sends a report of zero, which looks like any other."""
+
+    @abstractmethod
+    def randomize(self, vector: torch.Tensor | None, generator: torch.Generator | None) -> bytes:
+        """The numbers of one report.
+
+        Args:
+            vector: float64 on the CPU, shape (d,), of norm at most C; None for a report of zero.
+            generator: On the CPU; by default secret.
+        """
+
+    @abstractmethod
+    def check_numbers(self, numbers: bytes) -> None:
+        """Refuses what no client makes that follows the protocol.
+
+        Raises:
+            ValueError: If the length is wrong or a number is out of range.
+        """
+
+    @abstractmethod
+    def mix(self, reports: Sequence[bytes], generator: torch.Generator | None) -> list[bytes]:
+        """What the shuffler hands over of a round's reports: nothing of it depends on their order."""
+
+    @abstractmethod
+    def estimate(self, mixed: Sequence[bytes], num_reports: int) -> torch.Tensor:
+        """The server's unbiased estimate of the sum of all vectors: float64, shape (d,)."""
+
+    @property
+    @abstractmethod
+    def bytes_per_report(self) -> int:
+        """How long the numbers of a report are."""
+
+    def encode(self, number: int, vector: torch.Tensor | None, generator: torch.Generator | None = None) -> bytes:
+        """Returns one client's report of a round: clipped, noised and packed. Nothing else of the vector leaves the client.
+
+        Args:
+            number: The round.
+            vector: Shape (d,), any norm. One that is not finite is reported as zero; None is zero, too.
+            generator: On the CPU; by default a fresh one from the operating system.
+
+        Raises:
+            ValueError: If the shape is wrong.
+        """
+        round_ = integer("number", number, minimum=0, maximum=LARGEST_ROUND)
+        clipped = None if vector is None else self.clip(vector)
+        return _HEADER.pack(self.letters, round_, self.dimension) + self.randomize(clipped, generator)
+
+    def clip(self, vector: torch.Tensor) -> torch.Tensor:
+        """Returns the vector in double precision, scaled down to norm C at most; zero if it is not finite."""
+        point = instance_of("vector", vector, (torch.Tensor,)).detach().to("cpu", torch.float64)
+        if point.shape != (self.dimension,):
+            raise ValueError(f"vector must have shape ({self.dimension},), got {tuple(point.shape)}: join the parts")
+        if not bool(torch.isfinite(point).all()):
+            return torch.zeros_like(point)
+        largest = float(point.abs().max()) if len(point) else 0.0
+        if largest == 0.0:
+            return point
+        norm = largest * float(torch.linalg.vector_norm(point / largest))  # which squares would over- or underflow
+        if norm <= self.max_norm:
+            return point
+        # A hair less, so that no rounding makes it longer than the noise is made for.
+        return point * (self.max_norm / norm * (1 - 2**-40)) if math.isfinite(norm) else torch.zeros_like(point)
+
+    def open(self, report: bytes) -> Envelope:
+        """Reads a report and refuses what is none of this format.
+
+        Raises:
+            ValueError: If it is malformed; the message says how, and nothing of what is in it.
+        """
+        if not isinstance(report, bytes) or len(report) != _HEADER.size + self.bytes_per_report:
+            found = len(report) if isinstance(report, bytes) else type(report).__name__
+            raise ValueError(f"report must be {_HEADER.size + self.bytes_per_report} bytes, got {found}")
+        letters, round_, dimension = _HEADER.unpack_from(report)
+        if letters != self.letters or dimension != self.dimension:
+            raise ValueError(
+                f"report is of format {letters!r} with {dimension} coordinates, this round takes {self.letters!r} with "
+                f"{self.dimension}"
+            )
+        numbers = report[_HEADER.size :]
+        self.check_numbers(numbers)
+        return Envelope(round_, numbers)
+
+    def check_count(self, reports: int) -> None:
+        """Refuses to release a round of too few or too many reports.
+
+        Raises:
+            ValueError: If there are.
+        """
+        if not self.fewest_reports <= reports <= self.most_reports:
+            raise ValueError(
+                f"a round is released with {self.fewest_reports} to {self.most_reports} reports, got {reports}: fewer hide too "
+                "little, more were not planned for"
+            )
+
+    @staticmethod
+    def checked_sizes(dimension: Any, max_norm: Any) -> tuple[int, float]:
+        """The number of coordinates and the norm, checked."""
+        return integer("dimension", dimension), moderate("max_norm", max_norm)

@@ -1,0 +1,146 @@
+"""The shuffler: it alone sees who sent what, and hands over a whole round, mixed, or nothing.
+
+It is the party that the shuffle model trusts: not to work with the server, and to forget what it has mixed. Clients give it
+their reports; the server opens a round, closes it, and gets what the format's ``mix`` makes of it. In a simulation it lives in
+the same process; :mod:`opacus_shuffle.federated.shuffler_service` puts it into one of its own, behind a network interface.
+
+>>> from opacus_shuffle.federated.gaussian_reports import GaussianReports
+>>> reports = GaussianReports(dimension=2, max_norm=1.0, noise_multiplier=1.0, num_users=3)
+>>> shuffler = Shuffler(reports)
+>>> shuffler.open_round(1)
+>>> for sender in ("Ada", "Blaise", "Carl"):
+...     shuffler.submit(sender, reports.encode(1, torch.zeros(2)))
+>>> released = shuffler.close_round(1)
+>>> released.num_reports, len(released.mixed)
+(3, 3)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import threading
+
+import torch
+
+from opacus_shuffle.core.validation import integer
+from opacus_shuffle.federated.report_format import LARGEST_ROUND, ReportFormat
+
+
+class RefusedReportError(ValueError):
+    """A report that is not taken: malformed, late, early, or a second one of its sender."""
+
+
+class UnknownRoundError(ValueError):
+    """A round that this shuffler has no reports of, and never will."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Released:
+    """What the server gets of a round.
+
+    Attributes:
+        round: Which one.
+        num_reports: How many reports came, or 0 if there were too few to release.
+        mixed: What mixing made of them; empty if there were too few.
+    """
+
+    round: int
+    num_reports: int
+    mixed: tuple[bytes, ...]
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the round was dropped because too few had reported."""
+        return not self.mixed
+
+
+class Shuffler:
+    """Takes one report of each sender and round, and releases a round once: whole, mixed, and only if it is large enough.
+
+    Args:
+        format: What reports look like.
+        generator: What mixes them, on the CPU; by default secret, from the operating system.
+
+    Formal Guarantees:
+        What :meth:`close_round` returns depends on reports as a multiset, not on who sent which, or when. Who reported is
+        forgotten when a round is closed. A closed round is handed over again, unchanged, until :meth:`forget_round`, so that
+        a server that was killed can ask once more.
+    """
+
+    def __init__(self, format: ReportFormat, generator: torch.Generator | None = None) -> None:
+        self.format = format
+        self._generator = generator
+        self._lock = threading.Lock()
+        self._open: int | None = None
+        self._last = -1
+        self._reports: dict[str, tuple[bytes, bytes]] = {}  # by sender: a digest of the whole report, and its numbers
+        self._closed: Released | None = None
+
+    def open_round(self, number: int) -> None:
+        """Begins to take reports of a round; reports of one that was left open are destroyed.
+
+        Raises:
+            ValueError: If the round is not after all those before it.
+        """
+        round_ = integer("number", number, minimum=0, maximum=LARGEST_ROUND)
+        with self._lock:
+            if round_ == self._open:
+                return  # the server asks again, after it was killed
+            if round_ <= self._last:
+                raise ValueError(f"round {round_} is not after round {self._last}: rounds are numbered upwards")
+            self._open, self._last, self._reports, self._closed = round_, round_, {}, None
+
+    def submit(self, sender: str, report: bytes) -> None:
+        """Takes one sender's report of the round that is open. The same one again is taken as the one that is there.
+
+        Raises:
+            RefusedReportError: If it is malformed or of another round, or its sender has sent another one.
+        """
+        try:
+            envelope = self.format.open(report)
+        except ValueError as error:
+            raise RefusedReportError(str(error)) from None
+        digest = hashlib.sha256(report).digest()
+        with self._lock:
+            if envelope.round != self._open:
+                raise RefusedReportError(f"report is of round {envelope.round}, the open one is {self._open}: it is not taken")
+            known = self._reports.get(sender)
+            if known is not None and known[0] != digest:
+                raise RefusedReportError(f"a report of round {envelope.round} came from this sender already: that stays")
+            if known is None and len(self._reports) >= self.format.most_reports:
+                raise RefusedReportError(f"round {envelope.round} has all of its {self.format.most_reports} reports")
+            self._reports[sender] = digest, envelope.numbers
+
+    def waiting(self) -> int:
+        """How many reports the open round has. For the shuffler's own eyes: the server learns it when the round is closed."""
+        with self._lock:
+            return len(self._reports)
+
+    def close_round(self, number: int) -> Released:
+        """Mixes a round's reports and forgets who sent them; a round with too few is dropped, and its reports destroyed.
+
+        Returns:
+            What the server may see. The same again if it asks again.
+
+        Raises:
+            UnknownRoundError: If this round is neither open nor the one that was closed last.
+        """
+        with self._lock:
+            if self._closed is not None and self._closed.round == number:
+                return self._closed
+            if self._open is None or self._open != number:
+                raise UnknownRoundError(f"round {number} is not open: the open one is {self._open}")
+            reports = [numbers for _, numbers in self._reports.values()]
+            if self.format.fewest_reports <= len(reports) <= self.format.most_reports:
+                released = Released(number, len(reports), tuple(self.format.mix(reports, self._generator)))
+            else:
+                released = Released(number, 0, ())
+            self._open, self._reports, self._closed = None, {}, released
+            return released
+
+    def forget_round(self, number: int) -> None:
+        """Destroys what was handed over of a round."""
+        with self._lock:
+            if self._closed is not None and self._closed.round == number:
+                self._closed = None

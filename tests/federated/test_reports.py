@@ -1,0 +1,207 @@
+"""What clients send: clipped, noised, in their format; and what is no such report is not taken."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from opacus_shuffle import ShuffledCheckIn, ShuffledSums, ShuffleGauss, ShuffleVectorSum
+from opacus_shuffle.federated import BitSums, GaussianReports, ReportFormat
+
+GAUSSIAN = {"dimension": 5, "max_norm": 2.0, "noise_multiplier": 1.5, "num_users": 40, "sample_rate": 0.5}
+SUMS = {"dimension": 5, "max_norm": 2.0, "noise_multiplier": 1.5, "num_users": 40, "sample_rate": 0.5, "delta": 1e-6}
+
+
+def formats() -> list[ReportFormat]:
+    return [GaussianReports(**GAUSSIAN), BitSums(**SUMS), BitSums(**SUMS, messages="bits")]
+
+
+every_format = pytest.mark.parametrize("reports", formats(), ids=["gaussian", "counts", "bits"])
+FAR_OUT = stats.norm.isf(1e-10)
+
+
+@every_format
+def test_the_estimate_is_the_clipped_sum_within_its_noise(reports):
+    """Of 1,000 rounds' mean, every coordinate within what a Gaussian exceeds once in 10¹⁰."""
+    vectors = [torch.tensor([3.0, 4, 0, 0, 0]), torch.tensor([0.0, 0, 1, 0, -1]), None] + [torch.zeros(5)] * 37
+    expected = torch.tensor([1.2, 1.6, 1, 0, -1])  # the first is cut to norm 2
+    rounds = 200
+    total = torch.zeros(5, dtype=torch.float64)
+    for number in range(rounds):
+        mixed = reports.mix([reports.open(reports.encode(number, each)).numbers for each in vectors], None)
+        total += reports.estimate(mixed, len(vectors))
+    one = math.sqrt(40) * 1.5 * 2.0 if isinstance(reports, GaussianReports) else math.sqrt(reports.protocol.variance)
+    assert float((total / rounds - expected).abs().max()) < FAR_OUT * one / math.sqrt(rounds)
+
+
+def test_a_gaussian_report_has_its_own_noise():
+    reports = GaussianReports(**{**GAUSSIAN, "dimension": 20_000})
+    found = np.frombuffer(reports.open(reports.encode(1, None)).numbers, "<f4").astype(np.float64)
+    squares = float((found**2).sum()) / 3.0**2  # sigma times the norm is 3
+    chi = stats.chi2(20_000)
+    assert chi.ppf(1e-10) < squares < chi.isf(1e-10)
+
+
+def test_a_count_is_that_of_the_bits_a_user_of_the_protocol_sends():
+    """The distribution of one coordinate's count against that of ``randomize``, by a chi-squared test."""
+    reports = BitSums(**{**SUMS, "dimension": 1})
+    x = torch.tensor([0.7])
+    ours = [int.from_bytes(reports.open(reports.encode(1, x)).numbers, "little") for _ in range(3000)]
+    theirs = [int(reports.protocol.randomize(x).ones()[0]) for _ in range(3000)]
+    edges = np.unique(np.quantile(ours + theirs, np.linspace(0, 1, 12)))
+    table = np.array([np.histogram(each, edges)[0] for each in (ours, theirs)]) + 1
+    assert stats.chi2_contingency(table).pvalue > 1e-9
+
+
+@every_format
+@given(values=st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=5, max_size=5))
+def test_no_vector_is_longer_than_the_norm_after_clipping(reports, values):
+    vector = torch.tensor(values)
+    clipped = reports.clip(vector)
+    norm = math.hypot(*clipped.tolist())
+    assert norm <= reports.max_norm
+    if not torch.isfinite(vector).all():
+        assert norm == 0
+    elif 0 < math.hypot(*values) <= reports.max_norm:
+        assert torch.equal(clipped, vector.double())
+
+
+@every_format
+def test_two_reports_of_one_vector_differ(reports):
+    assert reports.encode(1, torch.ones(5)) != reports.encode(1, torch.ones(5))
+
+
+@every_format
+def test_what_is_handed_over_does_not_depend_on_the_order_of_reports(reports):
+    sent = [reports.open(reports.encode(1, torch.full((5,), number / 50))).numbers for number in range(40)]
+    if isinstance(reports, GaussianReports):
+        mixed = reports.mix(sent, None)
+        assert sorted(mixed) == sorted(sent)
+        assert mixed != sent  # the same order by chance: once in 40!
+        first = [reports.mix(sent[:4], None)[0] for _ in range(400)]
+        assert all(
+            stats.binom(400, 0.25).ppf(1e-10) < first.count(each) < stats.binom(400, 0.25).isf(1e-10) for each in sent[:4]
+        )
+    else:
+        forwards, backwards = (reports.estimate(reports.mix(each, None), 40) for each in (sent, sent[::-1]))
+        assert torch.equal(forwards, backwards)
+
+
+def test_bits_and_their_counts_have_one_sum():
+    bits = BitSums(**SUMS, messages="bits")
+    sent = [bits.open(bits.encode(1, torch.ones(5))).numbers for _ in range(40)]
+    counts = BitSums(**SUMS)
+    as_counts = [
+        np.unpackbits(np.frombuffer(each, np.uint8).reshape(5, -1), axis=1).sum(1).astype(counts._count_type).tobytes()
+        for each in sent
+    ]
+    assert torch.equal(bits.estimate(bits.mix(sent, None), 40), counts.estimate(counts.mix(as_counts, None), 40))
+
+
+@every_format
+@given(junk=st.binary(max_size=80))
+def test_junk_is_not_taken(reports, junk):
+    good = reports.encode(1, None)
+    with pytest.raises(ValueError, match="report"):
+        reports.open(junk)
+    for cut in (good[:-1], good + b"\0", b"XXXX" + good[4:]):
+        with pytest.raises(ValueError, match="report"):
+            reports.open(cut)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e30, 1e6])
+def test_a_gaussian_report_that_no_honest_client_sends_is_not_taken(value):
+    reports = GaussianReports(**GAUSSIAN)
+    forged = reports.encode(1, None)[:16] + np.array([value, 0, 0, 0, 0], "<f4").tobytes()
+    with pytest.raises(ValueError, match="no honest one exceeds"):
+        reports.open(forged)
+
+
+def test_honest_gaussian_reports_are_taken():
+    reports = GaussianReports(**GAUSSIAN)
+    for number in range(2000):
+        reports.open(reports.encode(number, torch.full((5,), 100.0)))
+
+
+def test_counts_of_more_ones_than_bits_are_not_taken():
+    reports = BitSums(**SUMS)
+    most = np.full(5, reports.bits)
+    reports.check_numbers(most.astype(reports._count_type).tobytes())
+    if reports.bits < np.iinfo(reports._count_type).max:
+        with pytest.raises(ValueError, match=f"of {reports.bits} bits"):
+            reports.check_numbers((most + 1).astype(reports._count_type).tobytes())
+
+
+def test_bits_behind_the_last_are_not_taken():
+    sigmas = (1.5 + number / 50 for number in range(50))
+    reports = next(
+        found for sigma in sigmas if (found := BitSums(**{**SUMS, "noise_multiplier": sigma}, messages="bits")).bits % 8
+    )
+    with pytest.raises(ValueError, match="behind"):
+        reports.check_numbers(b"\xff" * reports.bytes_per_report)
+
+
+def test_the_accountant_counts_on_honest_clients_alone():
+    assert GaussianReports(**GAUSSIAN).mechanism == ShuffledCheckIn(noise_multiplier=1.5, num_users=40, sample_rate=0.5)
+    assert GaussianReports(**GAUSSIAN, honest_fraction=0.75).mechanism.num_users == 30
+    everyone = GaussianReports(**{**GAUSSIAN, "sample_rate": 1.0}, honest_fraction=0.75)
+    assert everyone.mechanism == ShuffleGauss(noise_multiplier=1.5, num_users=30)
+    assert everyone.fewest_reports == 30
+    some = BitSums(**SUMS, honest_fraction=0.5)
+    assert isinstance(some.mechanism, ShuffledSums)
+    assert (some.mechanism.honest_fraction, some.fewest_reports, some.most_reports) == (0.5, 20, 40)
+    assert some.mechanism == ShuffledSums.of_protocol(some.protocol, sample_rate=0.5)
+    assert isinstance(some.protocol, ShuffleVectorSum)
+
+
+def test_a_byte_a_coordinate_carries_a_sum_of_many_users():
+    reports = BitSums(
+        dimension=10, max_norm=1.0, noise_multiplier=1.55, num_users=4000, sample_rate=0.1, delta=1e-6, rounds=300
+    )
+    assert reports.bytes_per_report == 10
+    assert len(reports.encode(1, None)) == 26
+
+
+@every_format
+def test_one_file_of_settings_makes_the_same_format_for_everyone(reports):
+    settings = (
+        {"kind": "gaussian_reports", **GAUSSIAN} if isinstance(reports, GaussianReports) else {"kind": "bit_sums", **SUMS}
+    )
+    if isinstance(reports, BitSums):
+        settings["messages"] = reports.messages
+    again = ReportFormat.of_settings(settings)
+    assert type(again) is type(reports)
+    assert again.mechanism == reports.mechanism
+    reports.open(again.encode(3, None))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({}, "kind in settings"),
+        ({"kind": "laplace"}, "kind in settings"),
+        ({"kind": "gaussian_reports", **GAUSSIAN, "sigma": 1}, "sigma"),
+        ({"kind": "gaussian_reports", "dimension": 5}, "max_norm, noise_multiplier, num_users"),
+        ({"kind": "gaussian_reports", **GAUSSIAN, "honest_fraction": 0.001}, "honest_fraction"),
+        ({"kind": "gaussian_reports", **GAUSSIAN, "noise_multiplier": 0}, "noise_multiplier"),
+        ({"kind": "gaussian_reports", **GAUSSIAN, "sample_rate": 1.0, "min_reports": 10}, "min_reports"),
+        ({"kind": "bit_sums", **SUMS, "messages": "bytes"}, "messages"),
+        ({"kind": "bit_sums", **SUMS, "max_norm": math.nan}, "max_norm"),
+        ({"kind": "bit_sums", **SUMS, "honest_fraction": 0.1}, "honest_fraction"),
+    ],
+)
+def test_bad_settings_are_named(settings, named):
+    with pytest.raises(ValueError, match=named):
+        ReportFormat.of_settings(settings)
+
+
+@every_format
+def test_a_vector_of_another_shape_is_refused(reports):
+    with pytest.raises(ValueError, match=r"vector must have shape \(5,\), got \(4,\)"):
+        reports.encode(1, torch.zeros(4))

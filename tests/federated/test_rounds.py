@@ -1,0 +1,380 @@
+"""Rounds between clients, shuffler and server: whole, mixed, accounted, whoever fails."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import socket
+import threading
+
+import pytest
+import torch
+from scipy import stats
+
+import opacus_shuffle
+from opacus_shuffle.federated import BitSums, GaussianReports, Ledger, RefusedReportError, Reporter, Shuffler
+from opacus_shuffle.federated.shuffler import UnknownRoundError
+from opacus_shuffle.federated.shuffler_service import FarShuffler, ShufflerService, packed, unpacked
+
+GAUSSIAN = GaussianReports(dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=6)
+SUMS = BitSums(dimension=3, max_norm=1.0, noise_multiplier=2.0, num_users=20, sample_rate=0.3, delta=1e-6, honest_fraction=0.5)
+CLIENTS = [f"the secret of client {number}" for number in range(20)]
+SERVER = "the secret of the server"
+
+
+def all_report(shuffler: Shuffler, number: int, count: int | None = None) -> None:
+    for sender in range(shuffler.format.most_reports if count is None else count):
+        shuffler.submit(str(sender), shuffler.format.encode(number, None))
+
+
+def test_a_round_is_taken_from_its_beginning_to_its_end():
+    shuffler = Shuffler(GAUSSIAN)
+    with pytest.raises(RefusedReportError, match="the open one is None"):
+        shuffler.submit("0", GAUSSIAN.encode(1, None))
+    shuffler.open_round(1)
+    with pytest.raises(RefusedReportError, match="of round 2, the open one is 1"):
+        shuffler.submit("0", GAUSSIAN.encode(2, None))
+    all_report(shuffler, 1)
+    released = shuffler.close_round(1)
+    assert released.num_reports == len(released.mixed) == 6
+    with pytest.raises(RefusedReportError, match="is not taken"):
+        shuffler.submit("0", GAUSSIAN.encode(1, None))
+    with pytest.raises(ValueError, match="numbered upwards"):
+        shuffler.open_round(1)
+
+
+def test_a_closed_round_is_handed_over_unchanged_until_it_is_forgotten():
+    shuffler = Shuffler(GAUSSIAN)
+    shuffler.open_round(1)
+    all_report(shuffler, 1)
+    assert shuffler.close_round(1) is shuffler.close_round(1)
+    shuffler.forget_round(1)
+    with pytest.raises(UnknownRoundError, match="round 1 is not open"):
+        shuffler.close_round(1)
+
+
+def test_a_sender_has_one_report_and_may_repeat_it():
+    shuffler = Shuffler(GAUSSIAN)
+    shuffler.open_round(1)
+    report = GAUSSIAN.encode(1, None)
+    shuffler.submit("0", report)
+    shuffler.submit("0", report)
+    with pytest.raises(RefusedReportError, match="from this sender already"):
+        shuffler.submit("0", GAUSSIAN.encode(1, None))
+    assert shuffler.waiting() == 1
+
+
+@pytest.mark.parametrize(("reports", "fewest"), [(GAUSSIAN, 6), (SUMS, 10)])
+def test_a_round_below_its_minimum_releases_nothing(reports, fewest):
+    shuffler = Shuffler(reports)
+    assert reports.fewest_reports == fewest
+    shuffler.open_round(1)
+    all_report(shuffler, 1, fewest - 1)
+    released = shuffler.close_round(1)
+    assert released.dropped
+    assert (released.num_reports, released.mixed) == (0, ())
+    shuffler.open_round(2)
+    all_report(shuffler, 2, fewest)
+    assert not shuffler.close_round(2).dropped
+
+
+def test_more_senders_than_users_are_not_taken():
+    shuffler = Shuffler(GAUSSIAN)
+    shuffler.open_round(1)
+    all_report(shuffler, 1)
+    with pytest.raises(RefusedReportError, match="has all of its 6 reports"):
+        shuffler.submit("another", GAUSSIAN.encode(1, None))
+
+
+def test_a_client_answers_a_round_once_and_no_more_rounds_than_it_agreed_to():
+    reporter, sent = Reporter(GAUSSIAN, max_rounds=2), []
+    reporter.answer(1, lambda: torch.ones(3), sent.append)
+    for number in (0, 1):
+        with pytest.raises(ValueError, match="was answered already"):
+            reporter.answer(number, lambda: torch.ones(3), sent.append)
+    reporter.answer(5, lambda: torch.ones(3), sent.append)
+    with pytest.raises(ValueError, match="max_rounds=2"):
+        reporter.answer(6, lambda: torch.ones(3), sent.append)
+    assert [GAUSSIAN.open(each).round for each in sent] == [1, 5]
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_the_coin_comes_before_training_and_silence_tells_nothing_with_sums(silent):
+    """400 coins of rate 0.3: refused by chance once in 10⁹."""
+    reports = (
+        GaussianReports(dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=20, sample_rate=0.3) if silent else SUMS
+    )
+    trained, sent = [], []
+    reporter = Reporter(reports, max_rounds=400)
+    for number in range(400):
+        reporter.answer(number, lambda: trained.append(1) or torch.ones(3), sent.append)
+    coins = stats.binom(400, 0.3)
+    assert coins.ppf(5e-10) <= len(trained) <= coins.isf(5e-10)
+    assert len(sent) == (len(trained) if silent else 400)
+
+
+def test_a_client_that_always_trains_takes_part_no_more_often():
+    trained, sent = [], []
+    reports = GaussianReports(dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=20, sample_rate=0.3)
+    reporter = Reporter(reports, max_rounds=400)
+    for number in range(400):
+        reporter.answer(number, lambda: trained.append(1) or torch.ones(3), sent.append, always_train=True)
+    coins = stats.binom(400, 0.3)
+    assert len(trained) == 400
+    assert coins.ppf(5e-10) <= len(sent) <= coins.isf(5e-10)
+
+
+def ledger_of(reports, shuffler=None, **options) -> Ledger:
+    return Ledger(reports, shuffler or Shuffler(reports), **{"delta": 1e-5, **options})
+
+
+@pytest.mark.parametrize("reports", [GAUSSIAN, SUMS])
+def test_the_ledger_spends_what_the_library_says_of_so_many_rounds(reports):
+    shuffler = Shuffler(reports)
+    ledger = ledger_of(reports, shuffler)
+    for _ in range(3):
+        ledger.run(lambda number: all_report(shuffler, number), lambda total: total)
+    found = opacus_shuffle.privacy_bound(reports.mechanism, steps=3, delta=1e-5)
+    assert ledger.epsilon() == found
+    report = ledger.report()
+    assert report.best.epsilon == found.epsilon
+    assert not report.simulated
+    assert ledger.result.shape == (3,)
+
+
+def test_a_dropped_round_is_accounted_and_gives_no_estimate():
+    shuffler, seen = Shuffler(GAUSSIAN), []
+    ledger = ledger_of(GAUSSIAN, shuffler)
+    released = ledger.run(lambda number: all_report(shuffler, number, 2), seen.append)
+    assert released.dropped
+    assert seen == [None]
+    assert len(ledger.accountant) == 1
+
+
+def test_no_round_begins_that_the_target_does_not_pay_for():
+    price = opacus_shuffle.compute_epsilon(GAUSSIAN.mechanism, steps=2, delta=1e-5)
+    shuffler = Shuffler(GAUSSIAN)
+    ledger = ledger_of(GAUSSIAN, shuffler, target_epsilon=price)
+    for _ in range(2):
+        ledger.run(lambda number: all_report(shuffler, number), lambda total: None)
+    assert not ledger.affords_another()
+    with pytest.raises(ValueError, match="would exceed target_epsilon"):
+        ledger.open()
+    assert ledger.epsilon().epsilon <= price
+
+
+class KilledError(Exception):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize(
+    "instant", ["before the round", "collecting", "before the release", "after the release", "updating", "forgetting"]
+)
+def test_a_server_killed_at_any_instant_comes_back_to_the_same_history(instant, tmp_path):
+    """The round is either accounted and released, or neither; and the next one goes on from there."""
+    released: list[int] = []
+
+    class Watched(Shuffler):
+        alive = True
+
+        def close_round(self, number):
+            if instant == "before the release" and self.alive:
+                raise KilledError
+            found = super().close_round(number)
+            released.append(number)
+            if instant == "after the release" and self.alive:
+                raise KilledError
+            return found
+
+        def forget_round(self, number):
+            if instant == "forgetting" and self.alive and number == 2:
+                raise KilledError
+            super().forget_round(number)
+
+    shuffler, path = Watched(GAUSSIAN), tmp_path / "book"
+
+    def collect(number: int) -> None:
+        if instant == "collecting" and shuffler.alive and number == 2:
+            all_report(shuffler, number, 3)
+            raise KilledError
+        for sender in range(6):
+            try:
+                shuffler.submit(str(sender), GAUSSIAN.encode(number, None))
+            except RefusedReportError:
+                assert instant == "collecting"  # it has reported before
+
+    def update(total: torch.Tensor | None) -> dict:
+        if instant == "updating" and shuffler.alive and ledger.round == 2:
+            raise KilledError
+        return {"weights": total}
+
+    shuffler.alive = False
+    ledger = ledger_of(GAUSSIAN, shuffler, path=path)
+    ledger.run(collect, update)
+    shuffler.alive = True
+    if instant != "before the round":
+        with pytest.raises(KilledError):
+            ledger.run(collect, update)
+    shuffler.alive = False
+    ledger = ledger_of(GAUSSIAN, shuffler, path=path)  # another process
+    assert len(ledger.accountant) >= len(set(released))
+    assert ledger.result["weights"] is not None
+    while ledger.round < 3 or ledger.begun:
+        ledger.run(collect, update)
+    assert len(ledger.accountant) == 3
+    assert set(released) == {1, 2, 3}
+
+
+def test_a_shuffler_that_was_started_anew_loses_a_round_that_stays_accounted(tmp_path):
+    shuffler = Shuffler(GAUSSIAN)
+    ledger = ledger_of(GAUSSIAN, shuffler, path=tmp_path / "book")
+    ledger.open()
+    all_report(shuffler, 1)
+    ledger.shuffler = Shuffler(GAUSSIAN)
+    assert ledger.close().dropped
+    ledger.finish()
+    assert len(ledger_of(GAUSSIAN, ledger.shuffler, path=tmp_path / "book").accountant) == 1
+
+
+def test_a_book_of_another_run_is_refused(tmp_path):
+    shuffler = Shuffler(GAUSSIAN)
+    ledger_of(GAUSSIAN, shuffler, path=tmp_path / "book").run(lambda number: all_report(shuffler, number), lambda total: None)
+    other = GaussianReports(dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=7)
+    with pytest.raises(ValueError, match="num_users"):
+        ledger_of(other, path=tmp_path / "book")
+
+
+@pytest.fixture
+def service():
+    with ShufflerService(Shuffler(SUMS), clients=CLIENTS, server=SERVER) as found:
+        yield found.start()
+        found.shutdown()
+
+
+def test_a_far_shuffler_is_a_near_one(service):
+    server = FarShuffler(service.url, SERVER)
+    ledger = ledger_of(SUMS, server)
+
+    def collect(number: int) -> None:
+        def answer(secret: str) -> None:
+            Reporter(SUMS, max_rounds=5).answer(number, lambda: torch.ones(3), FarShuffler(service.url, secret).submit)
+
+        threads = [threading.Thread(target=answer, args=(each,)) for each in CLIENTS]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+
+    for _ in range(2):
+        released = ledger.run(collect, lambda total: total)
+        assert released.num_reports == 20
+        assert ledger.result.shape == (3,)
+    assert len(ledger.accountant) == 2
+
+
+def test_a_far_shuffler_says_why_it_takes_nothing(service):
+    server, client = FarShuffler(service.url, SERVER), FarShuffler(service.url, CLIENTS[0])
+    with pytest.raises(RefusedReportError, match="the open one is None"):
+        client.submit(SUMS.encode(1, None))
+    server.open_round(1)
+    with pytest.raises(RefusedReportError, match="bytes"):
+        client.submit(b"junk")
+    with pytest.raises(ValueError, match="413"):
+        client.submit(b"junk" * 1000)
+    for forbidden in (lambda: client.close_round(1), lambda: FarShuffler(service.url, "x" * 20).submit(SUMS.encode(1, None))):
+        with pytest.raises(ValueError, match="403"):
+            forbidden()
+    with pytest.raises(ValueError, match="403"):
+        server.submit(SUMS.encode(1, None))
+    with pytest.raises(UnknownRoundError, match="round 9 is not open"):
+        server.close_round(9)
+    with pytest.raises(ValueError, match="400"):
+        server.open_round(0)
+
+
+def test_what_the_server_gets_names_no_sender(service):
+    """Not their secrets, nor hashes of these, nor the order in which they came."""
+    server = FarShuffler(service.url, SERVER)
+    server.open_round(1)
+    for secret in CLIENTS:
+        FarShuffler(service.url, secret).submit(SUMS.encode(1, None))
+    released = server.close_round(1)
+    assert len(released.mixed) == 1
+    assert len(released.mixed[0]) == 8 * 3  # one sum per coordinate, whoever reported
+    assert service.shuffler._reports == {}
+
+
+def test_packing_is_undone_by_unpacking():
+    shuffler = Shuffler(GAUSSIAN)
+    shuffler.open_round(1)
+    all_report(shuffler, 1)
+    released = shuffler.close_round(1)
+    assert unpacked(1, packed(released)) == released
+    with pytest.raises(ValueError, match="announced"):
+        unpacked(1, packed(released)[:-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"clients": ["short"]}, "secrets must have"),
+        ({"clients": CLIENTS[:1] * 2}, "one party's"),
+        ({"clients": [SERVER]}, "one party's"),
+        ({"clients": CLIENTS, "certificate": "shuffler.crt"}, "certificate"),
+    ],
+)
+def test_a_service_with_bad_secrets_is_refused(options, named):
+    with pytest.raises(ValueError, match=named):
+        ShufflerService(Shuffler(SUMS), server=SERVER, **options)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://example.org:9095", "http://127.0.0.1:9095@example.org", "ftp://127.0.0.1", "127.0.0.1"]
+)
+def test_reports_do_not_travel_in_the_open(url):
+    with pytest.raises(ValueError, match="https"):
+        FarShuffler(url, SERVER)
+
+
+def certificate_of_this_machine(folder) -> tuple[str, str]:
+    """Files of a certificate that it has signed itself, and of its key."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.timezone.utc)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem, nothing = serialization.Encoding.PEM, serialization.NoEncryption()
+    (folder / "crt").write_bytes(made.public_bytes(pem))
+    (folder / "key").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, nothing))
+    return str(folder / "crt"), str(folder / "key")
+
+
+def test_over_tls_a_certificate_is_asked_for_and_silent_clients_hold_up_nobody(tmp_path):
+    certificate, key = certificate_of_this_machine(tmp_path)
+    with ShufflerService(Shuffler(SUMS), clients=CLIENTS, server=SERVER, certificate=certificate, key=key) as service:
+        service.start()
+        assert service.url.startswith("https://")
+        silent = [socket.create_connection(service.server_address[:2]) for _ in range(5)]
+        server = FarShuffler(service.url, SERVER, certificate=certificate)
+        server.open_round(1)
+        for secret in CLIENTS:
+            FarShuffler(service.url, secret, certificate=certificate).submit(SUMS.encode(1, None))
+        assert server.close_round(1).num_reports == len(CLIENTS)
+        with pytest.raises(OSError, match="certificate"):
+            FarShuffler(service.url, SERVER, attempts=1).open_round(2)
+        for each in silent:
+            each.close()
+        service.shutdown()

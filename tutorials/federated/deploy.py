@@ -1,0 +1,102 @@
+"""The deployment on one machine: a shuffler, Flower's SuperLink and four SuperNodes, each a process of its own; then all end.
+
+python tutorials/federated/deploy.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+APP = Path(__file__).parent
+sys.path.insert(0, str(APP))
+os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+BIN = Path(sys.executable).parent
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(folder: Path, name: str, *command: object, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process, with all that it starts, until the end of the block; what it says goes into a file."""
+    with (folder / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            list(map(str, command)), stdout=log, stderr=log, env={**os.environ, **environment}, start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Until somebody listens on a port."""
+    while process.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.2)
+    raise RuntimeError(f"{process.args} ended: see its log")
+
+
+def main() -> None:
+    """Start everything, train, and end everything."""
+    from shuffled_app.client_app import CLIENTS
+    from shuffled_app.task import SETTINGS
+
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        tokens = [secrets.token_hex() for _ in range(CLIENTS + 1)]
+        (folder / "clients.txt").write_text("\n".join(tokens[:-1]))
+        (folder / "server.txt").write_text(tokens[-1])
+        (folder / "settings.json").write_text(json.dumps(SETTINGS))
+        shuffler_port, link_port = free_port(), free_port()
+        home = folder / "flower"
+        home.mkdir()
+        (home / "config.toml").write_text(
+            f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{link_port}"\ninsecure = true\n'
+        )
+
+        def start(name: str, *command: object) -> subprocess.Popen[bytes]:
+            path = os.pathsep.join([str(APP), os.environ.get("PYTHONPATH", "")])
+            return stack.enter_context(running(folder, name, *command, FLWR_HOME=str(home), PYTHONPATH=path))
+
+        service = [sys.executable, "-m", "opacus_shuffle.federated.shuffler_service", "--settings", folder / "settings.json"]
+        files = ["--secrets", folder / "clients.txt", "--server-secret", folder / "server.txt"]
+        wait_for(shuffler_port, start("shuffler", *service, *files, "--port", shuffler_port))
+        link = [BIN / "flower-superlink", "--insecure", "--disable-runtime-dependency-installation"]
+        wait_for(link_port, start("superlink", *link, "--port", link_port))
+        url = f"http://127.0.0.1:{shuffler_port}"
+        for client in range(CLIENTS):
+            node = [BIN / "flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{link_port}", "--port", free_port()]
+            settings = f'partition-id={client} shuffler="{url}" secret="{tokens[client]}"'
+            start(f"node {client}", *node, "--node-config", settings)
+        config = f'shuffler="{url}" secret="{tokens[-1]}" book="{folder / "book"}"'
+        run = start("run", BIN / "flwr", "run", APP, "here", "--stream", "--run-config", config)
+        run.wait()
+        if os.environ.get("SHOW_LOGS"):
+            for log in sorted(folder.glob("*.log")):
+                print(f"---- {log.name}\n{log.read_text()[-3000:]}")
+        print((folder / "run.log").read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""A client of the deployment: it trains on its own records, and sends its report to the shuffler alone."""
+
+from __future__ import annotations
+
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from opacus_shuffle.federated import FarShuffler
+from opacus_shuffle.federated.flower import ReportMod
+from shuffled_app.task import SETTINGS, report_format, trained
+
+# What this client agrees to is in its own program: no server changes it.
+CLIENTS, ROUNDS = SETTINGS["num_users"], SETTINGS["rounds"]
+
+
+def submit(context: Context, report: bytes) -> None:
+    """Sends a report, with the secret that this node was started with."""
+    FarShuffler(str(context.node_config["shuffler"]), str(context.node_config["secret"])).submit(report)
+
+
+app = ClientApp(mods=[ReportMod(report_format(), submit, max_rounds=ROUNDS)])
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Trains; the mod makes a report of what comes out."""
+    arrays = trained(message.content["arrays"], int(context.node_config["partition-id"]), CLIENTS)
+    return Message(RecordDict({"arrays": arrays}), reply_to=message)
