@@ -48,7 +48,7 @@ class Mechanism:
         released: What the adversary sees in the end, in words.
         zeroed: What zero-out adjacency compares with, in words.
         noise_is_local: Whether ``noise_multiplier`` is that of each report; else it is that of the sum.
-        shuffled: Whether reports pass through a shuffler, which a training run in one process simulates.
+        shuffled: Whether reports pass through a shuffler, which a training run simulates.
         trains_on_stock_engines: Whether Opacus's own engine can train so.
         least_noise: The smallest σ that calibration tries.
         noise_multiplier: σ, the noise's standard deviation over the clipping norm.

@@ -41,7 +41,8 @@ NO_GAIN = (
 )
 
 HOW_IT_RAN = {
-    "simulated": "in one process, which sees every record and plays the records' owners and the shuffler",
+    "simulated": "by one run, which sees every record and plays the records' owners and the shuffler",
+    "selected": "the server drew who takes part: against that server, no gain from sampling holds",
     "emulated": "the noise was added once to the sum, not to each report, in batches of the expected size",
 }
 
@@ -62,7 +63,8 @@ class PrivacyReport:
         delta: δ in (0, 1).
         adjacency: ``"zero_out"``, or ``"replace"``, for which some bounds have no value.
         orders: Rényi orders in place of the adaptive grid, for the bounds that use any.
-        simulated: The rounds were run in one process, as a training run is.
+        simulated: The rounds were run by one training run, in one process or several that trust each other.
+        selected: The server drew who takes part in a round, in place of the clients' own coins.
         emulated: The noise was added once to the sum (``local_noise=False``): the shuffle protocol is emulated.
         predictable: Seeds and generators that a user has passed, with which others can draw the noise again.
         rewound: Rounds that ran besides and were left out, because a checkpoint was loaded with ``allow_rewind=True``.
@@ -83,6 +85,7 @@ class PrivacyReport:
         adjacency: str = "zero_out",
         orders: Iterable[float] | None = None,
         simulated: bool = False,
+        selected: bool = False,
         emulated: bool = False,
         rewound: int = 0,
         predictable: Sequence[str] = (),
@@ -91,7 +94,7 @@ class PrivacyReport:
         self.rounds = tuple((mechanism, integer("number of rounds", count)) for mechanism, count in rounds)
         self.delta = open_unit_interval("delta", delta)
         self.adjacency = Adjacency(adjacency)
-        self.simulated = boolean("simulated", simulated)
+        self.simulated, self.selected = boolean("simulated", simulated), boolean("selected", selected)
         self.emulated = boolean("emulated", emulated)
         self.rewound = integer("rewound", rewound, minimum=0)
         self.predictable = tuple(predictable)
@@ -129,6 +132,7 @@ class PrivacyReport:
             "rounds": first.rounds,
             "settings": [{**finite(dataclasses.asdict(mechanism)), "rounds": count} for mechanism, count in self.rounds],
             "simulated": self.simulated,
+            "selected": self.selected,
             "emulated": self.emulated,
             "rewound": self.rewound,
             "private": not self.predictable,

@@ -12,13 +12,13 @@ True
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from opacus_shuffle.accountants.mechanisms import ShuffledSums
-from opacus_shuffle.core.validation import integer, one_of, sampling_rate
+from opacus_shuffle.core.validation import one_of
 from opacus_shuffle.federated.report_format import ReportFormat
 from opacus_shuffle.protocols.messages import Messages, shuffled
 from opacus_shuffle.protocols.random_words import draws_of, numpy_draws
@@ -36,8 +36,9 @@ class BitSums(ReportFormat):
         sample_rate: γ, the chance that a client's vector is in its report.
         delta: δ of the whole run, of which binomial tails take a millionth.
         rounds: Rounds of the run, which share those tails.
-        honest_fraction: The share of the clients that is certain to follow the protocol and to be there, in [1/3, 1]; fewer
-            reports than that are not released. The accountant counts on these clients' noise alone.
+        honest_fraction: The share of the clients that is certain to follow the protocol.
+        min_reports: So many clients must have reported, by default all. The accountant counts on the noise of so many less
+            those that may be dishonest; that must be a third of all clients at least.
         messages: ``"counts"``: each client hands the shuffler the number of its ones in each coordinate, and the shuffler adds
             them: small messages, and a shuffler that is trusted to add. ``"bits"``: every bit travels, and the shuffler mixes
             all clients' bits of a coordinate.
@@ -61,11 +62,23 @@ class BitSums(ReportFormat):
         delta: float,
         rounds: int = 1,
         honest_fraction: float = 1.0,
+        min_reports: int | None = None,
         messages: str = "counts",
     ) -> None:
-        self.dimension, self.max_norm = self.checked_sizes(dimension, max_norm)
-        self.sample_rate, self.num_users = sampling_rate("sample_rate", sample_rate), integer("num_users", num_users)
+        super().__init__(
+            dimension=dimension,
+            max_norm=max_norm,
+            num_users=num_users,
+            sample_rate=sample_rate,
+            honest_fraction=honest_fraction,
+            min_reports=min_reports,
+        )
         self.messages = one_of("messages", messages, ("counts", "bits"))
+        if 3 * self.honest_reports < self.num_users:
+            raise ValueError(
+                f"min_reports={self.fewest_reports} and honest_fraction={honest_fraction} leave {self.honest_reports} honest "
+                f"reports for certain, a third of num_users={self.num_users} at least must be: raise one of them"
+            )
         self.protocol = ShuffleVectorSum.with_noise_multiplier(
             self.num_users,
             self.dimension,
@@ -73,18 +86,12 @@ class BitSums(ReportFormat):
             noise_multiplier,
             delta=delta,
             rounds=rounds,
-            honest_fraction=honest_fraction,
+            honest_fraction=self.honest_reports / self.num_users,
             zero_on_grid=True,
             rate=self.sample_rate,
         )
         self.mechanism = ShuffledSums.of_protocol(self.protocol, sample_rate=self.sample_rate)
         self.bits = self.protocol.granularity + self.protocol.noise_bits
-        self.fewest_reports, self.most_reports = self.protocol.fewest_reports, self.num_users
-
-    @property
-    def silent_without_coin(self) -> bool:
-        """False: a report of zero hides that the coin said no."""
-        return False
 
     @property
     def _count_type(self) -> np.dtype:
@@ -118,16 +125,22 @@ class BitSums(ReportFormat):
         if spare and (np.frombuffer(numbers, np.uint8).reshape(self.dimension, -1)[:, -1] & (2**spare - 1)).any():
             raise ValueError(f"report has ones behind the {self.bits} bits of a coordinate: it is not taken")
 
-    def mix(self, reports: Sequence[bytes], generator: torch.Generator | None) -> list[bytes]:
+    def keep(self, held: list[Any], numbers: bytes) -> None:
+        """Adds counts up as they come, so that a shuffler holds one number a coordinate, however many clients there are."""
+        if self.messages == "bits":
+            held.append(numbers)
+            return
+        if not held:
+            held.append(np.zeros(self.dimension, np.int64))
+        held[0] += np.frombuffer(numbers, self._count_type)
+
+    def mix(self, held: list[Any], generator: torch.Generator | None) -> list[bytes]:
         """The sum of the counts; or every coordinate's bits, all clients', in random order."""
         if self.messages == "counts":
-            total = np.zeros(self.dimension, np.int64)
-            for each in reports:
-                total += np.frombuffer(each, self._count_type)
-            return [total.astype("<i8").tobytes()]
+            return [held[0].astype("<i8").tobytes()]
         together = [
             Messages(np.frombuffer(each, np.uint8).reshape(self.dimension, -1), self.bits, self.protocol.granularity)
-            for each in reports
+            for each in held
         ]
         return [shuffled(together, numpy_draws(draws_of(generator))).bits.tobytes()]
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from scipy import stats
 
-from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn, ShuffleGauss
+from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn, ShuffleGauss, SubsampledShuffle
 from opacus_shuffle.core.opacus_compat import gaussian_noise
-from opacus_shuffle.core.participation import subset
+from opacus_shuffle.core.participation import heads, subset
 from opacus_shuffle.core.randomness import secret_generator
-from opacus_shuffle.core.validation import integer, noise_level, sampling_rate
+from opacus_shuffle.core.validation import noise_level, one_of
 from opacus_shuffle.federated.report_format import ReportFormat
 
 _REFUSED = 1e-12
@@ -30,19 +30,26 @@ _REFUSED = 1e-12
 class GaussianReports(ReportFormat):
     """A vector clipped to C plus N(0, σ²C²I), in single precision.
 
+    A client whose coin says no sends a report of nothing but zeros, which noise never is: the shuffler knows then that it is
+    there, and hands nothing of it over.
+
     Args:
         dimension: d.
         max_norm: C, absolute.
         noise_multiplier: σ of each report, over C.
         num_users: n, all clients.
-        sample_rate: γ, the chance that a client takes part in a round; the others send nothing.
-        honest_fraction: The share of the clients that is certain to follow the protocol and to be there. The accountant counts
-            on these alone.
-        min_reports: Fewer are not released; by default what honest clients fall below once in a million rounds.
+        sample_rate: γ, the chance that a client takes part in a round.
+        honest_fraction: The share of the clients that is certain to follow the protocol.
+        min_reports: So many clients must have reported, by default all. The accountant counts on so many less those that may be
+            dishonest.
+        server_selects: ``"poisson"`` or ``"fixed_size"`` (γ·n of them): the server draws who takes part in a round, in place of
+            the clients' own coins. That is a simulation, as reports say: a server that draws them knows who takes part, and
+            no gain from sampling holds against it.
 
     Formal Guarantees:
         All reports of a round in random order, with their number, are what the accountant's mechanism accounts for:
-        ``shuffled_checkin``, or ``shuffle_gauss`` where every client takes part, with the honest clients as its users.
+        ``shuffled_checkin``, or ``shuffle_gauss`` where every client takes part, with the honest reports as its users.
+        ``subsampled_shuffle`` where the server selects a fixed number, against who sees nothing but these reports.
     """
 
     kind: ClassVar[str] = "gaussian_reports"
@@ -58,34 +65,51 @@ class GaussianReports(ReportFormat):
         sample_rate: float = 1.0,
         honest_fraction: float = 1.0,
         min_reports: int | None = None,
+        server_selects: str | None = None,
     ) -> None:
-        self.dimension, self.max_norm = self.checked_sizes(dimension, max_norm)
-        self.noise_multiplier = noise_level("noise_multiplier", noise_multiplier)
-        self.num_users, self.sample_rate = integer("num_users", num_users), sampling_rate("sample_rate", sample_rate)
-        self.honest_fraction = sampling_rate("honest_fraction", honest_fraction)
-        honest = math.floor(self.num_users * self.honest_fraction * (1 + 1e-12))
-        if honest < 1:
-            raise ValueError(f"honest_fraction={honest_fraction} of num_users={num_users} is nobody: nothing hides a report")
-        if self.sample_rate == 1:
-            self.mechanism = ShuffleGauss(noise_multiplier=self.noise_multiplier, num_users=honest)
-            fewest = honest
+        super().__init__(
+            dimension=dimension,
+            max_norm=max_norm,
+            num_users=num_users,
+            sample_rate=sample_rate,
+            honest_fraction=honest_fraction,
+            min_reports=min_reports,
+        )
+        self.server_selects = one_of("server_selects", server_selects, (None, "poisson", "fixed_size"))
+        noise: dict[str, Any] = {"noise_multiplier": noise_level("noise_multiplier", noise_multiplier)}
+        self.noise_multiplier, self.selected = noise["noise_multiplier"], server_selects is not None
+        if self.selected:
+            self._leave_to_the_server(honest_fraction, min_reports)
+        if server_selects == "fixed_size":
+            self.mechanism = SubsampledShuffle(**noise, num_users=self.num_users, sample_rate=self.sample_rate)
+            self.sample_rate = self.mechanism.sample_rate  # of a whole number of clients
+            self.fewest_reports = self.most_reports = round(self.sample_rate * self.num_users)
+        elif self.sample_rate == 1:
+            self.mechanism = ShuffleGauss(**noise, num_users=self.honest_reports)
         else:
-            self.mechanism = ShuffledCheckIn(
-                noise_multiplier=self.noise_multiplier, num_users=honest, sample_rate=self.sample_rate
-            )
-            fewest = max(1, int(stats.binom(honest, self.sample_rate).ppf(1e-6)))
-        self.most_reports = self.num_users
-        self.fewest_reports = fewest if min_reports is None else integer("min_reports", min_reports, maximum=self.num_users)
-        if self.sample_rate == 1 and self.fewest_reports < honest:
-            raise ValueError(
-                f"min_reports={min_reports} is below the {honest} honest reports that the accountant counts on: lower "
-                "honest_fraction instead, so that it counts on fewer"
-            )
+            self.mechanism = ShuffledCheckIn(**noise, num_users=self.honest_reports, sample_rate=self.sample_rate)
 
-    @property
-    def silent_without_coin(self) -> bool:
-        """True: a round's reports are those of the clients whose coins said so."""
-        return True
+    def _leave_to_the_server(self, honest_fraction: float, min_reports: int | None) -> None:
+        """Clients toss no coins then; that others are missing or lie is no part of that simulation."""
+        if self.sample_rate == 1 or honest_fraction != 1 or min_reports is not None:
+            raise ValueError(
+                f"server_selects={self.server_selects!r} takes sample_rate below 1, and neither honest_fraction nor "
+                f"min_reports, got sample_rate={self.sample_rate}, honest_fraction={honest_fraction}, "
+                f"min_reports={min_reports}: it is a simulation in which all are honest and there"
+            )
+        self.coin_rate, self.fewest_reports = 1.0, 1
+
+    def ask(self, clients: Sequence[int]) -> list[int]:
+        """Everyone; or whom the server draws afresh, in secret."""
+        if not self.selected:
+            return super().ask(clients)
+        draws, count = secret_generator("cpu"), len(clients)
+        chosen = (
+            heads(count, self.sample_rate, draws)
+            if self.server_selects == "poisson"
+            else subset(count, min(count, self.fewest_reports), draws)
+        )
+        return [clients[place] for place in chosen]
 
     @property
     def bytes_per_report(self) -> int:
@@ -98,11 +122,17 @@ class GaussianReports(ReportFormat):
         return self.max_norm * (1 + self.noise_multiplier * math.sqrt(float(stats.chi2(self.dimension).isf(_REFUSED))))
 
     def randomize(self, vector: torch.Tensor | None, generator: torch.Generator | None) -> bytes:
-        """The vector and its noise, drawn in double precision and rounded then."""
-        point = torch.zeros(self.dimension, dtype=torch.float64) if vector is None else vector
+        """The vector and its noise, drawn in double precision and rounded then; or zeros."""
+        if vector is None:
+            return self._absent
         draws = secret_generator("cpu") if generator is None else generator
-        noise = gaussian_noise(self.noise_multiplier * self.max_norm, point, draws)
-        return (point + noise).numpy().astype("<f4").tobytes()
+        noise = gaussian_noise(self.noise_multiplier * self.max_norm, vector, draws)
+        return (vector + noise).numpy().astype("<f4").tobytes()
+
+    @property
+    def _absent(self) -> bytes:
+        """The report of a client whose coin said no."""
+        return bytes(self.bytes_per_report)
 
     def check_numbers(self, numbers: bytes) -> None:
         """Refuses numbers that are not finite, and reports longer than an honest client's ever is."""
@@ -115,15 +145,22 @@ class GaussianReports(ReportFormat):
                 f"report has a norm of {norm:.3g}, which no honest one exceeds {self.longest_report:.3g} of: it is not taken"
             )
 
-    def mix(self, reports: Sequence[bytes], generator: torch.Generator | None) -> list[bytes]:
+    def keep(self, held: list[Any], numbers: bytes) -> None:
+        """Keeps the reports of those that take part."""
+        if numbers != self._absent:
+            held.append(numbers)
+
+    def mix(self, held: list[Any], generator: torch.Generator | None) -> list[bytes]:
         """The reports in random order."""
         draws = secret_generator("cpu") if generator is None else generator
-        return [reports[place] for place in subset(len(reports), len(reports), draws)]
+        return [held[place] for place in subset(len(held), len(held), draws)]
+
+    def taking_part(self, mixed: Sequence[bytes]) -> int | None:
+        """One report each."""
+        return len(mixed)
 
     def estimate(self, mixed: Sequence[bytes], num_reports: int) -> torch.Tensor:
         """The sum of the reports, whose noise has mean zero."""
-        if len(mixed) != num_reports:
-            raise ValueError(f"num_reports is {num_reports}, got {len(mixed)} reports: the shuffler hands over all of them")
         total = np.zeros(self.dimension)
         for each in mixed:
             total += np.frombuffer(each, "<f4")

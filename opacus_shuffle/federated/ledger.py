@@ -1,8 +1,8 @@
 """The server's book of rounds: each is written down before it is released, and survives the process at any instant.
 
-A round goes through three files' worth of steps, each of which is whole or not there: it is **begun** (accounted, on the disk),
-the shuffler hands it over, and it is **done** (its result, on the disk), upon which the shuffler forgets it. A server that was
-killed in between finds a round begun and not done, and goes on from there: it is accounted, and asked for again.
+A round is **begun** (accounted, on the disk), then the shuffler hands it over, then it is **done** (its result, on the disk),
+and then the shuffler forgets it. A server that was killed in between finds a round that is begun and not done. It is accounted,
+and the server asks the shuffler for it again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import io
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -27,6 +27,8 @@ from opacus_shuffle.federated.shuffler import Released, UnknownRoundError
 
 class RoundsOfAShuffler(Protocol):
     """What a server may ask a shuffler for, near or far."""
+
+    simulated: ClassVar[bool]
 
     def open_round(self, number: int) -> None:
         """Begins to take reports of a round."""
@@ -147,8 +149,17 @@ class Ledger:
         return self.accountant.bound(self.delta, **options)
 
     def report(self, *, adjacency: str = "zero_out") -> PrivacyReport:
-        """Every bound on what all rounds cost together, with its meaning: print it, show it in a notebook, ``.plot()`` it."""
-        return PrivacyReport(self.accountant.rounds, delta=self.delta, adjacency=adjacency, simulated=False)
+        """Every bound on what all rounds cost together, with its meaning: print it, show it in a notebook, ``.plot()`` it.
+
+        A shuffler in this process is a simulated one, as the report says.
+        """
+        return PrivacyReport(
+            self.accountant.rounds,
+            delta=self.delta,
+            adjacency=adjacency,
+            simulated=self.shuffler.simulated,
+            selected=self.format.selected,
+        )
 
     def _write(self) -> None:
         if self.path is None:

@@ -17,7 +17,16 @@ from typing import Any, ClassVar
 import torch
 
 from opacus_shuffle.accountants.mechanism import Mechanism
-from opacus_shuffle.core.validation import instance_of, integer, moderate, one_of, refuse_taken, reject_unknown
+from opacus_shuffle.core.validation import (
+    instance_of,
+    integer,
+    moderate,
+    one_of,
+    refuse_taken,
+    reject_unknown,
+    sampling_rate,
+)
+from opacus_shuffle.protocols.calibration import honest_users
 
 _HEADER = struct.Struct("<4sIQ")  # four letters for the format, the round, the number of coordinates
 LARGEST_ROUND = 2**32 - 1
@@ -34,26 +43,58 @@ class Envelope:
 class ReportFormat(ABC):
     """One way of reporting a vector, with the noise that hides it.
 
+    Every client sends one report in every round, all of one length, whatever its coin says: who watches the network learns
+    nothing from it, and the shuffler knows how many clients are there.
+
+    Args:
+        dimension: d, entries of a vector.
+        max_norm: C, absolute; longer vectors are scaled down to it.
+        num_users: n, all clients.
+        sample_rate: γ, the chance that a client takes part in a round.
+        honest_fraction: The share of the clients that is certain to follow the protocol; the others may send what they like.
+        min_reports: So many clients must have reported before a round is released, by default all of them. Whoever is missing,
+            and whoever keeps it away: a round of fewer is dropped.
+
     Attributes:
         kind: The format's name.
         letters: Four letters that every report of this format begins with.
-        dimension: d, entries of a vector.
-        max_norm: C, absolute; longer vectors are scaled down to it.
-        mechanism: What one round is to the accountant; honest clients' noise alone counts.
-        sample_rate: γ: a client takes part in a round by its own coin of this chance.
-        fewest_reports: Fewer are not released.
+        mechanism: What one round is to the accountant.
+        coin_rate: The chance of the coin that a client tosses for itself.
+        fewest_reports: ``min_reports``; fewer are not released.
         most_reports: More are not taken.
+        honest_reports: Those that the accountant counts on: of ``min_reports``, all but as many as may be dishonest.
+        selected: Who takes part is drawn by the server, which knows them then: a simulation.
     """
 
     kind: ClassVar[str]
     letters: ClassVar[bytes]
     _kinds: ClassVar[dict[str, type[ReportFormat]]] = {}
-    dimension: int
-    max_norm: float
     mechanism: Mechanism
-    sample_rate: float
-    fewest_reports: int
-    most_reports: int
+    selected: bool = False
+
+    def __init__(
+        self,
+        *,
+        dimension: int,
+        max_norm: float,
+        num_users: int,
+        sample_rate: float,
+        honest_fraction: float,
+        min_reports: int | None,
+    ) -> None:
+        self.dimension, self.max_norm = integer("dimension", dimension), moderate("max_norm", max_norm)
+        self.num_users, self.sample_rate = integer("num_users", num_users), sampling_rate("sample_rate", sample_rate)
+        self.coin_rate, self.most_reports = self.sample_rate, self.num_users
+        self.fewest_reports = (
+            self.num_users if min_reports is None else integer("min_reports", min_reports, maximum=self.num_users)
+        )
+        dishonest = self.num_users - honest_users(self.num_users, sampling_rate("honest_fraction", honest_fraction))
+        self.honest_reports = self.fewest_reports - dishonest
+        if self.honest_reports < 1:
+            raise ValueError(
+                f"min_reports={self.fewest_reports} may all come from the {dishonest} of num_users={self.num_users} that are "
+                f"dishonest with honest_fraction={honest_fraction}: nothing hides a report then; raise min_reports"
+            )
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -78,17 +119,12 @@ class ReportFormat(ABC):
             raise ValueError(f"settings of {kind.kind} need {', '.join(missing)}: add them")
         return kind(**given)
 
-    @property
-    @abstractmethod
-    def silent_without_coin(self) -> bool:
-        """Whether a client whose coin says no sends nothing; else it sends a report of zero, which looks like any other."""
-
     @abstractmethod
     def randomize(self, vector: torch.Tensor | None, generator: torch.Generator | None) -> bytes:
-        """The numbers of one report.
+        """The numbers of one report, as long as any other.
 
         Args:
-            vector: float64 on the CPU, shape (d,), of norm at most C; None for a report of zero.
+            vector: float64 on the CPU, shape (d,), of norm at most C; None if the client's coin said no.
             generator: On the CPU; by default secret.
         """
 
@@ -100,13 +136,30 @@ class ReportFormat(ABC):
             ValueError: If the length is wrong or a number is out of range.
         """
 
+    def keep(self, held: list[Any], numbers: bytes) -> None:
+        """Adds a report's numbers to what the shuffler holds of a round."""
+        held.append(numbers)
+
     @abstractmethod
-    def mix(self, reports: Sequence[bytes], generator: torch.Generator | None) -> list[bytes]:
-        """What the shuffler hands over of a round's reports: nothing of it depends on their order."""
+    def mix(self, held: list[Any], generator: torch.Generator | None) -> list[bytes]:
+        """What the shuffler hands over of what it holds: nothing of it depends on the order of reports."""
 
     @abstractmethod
     def estimate(self, mixed: Sequence[bytes], num_reports: int) -> torch.Tensor:
-        """The server's unbiased estimate of the sum of all vectors: float64, shape (d,)."""
+        """The server's unbiased estimate of the sum of all vectors: float64, shape (d,).
+
+        Args:
+            mixed: What :meth:`mix` made.
+            num_reports: How many clients reported.
+        """
+
+    def taking_part(self, mixed: Sequence[bytes]) -> int | None:
+        """How many of the clients took part, as the server sees it; None where that is a secret."""
+        return None
+
+    def ask(self, clients: Sequence[int]) -> list[int]:
+        """Whom the server asks in a round: everyone, as clients toss their own coins."""
+        return list(clients)
 
     @property
     @abstractmethod
@@ -118,7 +171,7 @@ class ReportFormat(ABC):
 
         Args:
             number: The round.
-            vector: Shape (d,), any norm. One that is not finite is reported as zero; None is zero, too.
+            vector: Shape (d,), any norm. One that is not finite is reported as zero; None if the client's coin said no.
             generator: On the CPU; by default a fresh one from the operating system.
 
         Raises:
@@ -162,20 +215,3 @@ class ReportFormat(ABC):
         numbers = report[_HEADER.size :]
         self.check_numbers(numbers)
         return Envelope(round_, numbers)
-
-    def check_count(self, reports: int) -> None:
-        """Refuses to release a round of too few or too many reports.
-
-        Raises:
-            ValueError: If there are.
-        """
-        if not self.fewest_reports <= reports <= self.most_reports:
-            raise ValueError(
-                f"a round is released with {self.fewest_reports} to {self.most_reports} reports, got {reports}: fewer hide too "
-                "little, more were not planned for"
-            )
-
-    @staticmethod
-    def checked_sizes(dimension: Any, max_norm: Any) -> tuple[int, float]:
-        """The number of coordinates and the norm, checked."""
-        return integer("dimension", dimension), moderate("max_norm", max_norm)

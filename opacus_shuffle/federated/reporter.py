@@ -34,8 +34,8 @@ class Reporter:
 
     Formal Guarantees:
         The server learns neither the coin nor the vector: each round gets at most one report, clipped and noised here, and the
-        coin is tossed before any training. Whoever watches how long a client takes may learn the coin: answer the server at
-        once and report later, or train whatever the coin says (``always_train=True``).
+        coin is tossed before any training. The client trains whatever the coin says, as the time that it takes would tell;
+        where nobody can watch that, as in a simulation, ``always_train=False`` spares it.
     """
 
     def __init__(self, format: ReportFormat, *, max_rounds: int, rounds: int = 0, last: int = -1) -> None:
@@ -49,16 +49,16 @@ class Reporter:
         train: Callable[[], torch.Tensor],
         submit: Callable[[bytes], Any],
         *,
-        always_train: bool = False,
+        always_train: bool = True,
         before: Callable[[], Any] = lambda: None,
     ) -> None:
         """Takes part in a round, or not, as a fresh coin says.
 
         Args:
             number: The round that the server asks for.
-            train: Computes this client's vector, shape (d,), from its own data; called only if the coin says so.
+            train: Computes this client's vector, shape (d,), from its own data.
             submit: Sends a report to the shuffler.
-            always_train: Train whatever the coin says, and throw the vector away if it says no.
+            always_train: Train whatever the coin says, and throw the vector away if it says no; else train if it says yes.
             before: Called once the round is noted as answered, before anything is sent: to write that to a disk, say.
 
         Raises:
@@ -71,10 +71,6 @@ class Reporter:
             raise ValueError(f"all max_rounds={self.max_rounds} rounds that this client agreed to are over: it sends no more")
         self.last, self.rounds = round_, self.rounds + 1
         before()
-        takes_part = bool(heads(1, self.format.sample_rate, secret_generator("cpu")))
+        takes_part = bool(heads(1, self.format.coin_rate, secret_generator("cpu")))
         vector = train() if takes_part or always_train else None
-        if not takes_part:
-            if self.format.silent_without_coin:
-                return
-            vector = None
-        submit(self.format.encode(round_, vector))
+        submit(self.format.encode(round_, vector if takes_part else None))

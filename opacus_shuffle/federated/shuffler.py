@@ -20,10 +20,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import threading
+from typing import Any, ClassVar
 
 import torch
 
-from opacus_shuffle.core.validation import integer
+from opacus_shuffle.core.validation import instance_of, integer
 from opacus_shuffle.federated.report_format import LARGEST_ROUND, ReportFormat
 
 
@@ -41,8 +42,8 @@ class Released:
 
     Attributes:
         round: Which one.
-        num_reports: How many reports came, or 0 if there were too few to release.
-        mixed: What mixing made of them; empty if there were too few.
+        num_reports: How many clients reported, or 0 if they were too few to release.
+        mixed: What mixing made of their reports.
     """
 
     round: int
@@ -52,7 +53,7 @@ class Released:
     @property
     def dropped(self) -> bool:
         """Whether the round was dropped because too few had reported."""
-        return not self.mixed
+        return self.num_reports == 0
 
 
 class Shuffler:
@@ -64,17 +65,22 @@ class Shuffler:
 
     Formal Guarantees:
         What :meth:`close_round` returns depends on reports as a multiset, not on who sent which, or when. Who reported is
-        forgotten when a round is closed. A closed round is handed over again, unchanged, until :meth:`forget_round`, so that
-        a server that was killed can ask once more.
+        forgotten when a round is closed. A round of fewer reports than the format asks for is never released: nobody who keeps
+        clients away makes the noise of the others less than what is accounted. A closed round is handed over again, unchanged,
+        until :meth:`forget_round`, so that a server that was killed can ask once more.
     """
 
+    simulated: ClassVar[bool] = True
+    """It is in the server's own process."""
+
     def __init__(self, format: ReportFormat, generator: torch.Generator | None = None) -> None:
-        self.format = format
+        self.format = instance_of("format", format, (ReportFormat,))
         self._generator = generator
         self._lock = threading.Lock()
         self._open: int | None = None
         self._last = -1
-        self._reports: dict[str, tuple[bytes, bytes]] = {}  # by sender: a digest of the whole report, and its numbers
+        self._digests: dict[str, bytes] = {}  # of each sender's report
+        self._held: list[Any] = []  # what the format keeps of them
         self._closed: Released | None = None
 
     def open_round(self, number: int) -> None:
@@ -89,7 +95,7 @@ class Shuffler:
                 return  # the server asks again, after it was killed
             if round_ <= self._last:
                 raise ValueError(f"round {round_} is not after round {self._last}: rounds are numbered upwards")
-            self._open, self._last, self._reports, self._closed = round_, round_, {}, None
+            self._open, self._last, self._digests, self._held, self._closed = round_, round_, {}, [], None
 
     def submit(self, sender: str, report: bytes) -> None:
         """Takes one sender's report of the round that is open. The same one again is taken as the one that is there.
@@ -105,17 +111,20 @@ class Shuffler:
         with self._lock:
             if envelope.round != self._open:
                 raise RefusedReportError(f"report is of round {envelope.round}, the open one is {self._open}: it is not taken")
-            known = self._reports.get(sender)
-            if known is not None and known[0] != digest:
+            known = self._digests.get(sender)
+            if known == digest:
+                return
+            if known is not None:
                 raise RefusedReportError(f"a report of round {envelope.round} came from this sender already: that stays")
-            if known is None and len(self._reports) >= self.format.most_reports:
+            if len(self._digests) >= self.format.most_reports:
                 raise RefusedReportError(f"round {envelope.round} has all of its {self.format.most_reports} reports")
-            self._reports[sender] = digest, envelope.numbers
+            self.format.keep(self._held, envelope.numbers)
+            self._digests[sender] = digest
 
     def waiting(self) -> int:
         """How many reports the open round has. For the shuffler's own eyes: the server learns it when the round is closed."""
         with self._lock:
-            return len(self._reports)
+            return len(self._digests)
 
     def close_round(self, number: int) -> Released:
         """Mixes a round's reports and forgets who sent them; a round with too few is dropped, and its reports destroyed.
@@ -131,12 +140,11 @@ class Shuffler:
                 return self._closed
             if self._open is None or self._open != number:
                 raise UnknownRoundError(f"round {number} is not open: the open one is {self._open}")
-            reports = [numbers for _, numbers in self._reports.values()]
-            if self.format.fewest_reports <= len(reports) <= self.format.most_reports:
-                released = Released(number, len(reports), tuple(self.format.mix(reports, self._generator)))
-            else:
-                released = Released(number, 0, ())
-            self._open, self._reports, self._closed = None, {}, released
+            reports = len(self._digests)
+            released = Released(number, 0, ())
+            if reports >= self.format.fewest_reports:
+                released = Released(number, reports, tuple(self.format.mix(self._held, self._generator)))
+            self._open, self._digests, self._held, self._closed = None, {}, [], released
             return released
 
     def forget_round(self, number: int) -> None:

@@ -29,7 +29,7 @@ import urllib.request
 from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from opacus_shuffle.core.validation import instance_of, integer, positive
 from opacus_shuffle.federated.report_format import ReportFormat
@@ -199,6 +199,9 @@ class FarShuffler:
         timeout: Seconds to wait for an answer.
         attempts: How often to ask where the network fails: a report that came twice is taken once.
     """
+
+    simulated: ClassVar[bool] = False
+    """It is a process of its own."""
 
     def __init__(
         self, url: str, secret: str, *, certificate: str | Path | None = None, timeout: float = 60.0, attempts: int = 4

@@ -21,7 +21,7 @@ from opacus_shuffle.federated.flower.records import as_arrays, as_vector  # noqa
 
 CLIENTS, D = 30, 8
 GAUSSIAN = {"dimension": D, "max_norm": 1.0, "noise_multiplier": 1.0, "num_users": CLIENTS, "sample_rate": 0.5}
-SUMS = {**GAUSSIAN, "noise_multiplier": 2.0, "delta": 1e-6, "honest_fraction": 0.5}
+SUMS = {**GAUSSIAN, "noise_multiplier": 2.0, "delta": 1e-6, "min_reports": 15}
 
 
 def weights(value: float = 0.0) -> ArrayRecord:
@@ -42,7 +42,7 @@ class Federation:
         strategy = {name: options.pop(name) for name in ("learning_rate", "epsilon_every") if name in options}
         self.ledger = Ledger(reports, self.shuffler, delta=delta, **options)
         self.strategy = ShuffledStrategy(self.ledger, **strategy)
-        mod = ReportMod(reports, self.submit, max_rounds=max_rounds)
+        mod = ReportMod(reports, self.submit, max_rounds=max_rounds, always_train=False)
         app = ClientApp(mods=[mod])
 
         @app.train()
@@ -116,7 +116,7 @@ def test_a_server_cannot_have_a_round_twice_nor_more_rounds_than_agreed(reports)
     trained = len(federation.trained)
     settings = ConfigRecord({"round": 2})
     for number in (2, 3, 10):
-        federation.shuffler._open, federation.shuffler._reports = number, {}  # a server that has its way with the shuffler
+        federation.shuffler._open, federation.shuffler._digests = number, {}  # a server that has its way with the shuffler
         settings["round"] = number
         content = RecordDict({"arrays": weights(), "config": settings})
         replies = federation.grid.send_and_receive(
@@ -137,8 +137,20 @@ def test_every_round_is_in_the_metrics_and_in_epsilon(reports):
     assert spent <= metrics[4]["epsilon-certified"] <= spent * (1 + 1e-3)
     assert "epsilon-published" in metrics[4]
     assert "epsilon-certified" not in metrics[3]
-    if isinstance(reports, BitSums):
-        assert metrics[1]["reports"] == CLIENTS
+    assert metrics[1]["reports"] == CLIENTS
+    assert ("taking-part" in metrics[1]) == isinstance(reports, GaussianReports)
+
+
+@pytest.mark.parametrize("selects", ["poisson", "fixed_size"])
+def test_a_server_that_selects_is_a_simulation_as_its_report_says(selects):
+    federation = Federation(GaussianReports(**GAUSSIAN, server_selects=selects))
+    federation.run(3)
+    assert len(federation.trained) == len(federation.replies)
+    assert len(federation.replies) == 45 if selects == "fixed_size" else len(federation.replies) < 90
+    report = federation.ledger.report()
+    assert report.selected
+    assert "the server drew who takes part" in str(report)
+    assert "the server drew who takes part" in report.statement()
 
 
 def test_when_the_target_is_reached_nobody_is_asked_any_more():
@@ -215,10 +227,10 @@ def test_a_federated_run_and_one_in_one_process_have_the_same_updates_and_epsilo
     vectors *= torch.rand(CLIENTS, 1, generator=generator) * 2 / vectors.norm(dim=1, keepdim=True)  # some longer than the norm
     vectors += 0.3
     if kind == "gaussian":
-        reports = GaussianReports(**GAUSSIAN, min_reports=1)
+        reports = GaussianReports(**GAUSSIAN)
         options = {"accountant": "shuffled_checkin", "noise_multiplier": 1.0, "local_noise": True}
     else:
-        reports = BitSums(**{**SUMS, "honest_fraction": 1.0})
+        reports = BitSums(**{**SUMS, "min_reports": CLIENTS})
         options = {"accountant": "shuffled_sums", "noise_multiplier": 2.0}
     ours = updates(reports, rounds, vectors).double()
     theirs = central_updates(rounds=rounds, vectors=vectors, **options).double()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from opacus_shuffle import ShuffledCheckIn, ShuffledSums, ShuffleGauss, ShuffleVectorSum
+from opacus_shuffle import ShuffledCheckIn, ShuffledSums, ShuffleGauss, ShuffleVectorSum, SubsampledShuffle
 from opacus_shuffle.federated import BitSums, GaussianReports, ReportFormat
 
 GAUSSIAN = {"dimension": 5, "max_norm": 2.0, "noise_multiplier": 1.5, "num_users": 40, "sample_rate": 0.5}
@@ -22,6 +22,14 @@ def formats() -> list[ReportFormat]:
     return [GaussianReports(**GAUSSIAN), BitSums(**SUMS), BitSums(**SUMS, messages="bits")]
 
 
+def mixed(reports: ReportFormat, sent: list[bytes]) -> list[bytes]:
+    """What the shuffler hands over of these numbers."""
+    held: list = []
+    for each in sent:
+        reports.keep(held, each)
+    return reports.mix(held, None)
+
+
 every_format = pytest.mark.parametrize("reports", formats(), ids=["gaussian", "counts", "bits"])
 FAR_OUT = stats.norm.isf(1e-10)
 
@@ -29,20 +37,20 @@ FAR_OUT = stats.norm.isf(1e-10)
 @every_format
 def test_the_estimate_is_the_clipped_sum_within_its_noise(reports):
     """Of 1,000 rounds' mean, every coordinate within what a Gaussian exceeds once in 10¹⁰."""
-    vectors = [torch.tensor([3.0, 4, 0, 0, 0]), torch.tensor([0.0, 0, 1, 0, -1]), None] + [torch.zeros(5)] * 37
+    vectors = [torch.tensor([3.0, 4, 0, 0, 0]), torch.tensor([0.0, 0, 1, 0, -1])] + [torch.zeros(5)] * 38
     expected = torch.tensor([1.2, 1.6, 1, 0, -1])  # the first is cut to norm 2
     rounds = 200
     total = torch.zeros(5, dtype=torch.float64)
     for number in range(rounds):
-        mixed = reports.mix([reports.open(reports.encode(number, each)).numbers for each in vectors], None)
-        total += reports.estimate(mixed, len(vectors))
+        sent = [reports.open(reports.encode(number, each)).numbers for each in vectors]
+        total += reports.estimate(mixed(reports, sent), len(vectors))
     one = math.sqrt(40) * 1.5 * 2.0 if isinstance(reports, GaussianReports) else math.sqrt(reports.protocol.variance)
     assert float((total / rounds - expected).abs().max()) < FAR_OUT * one / math.sqrt(rounds)
 
 
 def test_a_gaussian_report_has_its_own_noise():
     reports = GaussianReports(**{**GAUSSIAN, "dimension": 20_000})
-    found = np.frombuffer(reports.open(reports.encode(1, None)).numbers, "<f4").astype(np.float64)
+    found = np.frombuffer(reports.open(reports.encode(1, torch.zeros(20_000))).numbers, "<f4").astype(np.float64)
     squares = float((found**2).sum()) / 3.0**2  # sigma times the norm is 3
     chi = stats.chi2(20_000)
     assert chi.ppf(1e-10) < squares < chi.isf(1e-10)
@@ -81,15 +89,15 @@ def test_two_reports_of_one_vector_differ(reports):
 def test_what_is_handed_over_does_not_depend_on_the_order_of_reports(reports):
     sent = [reports.open(reports.encode(1, torch.full((5,), number / 50))).numbers for number in range(40)]
     if isinstance(reports, GaussianReports):
-        mixed = reports.mix(sent, None)
-        assert sorted(mixed) == sorted(sent)
-        assert mixed != sent  # the same order by chance: once in 40!
-        first = [reports.mix(sent[:4], None)[0] for _ in range(400)]
+        once = mixed(reports, sent)
+        assert sorted(once) == sorted(sent)
+        assert once != sent  # the same order by chance: once in 40!
+        first = [mixed(reports, sent[:4])[0] for _ in range(400)]
         assert all(
             stats.binom(400, 0.25).ppf(1e-10) < first.count(each) < stats.binom(400, 0.25).isf(1e-10) for each in sent[:4]
         )
     else:
-        forwards, backwards = (reports.estimate(reports.mix(each, None), 40) for each in (sent, sent[::-1]))
+        forwards, backwards = (reports.estimate(mixed(reports, each), 40) for each in (sent, sent[::-1]))
         assert torch.equal(forwards, backwards)
 
 
@@ -101,13 +109,13 @@ def test_bits_and_their_counts_have_one_sum():
         np.unpackbits(np.frombuffer(each, np.uint8).reshape(5, -1), axis=1).sum(1).astype(counts._count_type).tobytes()
         for each in sent
     ]
-    assert torch.equal(bits.estimate(bits.mix(sent, None), 40), counts.estimate(counts.mix(as_counts, None), 40))
+    assert torch.equal(bits.estimate(mixed(bits, sent), 40), counts.estimate(mixed(counts, as_counts), 40))
 
 
 @every_format
 @given(junk=st.binary(max_size=80))
 def test_junk_is_not_taken(reports, junk):
-    good = reports.encode(1, None)
+    good = reports.encode(1, torch.zeros(5))
     with pytest.raises(ValueError, match="report"):
         reports.open(junk)
     for cut in (good[:-1], good + b"\0", b"XXXX" + good[4:]):
@@ -118,7 +126,7 @@ def test_junk_is_not_taken(reports, junk):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e30, 1e6])
 def test_a_gaussian_report_that_no_honest_client_sends_is_not_taken(value):
     reports = GaussianReports(**GAUSSIAN)
-    forged = reports.encode(1, None)[:16] + np.array([value, 0, 0, 0, 0], "<f4").tobytes()
+    forged = reports.encode(1, torch.zeros(5))[:16] + np.array([value, 0, 0, 0, 0], "<f4").tobytes()
     with pytest.raises(ValueError, match="no honest one exceeds"):
         reports.open(forged)
 
@@ -147,15 +155,63 @@ def test_bits_behind_the_last_are_not_taken():
         reports.check_numbers(b"\xff" * reports.bytes_per_report)
 
 
+@every_format
+def test_a_client_that_does_not_take_part_sends_as_much_as_one_that_does(reports):
+    assert len(reports.encode(1, None)) == len(reports.encode(1, torch.ones(5)))
+
+
+def test_of_clients_that_do_not_take_part_nothing_is_handed_over():
+    reports = GaussianReports(**GAUSSIAN)
+    sent = [reports.open(reports.encode(1, each)).numbers for each in (None, torch.ones(5), None)]
+    assert mixed(reports, sent) == sent[1:2]
+    assert mixed(reports, sent[:1]) == []
+    assert torch.equal(reports.estimate([], 40), torch.zeros(5, dtype=torch.float64))
+
+
+@given(st.integers(1, 60), st.floats(0.01, 1.0), st.data())
+def test_the_accountant_counts_on_no_report_that_may_be_a_dishonest_client_s(num_users, honest_fraction, data):
+    """Of the fewest reports that are released, even if all dishonest clients are among them."""
+    fewest = data.draw(st.integers(1, num_users))
+    dishonest = math.floor(num_users * (1 - honest_fraction) + 1e-9)
+    options = {**GAUSSIAN, "num_users": num_users, "honest_fraction": honest_fraction, "min_reports": fewest}
+    if fewest <= dishonest:
+        with pytest.raises(ValueError, match=f"min_reports={fewest}"):
+            GaussianReports(**options)
+    else:
+        reports = GaussianReports(**options)
+        assert reports.mechanism.num_users == reports.honest_reports == fewest - dishonest
+        assert reports.fewest_reports == fewest
+
+
+@pytest.mark.parametrize(
+    ("selects", "mechanism", "fewest"),
+    [
+        ("poisson", ShuffledCheckIn(noise_multiplier=1.5, num_users=40, sample_rate=0.5), 1),
+        ("fixed_size", SubsampledShuffle(noise_multiplier=1.5, num_users=40, sample_rate=0.5), 20),
+    ],
+)
+def test_a_server_that_selects_asks_whom_it_drew_and_these_toss_no_coin(selects, mechanism, fewest):
+    """300 draws: how often each client is among them, refused by chance once in 10⁹."""
+    reports = GaussianReports(**GAUSSIAN, server_selects=selects)
+    assert (reports.mechanism, reports.coin_rate, reports.fewest_reports) == (mechanism, 1.0, fewest)
+    assert reports.selected
+    asked = [reports.ask(range(100, 140)) for _ in range(300)]
+    if selects == "fixed_size":
+        assert {len(each) for each in asked} == {20}
+    times = stats.binom(300, 0.5)
+    for client in range(100, 140):
+        assert times.ppf(1e-11) <= sum(client in each for each in asked) <= times.isf(1e-11)
+
+
 def test_the_accountant_counts_on_honest_clients_alone():
     assert GaussianReports(**GAUSSIAN).mechanism == ShuffledCheckIn(noise_multiplier=1.5, num_users=40, sample_rate=0.5)
     assert GaussianReports(**GAUSSIAN, honest_fraction=0.75).mechanism.num_users == 30
-    everyone = GaussianReports(**{**GAUSSIAN, "sample_rate": 1.0}, honest_fraction=0.75)
-    assert everyone.mechanism == ShuffleGauss(noise_multiplier=1.5, num_users=30)
-    assert everyone.fewest_reports == 30
-    some = BitSums(**SUMS, honest_fraction=0.5)
+    everyone = GaussianReports(**{**GAUSSIAN, "sample_rate": 1.0}, honest_fraction=0.75, min_reports=32)
+    assert everyone.mechanism == ShuffleGauss(noise_multiplier=1.5, num_users=22)
+    assert everyone.fewest_reports == 32
+    some = BitSums(**SUMS, honest_fraction=0.75, min_reports=30)
     assert isinstance(some.mechanism, ShuffledSums)
-    assert (some.mechanism.honest_fraction, some.fewest_reports, some.most_reports) == (0.5, 20, 40)
+    assert (some.mechanism.honest_fraction, some.fewest_reports, some.most_reports) == (0.5, 30, 40)
     assert some.mechanism == ShuffledSums.of_protocol(some.protocol, sample_rate=0.5)
     assert isinstance(some.protocol, ShuffleVectorSum)
 
@@ -188,9 +244,13 @@ def test_one_file_of_settings_makes_the_same_format_for_everyone(reports):
         ({"kind": "laplace"}, "kind in settings"),
         ({"kind": "gaussian_reports", **GAUSSIAN, "sigma": 1}, "sigma"),
         ({"kind": "gaussian_reports", "dimension": 5}, "max_norm, noise_multiplier, num_users"),
-        ({"kind": "gaussian_reports", **GAUSSIAN, "honest_fraction": 0.001}, "honest_fraction"),
+        ({"kind": "gaussian_reports", **GAUSSIAN, "honest_fraction": 0.5, "min_reports": 20}, "honest_fraction"),
+        ({"kind": "gaussian_reports", **GAUSSIAN, "min_reports": 41}, "min_reports"),
+        ({"kind": "gaussian_reports", **GAUSSIAN, "server_selects": "coins"}, "server_selects"),
+        ({"kind": "gaussian_reports", **GAUSSIAN, "server_selects": "poisson", "min_reports": 30}, "min_reports=30"),
+        ({"kind": "gaussian_reports", **GAUSSIAN, "server_selects": "fixed_size", "sample_rate": 1.0}, "sample_rate below 1"),
+        ({"kind": "bit_sums", **SUMS, "min_reports": 13}, "a third of num_users=40"),
         ({"kind": "gaussian_reports", **GAUSSIAN, "noise_multiplier": 0}, "noise_multiplier"),
-        ({"kind": "gaussian_reports", **GAUSSIAN, "sample_rate": 1.0, "min_reports": 10}, "min_reports"),
         ({"kind": "bit_sums", **SUMS, "messages": "bytes"}, "messages"),
         ({"kind": "bit_sums", **SUMS, "max_norm": math.nan}, "max_norm"),
         ({"kind": "bit_sums", **SUMS, "honest_fraction": 0.1}, "honest_fraction"),

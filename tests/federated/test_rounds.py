@@ -17,28 +17,28 @@ from opacus_shuffle.federated.shuffler import UnknownRoundError
 from opacus_shuffle.federated.shuffler_service import FarShuffler, ShufflerService, packed, unpacked
 
 GAUSSIAN = GaussianReports(dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=6)
-SUMS = BitSums(dimension=3, max_norm=1.0, noise_multiplier=2.0, num_users=20, sample_rate=0.3, delta=1e-6, honest_fraction=0.5)
+SUMS = BitSums(dimension=3, max_norm=1.0, noise_multiplier=2.0, num_users=20, sample_rate=0.3, delta=1e-6, min_reports=10)
 CLIENTS = [f"the secret of client {number}" for number in range(20)]
 SERVER = "the secret of the server"
 
 
 def all_report(shuffler: Shuffler, number: int, count: int | None = None) -> None:
     for sender in range(shuffler.format.most_reports if count is None else count):
-        shuffler.submit(str(sender), shuffler.format.encode(number, None))
+        shuffler.submit(str(sender), shuffler.format.encode(number, torch.zeros(3)))
 
 
 def test_a_round_is_taken_from_its_beginning_to_its_end():
     shuffler = Shuffler(GAUSSIAN)
     with pytest.raises(RefusedReportError, match="the open one is None"):
-        shuffler.submit("0", GAUSSIAN.encode(1, None))
+        shuffler.submit("0", GAUSSIAN.encode(1, torch.zeros(3)))
     shuffler.open_round(1)
     with pytest.raises(RefusedReportError, match="of round 2, the open one is 1"):
-        shuffler.submit("0", GAUSSIAN.encode(2, None))
+        shuffler.submit("0", GAUSSIAN.encode(2, torch.zeros(3)))
     all_report(shuffler, 1)
     released = shuffler.close_round(1)
     assert released.num_reports == len(released.mixed) == 6
     with pytest.raises(RefusedReportError, match="is not taken"):
-        shuffler.submit("0", GAUSSIAN.encode(1, None))
+        shuffler.submit("0", GAUSSIAN.encode(1, torch.zeros(3)))
     with pytest.raises(ValueError, match="numbered upwards"):
         shuffler.open_round(1)
 
@@ -56,11 +56,11 @@ def test_a_closed_round_is_handed_over_unchanged_until_it_is_forgotten():
 def test_a_sender_has_one_report_and_may_repeat_it():
     shuffler = Shuffler(GAUSSIAN)
     shuffler.open_round(1)
-    report = GAUSSIAN.encode(1, None)
+    report = GAUSSIAN.encode(1, torch.zeros(3))
     shuffler.submit("0", report)
     shuffler.submit("0", report)
     with pytest.raises(RefusedReportError, match="from this sender already"):
-        shuffler.submit("0", GAUSSIAN.encode(1, None))
+        shuffler.submit("0", GAUSSIAN.encode(1, torch.zeros(3)))
     assert shuffler.waiting() == 1
 
 
@@ -83,7 +83,7 @@ def test_more_senders_than_users_are_not_taken():
     shuffler.open_round(1)
     all_report(shuffler, 1)
     with pytest.raises(RefusedReportError, match="has all of its 6 reports"):
-        shuffler.submit("another", GAUSSIAN.encode(1, None))
+        shuffler.submit("another", GAUSSIAN.encode(1, torch.zeros(3)))
 
 
 def test_a_client_answers_a_round_once_and_no_more_rounds_than_it_agreed_to():
@@ -98,30 +98,47 @@ def test_a_client_answers_a_round_once_and_no_more_rounds_than_it_agreed_to():
     assert [GAUSSIAN.open(each).round for each in sent] == [1, 5]
 
 
-@pytest.mark.parametrize("silent", [True, False])
-def test_the_coin_comes_before_training_and_silence_tells_nothing_with_sums(silent):
+COIN = GaussianReports(dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=20, sample_rate=0.3)
+
+
+@pytest.mark.parametrize("reports", [COIN, SUMS], ids=["gaussian", "sums"])
+@pytest.mark.parametrize("always_train", [True, False])
+def test_every_client_reports_and_its_coin_says_whether_its_vector_is_in_it(reports, always_train):
     """400 coins of rate 0.3: refused by chance once in 10⁹."""
-    reports = (
-        GaussianReports(dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=20, sample_rate=0.3) if silent else SUMS
-    )
-    trained, sent = [], []
+    trained, sent, held = [], [], []
     reporter = Reporter(reports, max_rounds=400)
     for number in range(400):
-        reporter.answer(number, lambda: trained.append(1) or torch.ones(3), sent.append)
+        reporter.answer(number, lambda: trained.append(1) or torch.ones(3), sent.append, always_train=always_train)
     coins = stats.binom(400, 0.3)
-    assert coins.ppf(5e-10) <= len(trained) <= coins.isf(5e-10)
-    assert len(sent) == (len(trained) if silent else 400)
+    few, many = coins.ppf(5e-10), coins.isf(5e-10)
+    assert len(sent) == 400
+    assert len({len(each) for each in sent}) == 1
+    assert len(trained) == 400 if always_train else few <= len(trained) <= many
+    if reports is COIN:
+        for each in sent:
+            reports.keep(held, reports.open(each).numbers)
+        assert few <= len(held) <= many
+        assert always_train or len(held) == len(trained)
 
 
-def test_a_client_that_always_trains_takes_part_no_more_often():
-    trained, sent = [], []
-    reports = GaussianReports(dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=20, sample_rate=0.3)
-    reporter = Reporter(reports, max_rounds=400)
-    for number in range(400):
-        reporter.answer(number, lambda: trained.append(1) or torch.ones(3), sent.append, always_train=True)
-    coins = stats.binom(400, 0.3)
-    assert len(trained) == 400
-    assert coins.ppf(5e-10) <= len(sent) <= coins.isf(5e-10)
+def test_a_round_in_which_no_coin_says_yes_is_released_and_not_dropped():
+    shuffler = Shuffler(COIN)
+    shuffler.open_round(1)
+    for sender in range(20):
+        shuffler.submit(str(sender), COIN.encode(1, None))
+    released = shuffler.close_round(1)
+    assert (released.num_reports, released.mixed, released.dropped) == (20, (), False)
+    assert unpacked(1, packed(released)) == released
+    ledger = ledger_of(COIN)
+    assert torch.equal(ledger.estimate(released), torch.zeros(3, dtype=torch.float64))
+
+
+def test_a_shuffler_of_counts_holds_one_number_a_coordinate():
+    shuffler = Shuffler(SUMS)
+    shuffler.open_round(1)
+    all_report(shuffler, 1)
+    (held,) = shuffler._held
+    assert held.shape == (3,)
 
 
 def ledger_of(reports, shuffler=None, **options) -> Ledger:
@@ -138,7 +155,9 @@ def test_the_ledger_spends_what_the_library_says_of_so_many_rounds(reports):
     assert ledger.epsilon() == found
     report = ledger.report()
     assert report.best.epsilon == found.epsilon
-    assert not report.simulated
+    assert report.simulated  # this process has the shuffler in it
+    ledger.shuffler = FarShuffler("https://shuffler.example", SERVER)
+    assert not ledger.report().simulated
     assert ledger.result.shape == (3,)
 
 
@@ -199,7 +218,7 @@ def test_a_server_killed_at_any_instant_comes_back_to_the_same_history(instant, 
             raise KilledError
         for sender in range(6):
             try:
-                shuffler.submit(str(sender), GAUSSIAN.encode(number, None))
+                shuffler.submit(str(sender), GAUSSIAN.encode(number, torch.zeros(3)))
             except RefusedReportError:
                 assert instant == "collecting"  # it has reported before
 
@@ -301,7 +320,8 @@ def test_what_the_server_gets_names_no_sender(service):
     released = server.close_round(1)
     assert len(released.mixed) == 1
     assert len(released.mixed[0]) == 8 * 3  # one sum per coordinate, whoever reported
-    assert service.shuffler._reports == {}
+    assert service.shuffler._digests == {}
+    assert service.shuffler._held == []
 
 
 def test_packing_is_undone_by_unpacking():

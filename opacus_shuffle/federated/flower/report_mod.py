@@ -32,7 +32,8 @@ class ReportMod:
         format: What reports look like. It is this client's own: nothing that a server sends changes it.
         submit: Sends a report to the shuffler; gets the context of the client, which tells its node's settings, and the report.
         max_rounds: Rounds that this client agrees to take part in.
-        always_train: Train whatever the coin says, so that the time it takes tells nothing.
+        always_train: Train whatever the coin says, so that the time it takes tells nothing. In a simulation, where nobody
+            watches, False spares it.
 
     Formal Guarantees:
         The server sees an empty reply, and the shuffler one report of the update (trained weights minus received ones), clipped
@@ -46,7 +47,7 @@ class ReportMod:
         submit: Callable[[Context, bytes], Any],
         *,
         max_rounds: int,
-        always_train: bool = False,
+        always_train: bool = True,
     ) -> None:
         self.format = instance_of("format", format, (ReportFormat,))
         if not callable(submit):

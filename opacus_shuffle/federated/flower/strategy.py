@@ -27,12 +27,12 @@ class ShuffledStrategy(Strategy):
         ledger: The book of the run, with its format, shuffler, δ and target ε.
         learning_rate: What the mean is multiplied by. It is the sum over the expected number of clients that take part, γ·n,
             which is public; how many did is not used.
-        min_nodes: Nodes to wait for before a round; by default none.
+        min_nodes: Nodes to wait for before a round; by default one.
         epsilon_every: In every so many rounds all of the mechanism's bounds are computed for the metrics.
 
-    Metrics of each round: ``reports`` that the shuffler handed over (0: the round was dropped), ``rounds`` accounted, and every
-    few rounds ``epsilon-certified`` (proved for every data set) and the mechanism's other bounds under their names, which are
-    guarantees only as far as ``ledger.epsilon(bound=...)`` says.
+    Metrics of each round: ``reports`` that clients sent (0: the round was dropped), with Gaussian reports how many of them are
+    ``taking-part``, ``rounds`` accounted, and every few rounds ``epsilon-certified`` (proved for every data set) and the
+    mechanism's other bounds under their names, which are guarantees only as far as ``ledger.epsilon(bound=...)`` says.
 
     Formal Guarantees:
         The replies of the nodes are not looked at. When the target ε is reached no node is asked any more, and the weights stay
@@ -62,14 +62,13 @@ class ShuffledStrategy(Strategy):
         was_begun, number = self.ledger.begun, self.ledger.open()
         if was_begun:  # by a process that was killed: its reports are at the shuffler
             return []
-        nodes = list(grid.get_node_ids())
-        while len(nodes) < self.min_nodes:
+        while len(nodes := list(grid.get_node_ids())) < self.min_nodes:
             time.sleep(0.2)
-            nodes = list(grid.get_node_ids())
         settings = ConfigRecord({**config, ROUND: number})
         content = RecordDict({ARRAYS: self.arrays, SETTINGS: settings})
         return [
-            Message(content=content, message_type=MessageType.TRAIN, dst_node_id=node, group_id=str(number)) for node in nodes
+            Message(content=content, message_type=MessageType.TRAIN, dst_node_id=node, group_id=str(number))
+            for node in self.ledger.format.ask(nodes)
         ]
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -86,6 +85,9 @@ class ShuffledStrategy(Strategy):
         self.arrays = as_arrays(weights, self.arrays)
         self.ledger.finish({"weights": as_vector(self.arrays)})
         metrics: dict[str, Any] = {"reports": released.num_reports, "rounds": self.ledger.round}
+        taking_part = self.ledger.format.taking_part(released.mixed)
+        if taking_part is not None:
+            metrics["taking-part"] = taking_part
         if server_round % self.epsilon_every == 0 or not self.ledger.affords_another():
             metrics |= self.spent()
         return self.arrays, MetricRecord(metrics)
@@ -93,7 +95,7 @@ class ShuffledStrategy(Strategy):
     @property
     def expected_clients(self) -> float:
         """γ·n: the clients that are expected to take part."""
-        return self.ledger.format.sample_rate * self.ledger.format.most_reports
+        return self.ledger.format.sample_rate * self.ledger.format.num_users
 
     def moved(self, weights: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         """The new weights, from the old ones and the mean update: override it for another server optimizer."""
