@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from opacus_shuffle.accountants.mechanisms import ShuffledSums
@@ -112,6 +113,10 @@ class BitSums(ReportFormat):
             return ones.astype(self._count_type).tobytes()
         return np.packbits(np.arange(self.bits) < ones[:, None], axis=1).tobytes()
 
+    def counts_of(self, numbers: bytes) -> npt.NDArray[np.int64]:
+        """How many ones each coordinate of a report in counts has, shape (d,)."""
+        return np.frombuffer(numbers, self._count_type).astype(np.int64)
+
     def check_numbers(self, numbers: bytes) -> None:
         """Refuses counts of more ones than there are bits, and bits behind the last."""
         if len(numbers) != self.bytes_per_report:
@@ -132,7 +137,7 @@ class BitSums(ReportFormat):
             return
         if not held:
             held.append(np.zeros(self.dimension, np.int64))
-        held[0] += np.frombuffer(numbers, self._count_type)
+        held[0] += self.counts_of(numbers)
 
     def mix(self, held: list[Any], generator: torch.Generator | None) -> list[bytes]:
         """The sum of the counts; or every coordinate's bits, all clients', in random order."""

@@ -11,7 +11,7 @@ import io
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -28,7 +28,7 @@ from opacus_shuffle.federated.shuffler import Released, UnknownRoundError
 class RoundsOfAShuffler(Protocol):
     """What a server may ask a shuffler for, near or far."""
 
-    simulated: ClassVar[bool]
+    simulated: bool
 
     def open_round(self, number: int) -> None:
         """Begins to take reports of a round."""
@@ -101,12 +101,16 @@ class Ledger:
         self.shuffler.open_round(self.round + 1)
         return self.round + 1
 
+    def begin(self) -> None:
+        """Accounts for the open round, on the disk: from now on it may be released."""
+        self.accountant.record(self.format.mechanism)
+        self.round, self.begun = self.round + 1, True
+        self._write()
+
     def close(self) -> Released:
-        """Accounts for the open round, on the disk, and then asks the shuffler for it."""
+        """Accounts for the open round, on the disk, unless that was done, and then asks the shuffler for it."""
         if not self.begun:
-            self.accountant.record(self.format.mechanism)
-            self.round, self.begun = self.round + 1, True
-            self._write()
+            self.begin()
         try:
             return self.shuffler.close_round(self.round)
         except UnknownRoundError:  # the shuffler was started anew: it has nothing of this round, and nobody ever will

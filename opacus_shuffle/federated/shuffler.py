@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import threading
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -70,7 +70,7 @@ class Shuffler:
         until :meth:`forget_round`, so that a server that was killed can ask once more.
     """
 
-    simulated: ClassVar[bool] = True
+    simulated = True
     """It is in the server's own process."""
 
     def __init__(self, format: ReportFormat, generator: torch.Generator | None = None) -> None:

@@ -29,7 +29,7 @@ import urllib.request
 from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from opacus_shuffle.core.validation import instance_of, integer, positive
 from opacus_shuffle.federated.report_format import ReportFormat
@@ -200,7 +200,7 @@ class FarShuffler:
         attempts: How often to ask where the network fails: a report that came twice is taken once.
     """
 
-    simulated: ClassVar[bool] = False
+    simulated = False
     """It is a process of its own."""
 
     def __init__(

@@ -62,9 +62,18 @@ class GridSum(ABC):
         return self._plan.honest_users
 
     @property
+    def grid_step(self) -> float:
+        """One grid step, in the points' own unit."""
+        return self._span / self.granularity
+
+    def expected_ones(self, num_reports: int) -> float:
+        """How many ones a coordinate has on average if all of so many points are zero there."""
+        return num_reports * (self.noise_bits * self.bit_probability - self._low / self.grid_step)
+
+    @property
     def variance(self) -> float:
         """Of each coordinate of the answer when all users take part: noise, and rounding at its worst (¼ grid step² a user)."""
-        return (self._span / self.granularity) ** 2 * self._plan.variance(self.num_users)
+        return self.grid_step**2 * self._plan.variance(self.num_users)
 
     @property
     def mean_squared_error(self) -> float:
@@ -339,7 +348,7 @@ class GridSum(ABC):
             raise ValueError(f"counts must have shape ({self.dimension},), got {tuple(counts.shape)}")
         expected = reports * self.noise_bits * self.bit_probability
         estimate = counts.to(torch.float64, copy=True).sub_(expected)
-        return estimate.mul_(self._span / self.granularity).add_(reports * self._low)
+        return estimate.mul_(self.grid_step).add_(reports * self._low)
 
     def _simulate(self, points: Any, generator: torch.Generator | None) -> torch.Tensor:
         """A draw of the analyzer's answer."""

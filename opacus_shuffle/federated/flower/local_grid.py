@@ -6,6 +6,8 @@ With a thousand clients a round takes what they train and encode; Flower's own s
 from __future__ import annotations
 
 import contextlib
+import copy
+import types
 import uuid
 from collections.abc import Iterable
 from typing import Any
@@ -32,7 +34,7 @@ class LocalGrid(Grid):
         self.client_app, self.num_clients = client_app, integer("num_clients", num_clients)
         self.run_config = dict(run_config or {})
         self._contexts: dict[int, Context] = {}
-        self._run: Any = None
+        self._run: Any = types.SimpleNamespace(run_id=0)
         _be_a_task()
 
     def set_run(self, run: Any) -> None:
@@ -41,7 +43,7 @@ class LocalGrid(Grid):
 
     @property
     def run(self) -> Any:
-        """What :meth:`set_run` got."""
+        """What :meth:`set_run` got, else a run of number 0."""
         return self._run
 
     def create_message(
@@ -69,7 +71,8 @@ class LocalGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """What the clients answer; a client that fails answers with an error, as on Flower's own grid."""
         replies = []
-        for message in messages:
+        for sent in messages:
+            message = copy.deepcopy(sent)  # as if it had travelled: no client sees what another one did to it
             node = message.metadata.dst_node_id
             if node not in self._contexts:
                 place: dict[str, Any] = {"partition-id": node - FIRST_NODE, "num-partitions": self.num_clients}

@@ -11,16 +11,14 @@ from logging import WARNING
 from typing import Any
 
 import torch
-from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
+from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.common.logger import log
 
 from opacus_shuffle.core.validation import boolean, instance_of, integer
-from opacus_shuffle.federated.flower.records import ROUND, SETTINGS, as_vector, only_arrays
+from opacus_shuffle.federated.flower.records import ROUND, SETTINGS, as_vector, only_arrays, reporter_of
 from opacus_shuffle.federated.report_format import ReportFormat
-from opacus_shuffle.federated.reporter import Reporter
 from opacus_shuffle.federated.shuffler import RefusedReportError
 
-STATE = "opacus_shuffle"
 REFUSED = 451
 """The code of the error that answers everything but training."""
 
@@ -73,11 +71,7 @@ class ReportMod:
         """Takes part in the round, or not."""
         number = message.content.config_records[SETTINGS][ROUND]
         received = as_vector(only_arrays(message.content))
-        known = context.state.config_records.get(STATE, ConfigRecord({"rounds": 0, "last": -1}))
-        reporter = Reporter(self.format, max_rounds=self.max_rounds, rounds=known["rounds"], last=known["last"])  # type: ignore[arg-type]
-
-        def note() -> None:
-            context.state[STATE] = ConfigRecord({"rounds": reporter.rounds, "last": reporter.last})
+        reporter, note = reporter_of(self.format, context, self.max_rounds)
 
         def train() -> torch.Tensor:
             try:

@@ -1,0 +1,272 @@
+"""``SecureSums``: sums of bits by Flower's SecAgg+ in the place of a shuffler, at the same ε.
+
+A round of :class:`~opacus_shuffle.federated.bit_sums.BitSums` tells its server one count for each coordinate. A secure
+aggregation that reveals only the sum of the clients' counts shows just that, so that no shuffler is needed. Flower has SecAgg+
+for its older workflow alone, in ``flwr.client.mod`` and ``flwr.server.workflow``. This module carries counts through it without
+a loss: every client sends whole numbers, and the average that the workflow computes is turned back into their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from logging import INFO, WARNING
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from flwr.app import Context, Message
+from flwr.client import NumPyClient
+from flwr.client.mod import secaggplus_mod
+from flwr.common import FitIns, Parameters, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common.logger import log
+from flwr.server.strategy import Strategy
+from flwr.server.workflow import SecAggPlusWorkflow
+
+from opacus_shuffle.core.validation import boolean, instance_of, integer, positive
+from opacus_shuffle.federated.bit_sums import BitSums
+from opacus_shuffle.federated.flower.records import ROUND, reporter_of
+from opacus_shuffle.federated.ledger import Ledger
+from opacus_shuffle.federated.shuffler import Released, UnknownRoundError
+from opacus_shuffle.protocols.modular_sums import smallest_modulus, unwrapped
+
+Arrays = list[npt.NDArray[Any]]
+
+
+class SecureSums:
+    """What clients and server must agree on, and the rounds that the server's ledger asks for.
+
+    Args:
+        format: What reports look like, with ``messages="counts"``.
+        largest_coordinate: No coordinate of the sum of all updates is larger, in the updates' own unit; a smaller modulus
+            follows. By default the modulus has room for every sum.
+        simulated: Clients and server are in one process, as a report then says.
+
+    Attributes:
+        modulus: M, which masked counts travel by.
+
+    Formal Guarantees:
+        The server sees each coordinate's sum of counts modulo M: no more than the round of ``shuffled_sums`` that ``format``
+        accounts for, **as far as SecAgg+ hides everything else**. Flower's own hides it from a server that follows the protocol
+        and does not search: the server hands out the clients' public keys, and masks are drawn from 32 bits of a shared secret
+        (Flower 1.42). :meth:`mod` has a client unmask no sum of fewer than ``format.fewest_reports`` clients. A client that
+        drops out once it has shared its keys takes its noise with it, as with a shuffler; one that is gone before halts the
+        round, which stays accounted.
+
+    Raises:
+        ValueError: If the format is not one of counts.
+    """
+
+    def __init__(self, format: BitSums, *, largest_coordinate: float | None = None, simulated: bool = False) -> None:
+        self.format = instance_of("format", format, (BitSums,))
+        if format.messages != "counts":
+            raise ValueError(f"format must have messages='counts', got {format.messages!r}: single bits are a shuffler's")
+        self.simulated = boolean("simulated", simulated)
+        self._levels = 1 << max(1, format.bits.bit_length())  # more than any count
+        fewest = smallest_modulus(format.protocol, largest_coordinate)
+        # Flower asks for a modulus above the levels, and divides by the number of clients modulo it.
+        self.modulus = max(fewest, 2 * self._levels, 1 << format.num_users.bit_length())
+        self._open: int | None = None
+        self._released: Released | None = None
+
+    # What a client does
+
+    def arrays_of(self, report: bytes) -> Arrays:
+        """The counts of a report as the weights that SecAgg+ rounds to these very counts."""
+        counts = self.format.counts_of(self.format.open(report).numbers)
+        return [(counts - self._levels / 2) * self._levels]
+
+    def mod(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        """Flower's own mod for ``ClientApp(client_fn=..., mods=[sums.mod])``, for no other settings than these.
+
+        Raises:
+            ValueError: If the server asks for another modulus or scale, for a lower threshold, or for fewer neighbours.
+        """
+        for settings in message.content.config_records.values():
+            if settings.get("stage") == "setup":
+                self._check(dict(settings))
+        answer: Message = secaggplus_mod(message, context, call_next)
+        return answer
+
+    def _check(self, asked: dict[str, Any]) -> None:
+        expected = {
+            "clipping_range": self._levels / 2,
+            "target_range": self._levels,
+            "mod_range": self.modulus,
+            "max_weight": float(self._levels),
+            "share_num": asked.get("sample_num"),  # everyone is everyone's neighbour, and sees how many are there
+        }
+        for name, value in expected.items():
+            if asked.get(name) != value:
+                raise ValueError(
+                    f"the server asks for {name}={asked.get(name)}, this client agreed to {value}: it sends nothing"
+                )
+        if asked["sample_num"] > self.format.most_reports or asked.get("threshold", 0) < self.format.fewest_reports:
+            raise ValueError(
+                f"the server would unmask the sum of {asked.get('threshold')} of {asked['sample_num']} clients, this one "
+                f"agreed to {self.format.fewest_reports} of {self.format.most_reports}: it sends nothing"
+            )
+
+    # What the server does
+
+    def workflow(self, *, timeout: float | None = None) -> SecAggPlusWorkflow:
+        """Flower's workflow with these settings, for ``DefaultWorkflow(fit_workflow=...)``.
+
+        Args:
+            timeout: Seconds to wait for the answers of each stage; None waits for all.
+        """
+        return SecAggPlusWorkflow(
+            num_shares=1.0,
+            reconstruction_threshold=self.format.fewest_reports,
+            max_weight=float(self._levels),
+            clipping_range=self._levels / 2,
+            quantization_range=self._levels,
+            modulus_range=self.modulus,
+            timeout=timeout,
+        )
+
+    def aggregated(self, average: Arrays, num_reports: int) -> None:
+        """Takes the workflow's average over so many clients; :meth:`close_round` hands it over."""
+        if self._open is None:
+            raise ValueError("no round is open: open it with the ledger first")
+        (weights,) = average
+        residues = np.rint(weights * (num_reports / self._levels) + num_reports * (self._levels / 2)).astype(np.int64)
+        counts = unwrapped(self.format.protocol, torch.from_numpy(residues), num_reports, self.modulus)
+        self._released = Released(self._open, num_reports, (counts.numpy().astype("<i8").tobytes(),))
+
+    def open_round(self, number: int) -> None:
+        """Begins a round."""
+        self._open, self._released = number, None
+
+    def close_round(self, number: int) -> Released:
+        """The round's sum.
+
+        Raises:
+            UnknownRoundError: If the aggregation was halted, as too few clients were there.
+        """
+        if self._released is None or self._released.round != number:
+            raise UnknownRoundError(f"round {number} was not aggregated: too few clients, or another process's")
+        return self._released
+
+    def forget_round(self, number: int) -> None:
+        """Forgets the sum."""
+        self._open, self._released = None, None
+
+
+class SecureSumClient(NumPyClient):
+    """A client of the older workflow: it trains, and sends its counts through SecAgg+.
+
+    Args:
+        sums: What was agreed on.
+        context: The client's, in whose state the rounds are noted that it has answered.
+        train: Gets the weights, returns the trained ones.
+        max_rounds: Rounds that this client agrees to take part in.
+        always_train: Train whatever the coin says, so that the time it takes tells nothing.
+    """
+
+    def __init__(
+        self,
+        sums: SecureSums,
+        context: Context,
+        train: Callable[[Arrays], Arrays],
+        *,
+        max_rounds: int,
+        always_train: bool = True,
+    ) -> None:
+        self.sums, self.node, self.train = sums, context, train
+        self.max_rounds, self.always_train = integer("max_rounds", max_rounds), boolean("always_train", always_train)
+
+    def fit(self, parameters: Arrays, config: dict[str, Any]) -> tuple[Arrays, int, dict[str, Any]]:
+        """This client's counts; the mod masks them. Nothing else is sent: no losses, no numbers of examples."""
+        reporter, note = reporter_of(self.sums.format, self.node, self.max_rounds)
+        sent: list[bytes] = []
+
+        def update() -> torch.Tensor:
+            try:
+                return _flat(self.train([each.copy() for each in parameters])) - _flat(parameters)
+            except Exception as error:  # that this client failed is nobody's business: it reports zero
+                log(WARNING, "training failed, the report is zero: %s", error)
+                return torch.zeros_like(_flat(parameters))
+
+        reporter.answer(config[ROUND], update, sent.append, always_train=self.always_train, before=note)
+        return self.sums.arrays_of(sent[0]), 1, {}
+
+
+class SecureSumStrategy(Strategy):
+    """The older workflow's strategy: adds the mean of the clients' updates to the weights, and accounts for every round.
+
+    Args:
+        ledger: The book of the run, with a :class:`SecureSums` as its shuffler.
+        weights: Where training starts, if the book does not say.
+        learning_rate: What the mean is multiplied by: the sum over the expected number of clients that take part.
+        evaluate_fn: Gets the weights after each round, returns a loss and metrics, on data of the server's own.
+
+    Formal Guarantees:
+        A round is in the book before any client is asked. When the target ε is reached nobody is asked any more.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        weights: Arrays,
+        *,
+        learning_rate: float = 1.0,
+        evaluate_fn: Callable[[Arrays], tuple[float, dict[str, Any]]] | None = None,
+    ) -> None:
+        self.ledger, self.sums = ledger, instance_of("ledger.shuffler", ledger.shuffler, (SecureSums,))
+        self.learning_rate, self.evaluate_fn = positive("learning_rate", learning_rate), evaluate_fn
+        self.weights = weights if ledger.result is None else _like(ledger.result["weights"], weights)
+
+    def initialize_parameters(self, client_manager: Any) -> Parameters:
+        """Where training starts."""
+        return ndarrays_to_parameters(self.weights)
+
+    def configure_fit(self, server_round: int, parameters: Parameters, client_manager: Any) -> list[Any]:
+        """Writes the next round down, and asks everyone; nobody if the target ε is reached."""
+        if self.ledger.begun:  # it was halted, or its server was killed
+            self.ledger.close()
+            self.ledger.finish({"weights": _flat(self.weights)})
+        if not self.ledger.affords_another():
+            log(INFO, "target epsilon is reached after %s rounds: nobody is asked any more", self.ledger.round)
+            return []
+        number = self.ledger.open()
+        self.ledger.begin()
+        asked = FitIns(ndarrays_to_parameters(self.weights), {ROUND: number})
+        return [(client, asked) for client in client_manager.all().values()]
+
+    def aggregate_fit(
+        self, server_round: int, results: list[Any], failures: list[Any]
+    ) -> tuple[Parameters | None, dict[str, Any]]:
+        """Takes the sum, and moves the weights."""
+        average = parameters_to_ndarrays(results[0][1].parameters)  # the workflow gives all of them the same
+        self.sums.aggregated(average, len(results))
+        released = self.ledger.close()
+        format, total = self.ledger.format, self.ledger.estimate(released)
+        if total is not None:
+            mean = total / (format.sample_rate * format.num_users)
+            self.weights = _like(_flat(self.weights) + self.learning_rate * mean, self.weights)
+        self.ledger.finish({"weights": _flat(self.weights)})
+        return ndarrays_to_parameters(self.weights), {"reports": released.num_reports, "rounds": self.ledger.round}
+
+    def configure_evaluate(self, server_round: int, parameters: Parameters, client_manager: Any) -> list[Any]:
+        """Nobody: what clients would answer has no noise."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, results: Any, failures: Any) -> tuple[float | None, dict[str, Any]]:
+        """Nothing."""
+        return None, {}
+
+    def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Any]] | None:
+        """On data of the server's own."""
+        return None if self.evaluate_fn is None else self.evaluate_fn(self.weights)
+
+
+def _flat(arrays: Arrays) -> torch.Tensor:
+    """All entries: float64."""
+    return torch.cat([torch.from_numpy(np.asarray(each, np.float64).reshape(-1)) for each in arrays])
+
+
+def _like(vector: torch.Tensor, arrays: Arrays) -> Arrays:
+    """Arrays of the same shapes and types with these entries."""
+    parts = torch.split(vector, [each.size for each in arrays])
+    return [part.numpy().reshape(old.shape).astype(old.dtype) for part, old in zip(parts, arrays, strict=True)]

@@ -1,0 +1,167 @@
+"""Sums of bits through Flower's SecAgg+: the same counts, nothing else, and no sum of too few clients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr.client", reason="needs the extra federated")
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.server import LegacyContext, ServerConfig
+from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
+
+import opacus_shuffle
+from opacus_shuffle.federated import BitSums, GaussianReports, Ledger
+from opacus_shuffle.federated.flower import LocalGrid
+from opacus_shuffle.federated.flower.secure_sums import SecureSumClient, SecureSums, SecureSumStrategy
+
+CLIENTS, D = 7, 6
+REPORTS = {"dimension": D, "max_norm": 1.0, "noise_multiplier": 1.0, "num_users": CLIENTS, "delta": 1e-6, "min_reports": 5}
+
+
+class Aggregation:
+    """Clients and a server of the older workflow in this process.
+
+    Args:
+        gone: The stage from which on some clients answer nothing, by their number.
+    """
+
+    def __init__(self, gone: dict[int, str] | None = None, *, workflow=None, max_rounds: int = 10, **options):
+        self.reports = BitSums(**REPORTS)
+        self.sums = SecureSums(self.reports, simulated=True)
+        self.sent: list[np.ndarray] = []
+        self.replies: list[Message] = []
+        encode = self.reports.encode
+
+        def watched(*args, **keywords):
+            report = encode(*args, **keywords)
+            self.sent.append(self.reports.counts_of(self.reports.open(report).numbers))
+            return report
+
+        self.reports.encode = watched
+
+        def client(context: Context):
+            def train(weights):
+                return [each + context.node_config["partition-id"] / 10 for each in weights]
+
+            return SecureSumClient(self.sums, context, train, max_rounds=max_rounds).to_client()
+
+        app = ClientApp(client_fn=client, mods=[self.sums.mod])
+
+        def answer(message: Message, context: Context) -> Message:
+            stage = message.content.config_records["secaggplus_configs"]["stage"]
+            if stage == (gone or {}).get(context.node_config["partition-id"]):
+                return Message(Error(code=1, reason="gone"), reply_to=message)
+            reply = app(message, context)
+            self.replies.append(reply)
+            return reply
+
+        self.ledger = Ledger(self.reports, self.sums, delta=1e-5, **options)
+        weights = [np.zeros((2, 2), np.float32), np.zeros(2, np.float32)]
+        self.strategy = SecureSumStrategy(self.ledger, weights, learning_rate=CLIENTS)
+        self.grid, self.workflow = LocalGrid(answer, CLIENTS), workflow or self.sums.workflow()
+
+    def run(self, rounds: int = 1):
+        context = Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={})
+        server = LegacyContext(context, ServerConfig(num_rounds=rounds), self.strategy)
+        DefaultWorkflow(fit_workflow=self.workflow)(self.grid, server)
+
+    @property
+    def moved(self) -> torch.Tensor:
+        """What the weights have moved by, in all."""
+        return torch.cat([torch.from_numpy(each.reshape(-1)) for each in self.strategy.weights]).double()
+
+
+def test_the_server_gets_the_sum_of_the_clients_counts_to_the_last_bit():
+    aggregation = Aggregation()
+    aggregation.run()
+    assert len(aggregation.sent) == CLIENTS
+    expected = aggregation.reports.protocol.decode(torch.from_numpy(sum(aggregation.sent)), CLIENTS)
+    assert torch.equal(aggregation.moved, expected.float().double())
+    assert len(aggregation.ledger.accountant) == 1
+    assert aggregation.ledger.report().simulated
+
+
+def test_nothing_that_a_client_sends_tells_its_counts():
+    """A masked count is the client's own by chance once in M, and there are d of them."""
+    aggregation = Aggregation()
+    aggregation.run()
+    modulus, seen = aggregation.sums.modulus, 0
+    assert modulus >= 64
+    for reply in aggregation.replies:
+        for record in reply.content.array_records.values():
+            assert not record.keys()
+        for name, record in reply.content.metric_records.items():
+            assert (name, dict(record)) in (("fitres.num_examples", {"num_examples": 1}), ("fitres.metrics", {}))
+        for record in reply.content.config_records.values():
+            seen += "masked_params" in record
+    assert seen == CLIENTS
+
+
+@pytest.mark.parametrize("stage", ["setup", "share_keys"])
+def test_clients_that_drop_out_before_they_have_shared_keys_halt_a_round_that_stays_accounted(stage):
+    """Flower's workflow asks for shares of their keys, which nobody has."""
+    aggregation = Aggregation({0: stage, 3: stage})
+    aggregation.run()
+    assert torch.equal(aggregation.moved, torch.zeros(D, dtype=torch.float64))
+    assert len(aggregation.ledger.accountant) == 1
+
+
+@pytest.mark.parametrize("stage", ["collect_masked_vectors", "unmask"])
+def test_clients_that_drop_out_take_their_counts_with_them(stage):
+    """Unless they sent them masked: then the others' shares unmask the sum."""
+    aggregation = Aggregation({0: stage, 3: stage})
+    aggregation.run()
+    reports = CLIENTS if stage == "unmask" else CLIENTS - 2
+    assert len(aggregation.sent) == reports
+    expected = aggregation.reports.protocol.decode(torch.from_numpy(sum(aggregation.sent)), reports)
+    assert torch.equal(aggregation.moved, expected.float().double())
+
+
+def test_a_sum_of_too_few_clients_is_not_unmasked_and_its_round_is_accounted():
+    aggregation = Aggregation({0: "collect_masked_vectors", 1: "share_keys", 2: "collect_masked_vectors"})
+    aggregation.run(2)
+    assert torch.equal(aggregation.moved, torch.zeros(D, dtype=torch.float64))
+    assert len(aggregation.ledger.accountant) == 2
+    assert aggregation.ledger.epsilon().epsilon == opacus_shuffle.compute_epsilon(
+        aggregation.reports.mechanism, steps=2, delta=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "changed", [{"reconstruction_threshold": 4}, {"modulus_range": 2**30}, {"num_shares": 6}, {"clipping_range": 1.0}]
+)
+def test_clients_refuse_a_server_that_asks_for_other_settings(changed):
+    sums = Aggregation().sums
+    settings = {"num_shares": 1.0, "reconstruction_threshold": 5, "modulus_range": sums.modulus}
+    scale = {"quantization_range": sums._levels, "clipping_range": sums._levels / 2, "max_weight": float(sums._levels)}
+    workflow = SecAggPlusWorkflow(**{**settings, **scale, **changed})
+    aggregation = Aggregation(workflow=workflow)
+    aggregation.run()
+    assert aggregation.sent == []
+    assert torch.equal(aggregation.moved, torch.zeros(D, dtype=torch.float64))
+
+
+def test_a_client_answers_a_round_once():
+    aggregation = Aggregation(max_rounds=1)
+    aggregation.run(2)
+    assert len(aggregation.sent) == CLIENTS
+    assert len(aggregation.ledger.accountant) == 2
+
+
+def test_when_the_target_is_reached_nobody_is_asked_any_more():
+    price = opacus_shuffle.compute_epsilon(BitSums(**REPORTS).mechanism, steps=1, delta=1e-5)
+    aggregation = Aggregation(target_epsilon=price)
+    aggregation.run(3)
+    assert len(aggregation.ledger.accountant) == 1
+    assert len(aggregation.sent) == CLIENTS
+
+
+def test_single_bits_and_gaussian_reports_are_no_counts():
+    with pytest.raises(ValueError, match="messages='counts'"):
+        SecureSums(BitSums(**REPORTS, messages="bits"))
+    with pytest.raises(ValueError, match="format"):
+        SecureSums(GaussianReports(dimension=2, max_norm=1.0, noise_multiplier=1.0, num_users=3))

@@ -1,0 +1,87 @@
+"""Counts modulo a power of two are found again where they lie near those of vectors of zero, and wrap around elsewhere."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opacus_shuffle import ShuffleVectorSum
+from opacus_shuffle.protocols.modular_sums import smallest_modulus, unwrapped
+
+PROTOCOL = ShuffleVectorSum.with_noise_multiplier(
+    500, 4, 2.0, 1.5, delta=1e-6, zero_on_grid=True, rate=0.1, honest_fraction=0.8
+)
+
+EVERY_SUM = 500 * (PROTOCOL.granularity + PROTOCOL.noise_bits)
+
+
+@given(
+    bits=st.integers(1, 20), offsets=st.lists(st.floats(-1, 1, exclude_max=True), min_size=4, max_size=4), reports=st.just(450)
+)
+def test_a_sum_within_half_the_modulus_is_found_again(bits, offsets, reports):
+    modulus = min(1 << bits, EVERY_SUM // 2)
+    middle = round(PROTOCOL.expected_ones(reports))
+    counts = torch.tensor([middle + math.floor(each * modulus / 2) for each in offsets])
+    assert torch.equal(unwrapped(PROTOCOL, counts % modulus, reports, modulus), counts)
+    beyond = counts + modulus
+    assert torch.equal(unwrapped(PROTOCOL, beyond % modulus, reports, modulus), counts)
+
+
+def test_the_expected_ones_are_those_that_decode_to_zero():
+    counts = torch.full((4,), PROTOCOL.expected_ones(450), dtype=torch.float64)
+    assert float(PROTOCOL.decode(counts, 450).abs().max()) < 1e-9
+
+
+@given(st.floats(0, 1e4))
+def test_the_modulus_leaves_room_for_the_largest_sum_and_six_deviations_and_no_more(largest):
+    modulus = smallest_modulus(PROTOCOL, largest)
+    need = (largest + 6 * math.sqrt(PROTOCOL.variance)) / PROTOCOL.grid_step
+    assert modulus / 2 >= need or modulus > EVERY_SUM
+    assert modulus.bit_count() == 1
+    assert modulus / 4 < need + 2
+    assert modulus <= 2 * EVERY_SUM
+
+
+@pytest.mark.parametrize("reports", [400, 500])
+def test_by_default_every_sum_of_counts_is_found_again(reports):
+    modulus = smallest_modulus(PROTOCOL)
+    assert EVERY_SUM < modulus <= 2 * EVERY_SUM
+    for total in (0, reports * (PROTOCOL.granularity + PROTOCOL.noise_bits)):
+        counts = torch.full((4,), total)
+        assert torch.equal(unwrapped(PROTOCOL, counts % modulus, reports, modulus), counts)
+
+
+def test_a_round_of_clients_is_decoded_from_its_residues_alone():
+    """Exactly: the counts are the same numbers."""
+    x = torch.randn(500, 4, generator=torch.Generator().manual_seed(0))
+    x /= x.norm(dim=1, keepdim=True)
+    counts = PROTOCOL.encode(x) + PROTOCOL.draw_noise(500)
+    modulus = smallest_modulus(PROTOCOL, 100.0)
+    assert torch.equal(unwrapped(PROTOCOL, counts % modulus, 500, modulus), counts)
+
+
+def test_the_modulus_of_the_noise_alone_is_a_dozen_bits():
+    """4,000 clients, a tenth takes part, in a network of 26,010 parameters."""
+    protocol = ShuffleVectorSum.with_noise_multiplier(
+        4000, 26_010, 1.0, 1.55, delta=1e-5, rounds=300, zero_on_grid=True, rate=0.1
+    )
+    assert smallest_modulus(protocol, 0.0) <= 2**12
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: smallest_modulus(PROTOCOL, -1.0), "largest_coordinate"),
+        (lambda: smallest_modulus(PROTOCOL, math.nan), "largest_coordinate"),
+        (lambda: unwrapped(PROTOCOL, torch.zeros(3, dtype=torch.int64), 450, 64), "residues"),
+        (lambda: unwrapped(PROTOCOL, torch.zeros(4), 450, 64), "residues"),
+        (lambda: unwrapped(PROTOCOL, torch.zeros(4, dtype=torch.int64), 450, 0), "modulus"),
+    ],
+)
+def test_bad_input_is_named(call, named):
+    with pytest.raises(ValueError, match=named):
+        call()
