@@ -64,7 +64,8 @@ def check_network(request: Request, engine: Any) -> FirstBatch | None:
         refuse_shared_denominators(network, request.criterion)
     if request.grad_sample_mode == "ghost":
         refuse_tied_ghost(network)
-    if request.grad_sample_mode == "no_op" or any(map(is_lazy, network.parameters())):
+    sharded = any(isinstance(each, FSDPModule) for each in network.modules())  # which a pass would start, on all ranks together
+    if request.grad_sample_mode == "no_op" or sharded or any(map(is_lazy, network.parameters())):
         return None
     first = FirstBatch(request)
 
@@ -77,7 +78,7 @@ def check_network(request: Request, engine: Any) -> FirstBatch | None:
         if request.grad_sample_mode == "ghost":
             refuse_unseen_gradients(network, call_of(2)[1], batch_first=request.batch_first)
     except UnprobedError:
-        return None if isinstance(request.module, FSDPModule) else first
+        return first
     return None
 
 
@@ -180,7 +181,8 @@ def explain_missing_calls(module: Any) -> None:
     if hasattr(module, "rearrange_grad_samples"):
         module.rearrange_grad_samples = types.MethodType(_rearranged, module)
         network = wrapped_network(module)
-        if refuse_copies not in network._forward_pre_hooks.values():
+        sharded = isinstance(network, FSDPModule)  # whose parameters are others in the forward pass, and which nobody can copy
+        if not sharded and refuse_copies not in network._forward_pre_hooks.values():
             network.register_forward_pre_hook(refuse_copies)
 
 

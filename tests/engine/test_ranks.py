@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed
+from helpers.processes import found_on_ranks
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
@@ -136,10 +136,9 @@ def resumed(folder: str) -> dict[str, Any]:
     return {"first": found[0], "second": found[1]}
 
 
-def worker(rank: int, size: int, folder: str) -> None:
-    """What one of the processes does; what it finds goes into a file."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
+def worker(folder: str) -> dict[str, Any]:
+    """What one of the processes does and finds."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     found: dict[str, Any] = {"noise": {}, "weights": {}, "drawn": {}, "refused": {}}
     for accountant in ACCOUNTANTS:
         local = accountant not in ("shuffled_fw", "shuffled_sums")
@@ -194,17 +193,13 @@ def worker(rank: int, size: int, folder: str) -> None:
         "one record for each": refused("subsampled_shuffle", batch=1),
         "nothing": refused(local_noise=True),
     }
-    torch.save(found, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
 def ranks(request, tmp_path_factory) -> list[dict[str, Any]]:
     """What each rank found."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    start = "spawn" if torch.cuda.is_available() else "fork"  # which imports nothing anew, and which CUDA forbids
-    torch.multiprocessing.start_processes(worker, (request.param, str(folder)), nprocs=request.param, start_method=start)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(request.param)]
+    return found_on_ranks(worker, size=request.param, folder=tmp_path_factory.mktemp("ranks"))
 
 
 def is_noise_of(sums: torch.Tensor, deviation: torch.Tensor) -> bool:

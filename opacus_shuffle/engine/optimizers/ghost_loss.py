@@ -15,7 +15,11 @@ import types
 from typing import Any
 
 import torch
-from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
+from opacus.grad_sample import (
+    GradSampleHooks,
+    GradSampleHooksFastGradientClipping,
+    GradSampleHooksFastGradientClippingFSDP,
+)
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, DPTensorFastGradientClipping
 from opacus.utils.module_utils import trainable_parameters
 from torch import nn
@@ -282,8 +286,9 @@ class GhostCriterion(DPLossFastGradientClipping):
 
 
 def clipped_whatever_happens(criterion: Any) -> Any:
-    """Opacus's criterion as ours; others, of engines with a way of their own, as they are."""
-    if type(criterion) is DPLossFastGradientClipping:
+    """Opacus's criterion as ours; others, of sharded networks and of engines with a way of their own, as they are."""
+    sharded = isinstance(getattr(criterion, "module", None), GradSampleHooksFastGradientClippingFSDP)
+    if type(criterion) is DPLossFastGradientClipping and not sharded:
         criterion.__class__ = GhostCriterion
         watch_passes(criterion.module)
     return criterion

@@ -129,6 +129,8 @@ class TicketedSteps(OpenOptimizer):
 
     def _drop(self, how: Callable[[DPOptimizer], None]) -> None:
         how(self)
+        for kept in getattr(self, "grad_state", {}).values():  # where Opacus has the sums of sharded parameters
+            kept["summed_grad"] = None
         if isinstance(self, LogicalBatch):
             self.forget_sum()
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from opacus.optimizers import AdaClipDPOptimizer
+from opacus.optimizers import AdaClipDPOptimizer, FSDPOptimizerFastGradientClipping
 
 from opacus_shuffle.core.opacus_compat import gaussian_noise, mark_as_used, refuse_used, waits_for_step
 from opacus_shuffle.engine.optimizers.planned_parameters import PlannedParameters
@@ -112,6 +112,9 @@ class UsableRecords(PlannedParameters):
         Raises:
             ValueError: If it was changed since.
         """
+        if isinstance(self, FSDPOptimizerFastGradientClipping):
+            super().accumulate()  # which keeps the sums of shards elsewhere
+            return
         parameters, single = self.params, self._single or {}
         for each, gradient, version in self._noted or ():
             if each.grad is not gradient or (gradient is not None and gradient._version != version):

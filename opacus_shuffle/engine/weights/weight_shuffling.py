@@ -121,9 +121,9 @@ def find_spec(
     """
     if shuffling.groups is False:
         return None
-    one_of("grad_sample_mode (with shuffle_weights)", grad_sample_mode, ("hooks", "functorch", "ew", "ghost", "no_op"))
     network = unwrap(module)
     _refuse_sharded(module)
+    one_of("grad_sample_mode (with shuffle_weights)", grad_sample_mode, ("hooks", "functorch", "ew", "ghost", "no_op"))
     refuse_optimizer(innermost(optimizer))
     refuse_unclipped_engine(engine)
     refuse_broken_attention(network)

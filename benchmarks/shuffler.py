@@ -1,0 +1,148 @@
+"""The shuffler alone: reports a second and memory, and what a client and the server take, for each format of reports.
+
+Run ``python benchmarks/shuffler.py``, some three minutes; ``--clients 1000 --dimension 26010`` asks for one size. Each row is a
+fresh process in which all clients of one round report, one after the other. ``taken`` is the time of a report in the shuffler
+(checked, digested, kept), ``closed`` that of mixing the round, ``server`` that of the estimate, ``client`` that of a client's
+clipping, noise and packing. The baseline adds as many vectors of 32-bit floats in NumPy, as a server without privacy does;
+``ratio`` is the shuffler's whole round over that. Memory is what the round takes on top of the imports. At last, clients send
+their reports to a shuffler in another process, over HTTP on one machine's loopback, by eight threads.
+
+>>> run("counts", clients=20, dimension=50)["bytes"]
+100
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from opacus_shuffle.federated import BitSums, FarShuffler, GaussianReports, ReportFormat, Shuffler, ShufflerService
+
+SIZES = [(1_000, 26_010), (10_000, 26_010), (100_000, 26_010), (1_000_000, 1_000), (1_000, 1_000_000)]
+MOST = 6e9
+"""Bytes of reports that a round may hold here; larger rounds of a format that holds them are left out."""
+SAMPLES = 16
+"""Different reports, which clients send by turns."""
+
+
+def format_of(kind: str, *, clients: int, dimension: int) -> ReportFormat:
+    """The format, with a tenth of the clients taking part."""
+    common: dict[str, Any] = {"dimension": dimension, "max_norm": 1.0, "num_users": clients, "sample_rate": 0.1}
+    if kind == "gaussian":
+        return GaussianReports(**common, noise_multiplier=1.0)
+    return BitSums(**common, noise_multiplier=2.0, delta=1e-6, rounds=100, messages=kind)
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds, and what came out."""
+    start = time.perf_counter()
+    found = call()
+    return time.perf_counter() - start, found
+
+
+def run(kind: str, *, clients: int, dimension: int) -> dict[str, float]:
+    """One round of every client in this process: seconds, bytes and MiB."""
+    reports = format_of(kind, clients=clients, dimension=dimension)
+    vector = torch.randn(dimension, generator=torch.Generator().manual_seed(0))
+    drawn = clients // 10  # who takes part
+    client, sent = timed(lambda: [reports.encode(1, vector) for _ in range(SAMPLES)])
+    absent = reports.encode(1, None)
+    summands = [np.frombuffer(bytes(4 * dimension), "<f4") for _ in range(SAMPLES)]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    shuffler = Shuffler(reports)
+    shuffler.open_round(1)
+
+    def take() -> None:
+        for number in range(clients):
+            shuffler.submit(str(number), sent[number % SAMPLES] if number < drawn else absent)
+
+    taken, _ = timed(take)
+    closed, released = timed(lambda: shuffler.close_round(1))
+    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    server, _ = timed(lambda: reports.estimate(released.mixed, released.num_reports))
+    total = np.zeros(dimension)
+    adding, _ = timed(lambda: [np.add(total, summands[number % SAMPLES], out=total) for number in range(clients)])
+    return {
+        "bytes": reports.bytes_per_report,
+        "client": client / SAMPLES,
+        "taken": taken / clients,
+        "closed": closed,
+        "server": server,
+        "ratio": (taken + closed) / adding,
+        "memory": memory,
+    }
+
+
+def serve(kind: str, clients: int, dimension: int, url: Any) -> None:
+    """A shuffler behind HTTP, until the process is ended."""
+    service = ShufflerService(
+        Shuffler(format_of(kind, clients=clients, dimension=dimension)),
+        clients=[secret_of(number) for number in range(clients)],
+        server=secret_of(clients),
+    )
+    url.put(service.url)
+    service.serve_forever()
+
+
+def secret_of(number: int) -> str:
+    """What a client of this benchmark shows."""
+    return f"the secret of number {number}"
+
+
+def over_http(kind: str, *, clients: int, dimension: int) -> float:
+    """Seconds of a report, from a client's call to the answer, eight at a time."""
+    context = multiprocessing.get_context("spawn")
+    urls = context.Queue()
+    process = context.Process(target=serve, args=(kind, clients, dimension, urls), daemon=True)
+    process.start()
+    url = urls.get(timeout=120)
+    report = format_of(kind, clients=clients, dimension=dimension).encode(1, torch.ones(dimension))
+    server = FarShuffler(url, secret_of(clients))
+    server.open_round(1)
+    with ThreadPoolExecutor(8) as pool:
+        seconds, _ = timed(
+            lambda: list(pool.map(lambda number: FarShuffler(url, secret_of(number)).submit(report), range(clients)))
+        )
+    assert server.close_round(1).num_reports == clients
+    process.terminate()
+    return seconds / clients
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int)
+    parser.add_argument("--dimension", type=int)
+    options = parser.parse_args()
+    sizes = SIZES if options.clients is None else [(options.clients, options.dimension or 26_010)]
+    context = multiprocessing.get_context("spawn")
+    heads = ("client", "taken", "reports/s", "closed", "server", "ratio", "memory")
+    print(f"{'clients':>9}{'dimension':>10} {'format':9}{'bytes':>9}" + "".join(f"{each:>10}" for each in heads))
+    for clients, dimension in sizes:
+        for kind in ("counts", "bits", "gaussian"):
+            held = {"counts": 0.0, "bits": 20.0 * clients * dimension, "gaussian": 0.4 * clients * dimension}[kind]
+            if held > MOST:
+                continue
+            with context.Pool(1) as pool:
+                row = pool.apply(run, (kind,), {"clients": clients, "dimension": dimension})
+            print(
+                f"{clients:>9,}{dimension:>10,} {kind:9}{row['bytes']:>9,.0f}{1e3 * row['client']:>7.1f} ms"
+                f"{1e6 * row['taken']:>7.0f} us{1 / row['taken']:>10,.0f}{row['closed']:>8.2f} s{1e3 * row['server']:>7.1f} ms"
+                f"{row['ratio']:>10.1f}{row['memory']:>6,.0f} MiB",
+                flush=True,
+            )
+    for kind in ("counts", "gaussian"):
+        seconds = over_http(kind, clients=1_000, dimension=26_010)
+        print(f"over HTTP {1_000:>9,}{26_010:>10,} {kind:9}{1e6 * seconds:>7.0f} us a report, {1 / seconds:,.0f} a second")
+
+
+if __name__ == "__main__":
+    main()
