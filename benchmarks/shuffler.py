@@ -1,6 +1,6 @@
 """The shuffler alone: reports a second and memory, and what a client and the server take, for each format of reports.
 
-Run ``python benchmarks/shuffler.py``, some three minutes; ``--clients 1000 --dimension 26010`` asks for one size. Each row is a
+Run ``python benchmarks/shuffler.py``, some five minutes; ``--clients 1000 --dimension 26010`` asks for one size. Each row is a
 fresh process in which all clients of one round report, one after the other. ``taken`` is the time of a report in the shuffler
 (checked, digested, kept), ``closed`` that of mixing the round, ``server`` that of the estimate, ``client`` that of a client's
 clipping, noise and packing. The baseline adds as many vectors of 32-bit floats in NumPy, as a server without privacy does;
@@ -27,7 +27,7 @@ import torch
 from opacus_shuffle.federated import BitSums, FarShuffler, GaussianReports, ReportFormat, Shuffler, ShufflerService
 
 SIZES = [(1_000, 26_010), (10_000, 26_010), (100_000, 26_010), (1_000_000, 1_000), (1_000, 1_000_000)]
-MOST = 6e9
+MOST = 3e9
 """Bytes of reports that a round may hold here; larger rounds of a format that holds them are left out."""
 SAMPLES = 16
 """Different reports, which clients send by turns."""

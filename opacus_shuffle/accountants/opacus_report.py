@@ -91,7 +91,7 @@ class OpacusReport(PrivacyReport):
                 f"accountant 'gdp' counts one kind of steps only, got history={accountant.history!r}: use 'prv' or 'rdp'"
             )
         self.delta, self.adjacency = open_unit_interval("delta", delta), Adjacency.ZERO_OUT
-        self.simulated = self.selected = self.emulated = False
+        self.simulated = self.clients = self.selected = self.emulated = False
         self.rewound, self.predictable = integer("rewound", rewound, minimum=0), tuple(predictable)
         self.orders, self.sent = None, None
         self._accountant, self._poisson = copy.deepcopy(accountant), poisson

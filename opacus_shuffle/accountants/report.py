@@ -42,7 +42,8 @@ NO_GAIN = (
 
 HOW_IT_RAN = {
     "simulated": "by one run, which sees every record and plays the records' owners and the shuffler",
-    "selected": "the server drew who takes part: against that server, no gain from sampling holds",
+    "clients": "what is called a record is a client, with all that it holds",
+    "selected": "the server drew who takes part, so that no gain from sampling holds against that server",
     "emulated": "the noise was added once to the sum, not to each report, in batches of the expected size",
 }
 
@@ -64,6 +65,7 @@ class PrivacyReport:
         adjacency: ``"zero_out"``, or ``"replace"``, for which some bounds have no value.
         orders: Rényi orders in place of the adaptive grid, for the bounds that use any.
         simulated: The rounds were run by one training run, in one process or several that trust each other.
+        clients: What reports is a client that may hold many records, which are protected together.
         selected: The server drew who takes part in a round, in place of the clients' own coins.
         emulated: The noise was added once to the sum (``local_noise=False``): the shuffle protocol is emulated.
         predictable: Seeds and generators that a user has passed, with which others can draw the noise again.
@@ -85,6 +87,7 @@ class PrivacyReport:
         adjacency: str = "zero_out",
         orders: Iterable[float] | None = None,
         simulated: bool = False,
+        clients: bool = False,
         selected: bool = False,
         emulated: bool = False,
         rewound: int = 0,
@@ -94,7 +97,8 @@ class PrivacyReport:
         self.rounds = tuple((mechanism, integer("number of rounds", count)) for mechanism, count in rounds)
         self.delta = open_unit_interval("delta", delta)
         self.adjacency = Adjacency(adjacency)
-        self.simulated, self.selected = boolean("simulated", simulated), boolean("selected", selected)
+        self.simulated, self.clients = boolean("simulated", simulated), boolean("clients", clients)
+        self.selected = boolean("selected", selected)
         self.emulated = boolean("emulated", emulated)
         self.rewound = integer("rewound", rewound, minimum=0)
         self.predictable = tuple(predictable)
@@ -117,7 +121,7 @@ class PrivacyReport:
     def statement(self) -> str:
         """One sentence to quote, of the proved ε, and what must be said beside it."""
         notes = [not_private(self.predictable)] if self.predictable else []
-        notes += [f"{name.capitalize()} {text}." for name, text in HOW_IT_RAN.items() if getattr(self, name)]
+        notes += [f"{name.capitalize()}: {text}." for name, text in HOW_IT_RAN.items() if getattr(self, name)]
         notes.append(rewound_sentence(self.rewound))
         said = ", ".join(self._title().split(", ")[:2]) + ", is "
         return " ".join(filter(None, [f"{said}{promise(self.best)}, against an adversary who {self.best.adversary}.", *notes]))
@@ -132,6 +136,7 @@ class PrivacyReport:
             "rounds": first.rounds,
             "settings": [{**finite(dataclasses.asdict(mechanism)), "rounds": count} for mechanism, count in self.rounds],
             "simulated": self.simulated,
+            "clients": self.clients,
             "selected": self.selected,
             "emulated": self.emulated,
             "rewound": self.rewound,

@@ -162,6 +162,7 @@ class Ledger:
             delta=self.delta,
             adjacency=adjacency,
             simulated=self.shuffler.simulated,
+            clients=True,
             selected=self.format.selected,
         )
 
