@@ -12,7 +12,12 @@ from opacus_shuffle.accountants.bounds import registry
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 from opacus_shuffle.engine.schemes.base import Scheme
 
-PAGES = {"how_to/lightning.rst": "lightning", "how_to/hugging_face_trainer.rst": "accelerate", "federated.rst": "flwr"}
+PAGES = {
+    "how_to/lightning.rst": "lightning",
+    "how_to/hugging_face_trainer.rst": "accelerate",
+    "how_to/secure_aggregation.rst": "flwr",
+    "federated.rst": "flwr",
+}
 collect_ignore = [page for page, package in PAGES.items() if importlib.util.find_spec(package) is None]
 
 

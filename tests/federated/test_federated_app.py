@@ -28,6 +28,18 @@ def test_virtual_clients_train_in_one_process_and_their_server_goes_on(tmp_path)
     assert re.search(r"12 clients, 2 rounds, accuracy [\d.]+%\nshuffled_sums, 2 rounds", run(*command))
 
 
+@pytest.mark.zoo
+def test_virtual_clients_train_in_processes_of_flower_s_own_simulation():
+    pytest.importorskip("ray", reason="needs flwr[simulation]")
+    said = run(str(APP / "simulate.py"), "--ray", "--clients", "20", "--rounds", "2")
+    assert re.search(r"20 clients, 2 rounds, accuracy [\d.]+%\nshuffled_sums, 2 rounds", said)
+
+
+def test_secure_aggregation_takes_the_shuffler_s_place():
+    said = run(str(APP / "secure_aggregation.py"), "--clients", "6", "--missing", "1", "--rounds", "1")
+    assert re.search(r"6 clients, 1 rounds, accuracy [\d.]+%, modulus \d+\nshuffled_sums, 1 round", said)
+
+
 def processes() -> set[int]:
     """The numbers of those that a deployment starts."""
     found = set()
