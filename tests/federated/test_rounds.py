@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import multiprocessing
+import os
+import queue
+import signal
 import socket
 import threading
 
@@ -242,6 +246,72 @@ def test_a_server_killed_at_any_instant_comes_back_to_the_same_history(instant, 
         ledger.run(collect, update)
     assert len(ledger.accountant) == 3
     assert set(released) == {1, 2, 3}
+
+
+class Killing(Shuffler):
+    """A shuffler whose clients report as soon as a round is open, and which kills the server's process at one instant."""
+
+    def __init__(self, instant: str):
+        super().__init__(GAUSSIAN)
+        self.instant, self.armed, self.released = instant, queue.Queue(), {}
+        self.clients = [Reporter(GAUSSIAN, max_rounds=3) for _ in range(6)]
+
+    def strike(self, instant: str, number: int) -> None:
+        if (instant, number) == (self.instant, 2):
+            os.kill(self.armed.get(), signal.SIGKILL)
+
+    def open_round(self, number):
+        super().open_round(number)
+        for name, client in enumerate(self.clients):
+            if client.last < number:
+                client.answer(number, lambda: torch.ones(3), lambda report, name=name: self.submit(str(name), report))
+        self.strike("open", number)
+
+    def close_round(self, number):
+        self.strike("before the release", number)
+        released = super().close_round(number)
+        assert self.released.setdefault(number, released) == released  # never two sums of one round
+        self.strike("after the release", number)
+        return released
+
+    def forget_round(self, number):
+        super().forget_round(number)
+        self.strike("forgotten", number)
+
+
+def serve_three_rounds(url: str, path: str) -> None:
+    ledger = ledger_of(GAUSSIAN, FarShuffler(url, SERVER), path=path)
+    while ledger.round < 3 or ledger.begun:
+        ledger.run(lambda number: None, lambda total: {"weights": total})
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="starts the server by fork")
+@pytest.mark.parametrize("instant", ["open", "before the release", "after the release", "forgotten"])
+def test_a_server_process_that_is_killed_comes_back_to_the_same_history(instant, tmp_path):
+    shuffler = Killing(instant)
+    context, path = multiprocessing.get_context("fork"), str(tmp_path / "book")
+    with ShufflerService(shuffler, clients=CLIENTS[:6], server=SERVER) as service:
+        service.start()
+        for _ in range(2):
+            server = context.Process(target=serve_three_rounds, args=(service.url, path))
+            server.start()
+            shuffler.armed.put(server.pid)
+            server.join()
+            if server.exitcode == 0:
+                break
+            assert server.exitcode == -signal.SIGKILL
+            ledger = ledger_of(GAUSSIAN, shuffler, path=path)
+            assert len(ledger.accountant) >= len(shuffler.released)  # what was released is accounted
+            shuffler.instant = "never again"
+        else:
+            raise AssertionError("the second server ended, too")
+        service.shutdown()
+    assert shuffler.instant == "never again"
+    ledger = ledger_of(GAUSSIAN, shuffler, path=path)
+    assert (ledger.round, len(ledger.accountant), sorted(shuffler.released)) == (3, 3, [1, 2, 3])
+    assert all(client.rounds == 3 for client in shuffler.clients)
+    last = GAUSSIAN.estimate(shuffler.released[3].mixed, 6)
+    assert torch.equal(ledger.result["weights"], last)
 
 
 def test_a_shuffler_that_was_started_anew_loses_a_round_that_stays_accounted(tmp_path):
