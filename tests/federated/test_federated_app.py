@@ -35,6 +35,7 @@ def test_virtual_clients_train_in_processes_of_flower_s_own_simulation():
     assert re.search(r"20 clients, 2 rounds, accuracy [\d.]+%\nshuffled_sums, 2 rounds", said)
 
 
+@pytest.mark.zoo
 def test_secure_aggregation_takes_the_shuffler_s_place():
     said = run(str(APP / "secure_aggregation.py"), "--clients", "6", "--missing", "1", "--rounds", "1")
     assert re.search(r"6 clients, 1 rounds, accuracy [\d.]+%, modulus \d+\nshuffled_sums, 1 round", said)
