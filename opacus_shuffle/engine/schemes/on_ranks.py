@@ -24,7 +24,7 @@ def refuse_ranks(accountant: str, request: Request) -> None:
         raise ValueError(
             f"{accountant} does not train sharded networks, got a {type(sharded[0]).__name__}: wrap the network in "
             "DistributedDataParallel or in Opacus's DifferentiallyPrivateDistributedDataParallel, or use one of Opacus's own "
-            "accountants"
+            "accountants with grad_sample_mode='ghost_fsdp'"
         )
     if not request.ranks.distributed:
         return
