@@ -131,7 +131,7 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
             poisson_sampling: Leave it out. ``False`` with ``shuffle_gauss`` keeps your own loader.
             clipping: ``"flat"``, ``"per_layer"``; ``"adaptive"`` with Opacus's accountants only.
             noise_generator: Where the parameters are; on the CPU with ``shuffled_sums``. By default seeded by the system.
-            grad_sample_mode: ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``; for sharded networks, with one of Opacus's own
+            grad_sample_mode: ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``; for sharded networks, with Opacus's own
                 accountants, ``"ghost_fsdp"``.
             wrap_model: As Opacus's.
             rand_on_empty: As Opacus's.
