@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opacus_shuffle.accountants.bounds.registry import Rounds, Style, baselines_of, bounds_of, find_bound, kind_of, ladder
-from opacus_shuffle.accountants.communication import sent_per_user
+from opacus_shuffle.accountants.communication import Communication, sent_per_user
 from opacus_shuffle.accountants.origins import rewound_sentence
 from opacus_shuffle.core import extras
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound, finite
@@ -69,6 +69,7 @@ class PrivacyReport:
         selected: The server drew who takes part in a round, in place of the clients' own coins.
         emulated: The noise was added once to the sum (``local_noise=False``): the shuffle protocol is emulated.
         predictable: Seeds and generators that a user has passed, with which others can draw the noise again.
+        sent: What one user has sent; by default what the mechanism says.
         rewound: Rounds that ran besides and were left out, because a checkpoint was loaded with ``allow_rewind=True``.
 
     Attributes:
@@ -90,6 +91,7 @@ class PrivacyReport:
         clients: bool = False,
         selected: bool = False,
         emulated: bool = False,
+        sent: Communication | None = None,
         rewound: int = 0,
         predictable: Sequence[str] = (),
     ) -> None:
@@ -103,7 +105,7 @@ class PrivacyReport:
         self.rewound = integer("rewound", rewound, minimum=0)
         self.predictable = tuple(predictable)
         self.orders = orders if orders is None else tuple(orders)
-        self.sent = sent_per_user(self.rounds)
+        self.sent = sent_per_user(self.rounds) if sent is None else sent
         self.bounds = tuple(ladder(self.rounds, delta=delta, adjacency=adjacency, orders=self.orders))
 
     @property

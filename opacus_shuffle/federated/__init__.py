@@ -7,6 +7,7 @@ The parts know nothing of any framework: ``GaussianReports`` and ``BitSums`` say
 from __future__ import annotations
 
 from opacus_shuffle.federated.bit_sums import BitSums
+from opacus_shuffle.federated.client_book import FileBook
 from opacus_shuffle.federated.gaussian_reports import GaussianReports
 from opacus_shuffle.federated.ledger import Ledger
 from opacus_shuffle.federated.report_format import ReportFormat
@@ -17,6 +18,7 @@ from opacus_shuffle.federated.shuffler_service import FarShuffler, ShufflerServi
 __all__ = [
     "BitSums",
     "FarShuffler",
+    "FileBook",
     "GaussianReports",
     "Ledger",
     "RefusedReportError",

@@ -5,8 +5,8 @@ sum is as private as a trusted server's with Poisson batches.
 
 >>> reports = BitSums(dimension=3, max_norm=1.0, noise_multiplier=2.0, num_users=1000, sample_rate=0.1, delta=1e-6)
 >>> report = reports.encode(1, torch.tensor([0.6, 0.8, 0.0]))
->>> len(report) - 16 == reports.bytes_per_report == 3
-True
+>>> len(report) == 24 + reports.bytes_per_report, reports.bytes_per_report
+(True, 3)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from opacus_shuffle.accountants.mechanisms import ShuffledSums
 from opacus_shuffle.core.validation import one_of
 from opacus_shuffle.federated.report_format import ReportFormat
 from opacus_shuffle.protocols.messages import Messages, shuffled
-from opacus_shuffle.protocols.random_words import draws_of, numpy_draws
+from opacus_shuffle.protocols.random_words import numpy_draws
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
@@ -77,8 +77,9 @@ class BitSums(ReportFormat):
         self.messages = one_of("messages", messages, ("counts", "bits"))
         if 3 * self.honest_reports < self.num_users:
             raise ValueError(
-                f"min_reports={self.fewest_reports} and honest_fraction={honest_fraction} leave {self.honest_reports} honest "
-                f"reports for certain, a third of num_users={self.num_users} at least must be: raise one of them"
+                f"min_reports={self.fewest_reports} and honest_fraction={honest_fraction} make {self.honest_reports} honest "
+                f"reports certain, BitSums needs {-(-self.num_users // 3)}, a third of num_users={self.num_users}: raise "
+                "min_reports"
             )
         self.protocol = ShuffleVectorSum.with_noise_multiplier(
             self.num_users,
@@ -92,7 +93,19 @@ class BitSums(ReportFormat):
             rate=self.sample_rate,
         )
         self.mechanism = ShuffledSums.of_protocol(self.protocol, sample_rate=self.sample_rate)
+        self.noise_multiplier, self.delta, self.rounds = float(noise_multiplier), self.protocol.delta, self.protocol.rounds
         self.bits = self.protocol.granularity + self.protocol.noise_bits
+        if self.bits >= 2**32:
+            raise ValueError(
+                f"noise_multiplier={noise_multiplier} takes {self.bits} bits of each of num_users={num_users}: choose less "
+                "noise or more users"
+            )
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """Everything that clients, shuffler and server must have in common: with what the noise multiplier was turned into."""
+        plan = {name: getattr(self.protocol, name) for name in ("granularity", "noise_bits", "bit_probability")}
+        return {**super().agreed, **plan}
 
     @property
     def _count_type(self) -> np.dtype:
@@ -103,12 +116,11 @@ class BitSums(ReportFormat):
         """A count for each coordinate, in the fewest whole bytes; or all its bits."""
         return self.dimension * (self._count_type.itemsize if self.messages == "counts" else -(-self.bits // 8))
 
-    def randomize(self, vector: torch.Tensor | None, generator: torch.Generator | None) -> bytes:
+    def randomize(self, vector: torch.Tensor | None, generator: torch.Generator) -> bytes:
         """The number of ones of each coordinate, or so many ones and then zeros, eight to a byte."""
-        draws = draws_of(generator)
         protocol = self.protocol
-        counts = protocol.encode_zeros(1, draws) if vector is None else protocol.encode(vector[None], draws)
-        ones = (protocol.draw_noise(1, draws, part=True) + counts).numpy()
+        counts = protocol.encode_zeros(1, generator) if vector is None else protocol.encode(vector[None], generator)
+        ones = (protocol.draw_noise(1, generator, part=True) + counts).numpy()
         if self.messages == "counts":
             return ones.astype(self._count_type).tobytes()
         return np.packbits(np.arange(self.bits) < ones[:, None], axis=1).tobytes()
@@ -139,7 +151,7 @@ class BitSums(ReportFormat):
             held.append(np.zeros(self.dimension, np.int64))
         held[0] += self.counts_of(numbers)
 
-    def mix(self, held: list[Any], generator: torch.Generator | None) -> list[bytes]:
+    def mix(self, held: list[Any], generator: torch.Generator) -> list[bytes]:
         """The sum of the counts; or every coordinate's bits, all clients', in random order."""
         if self.messages == "counts":
             return [held[0].astype("<i8").tobytes()]
@@ -147,7 +159,7 @@ class BitSums(ReportFormat):
             Messages(np.frombuffer(each, np.uint8).reshape(self.dimension, -1), self.bits, self.protocol.granularity)
             for each in held
         ]
-        return [shuffled(together, numpy_draws(draws_of(generator))).bits.tobytes()]
+        return [shuffled(together, numpy_draws(generator)).bits.tobytes()]
 
     def estimate(self, mixed: Sequence[bytes], num_reports: int) -> torch.Tensor:
         """The analyzer's estimate from the numbers of ones."""

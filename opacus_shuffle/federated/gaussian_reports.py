@@ -3,7 +3,7 @@
 >>> reports = GaussianReports(dimension=4, max_norm=1.0, noise_multiplier=2.0, num_users=1000, sample_rate=0.1)
 >>> report = reports.encode(1, torch.tensor([3.0, 4.0, 0.0, 0.0]))
 >>> len(report), reports.open(report).round
-(32, 1)
+(40, 1)
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from scipy import stats
 from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn, ShuffleGauss, SubsampledShuffle
 from opacus_shuffle.core.opacus_compat import gaussian_noise
 from opacus_shuffle.core.participation import heads, subset
-from opacus_shuffle.core.randomness import secret_generator
+from opacus_shuffle.core.system_randomness import SystemGenerator
 from opacus_shuffle.core.validation import noise_level, one_of
 from opacus_shuffle.federated.report_format import ReportFormat
 
-_REFUSED = 1e-12
-"""The chance that an honest report is taken for one of a client that lies about its clip."""
+_REFUSED = 1e-30
+"""The chance that an honest report is taken for one of a client that lies about its clip: far below any δ, in all rounds."""
+_LEAST, _MOST = 1e-30, 1e30
+"""Numbers that single precision holds with all of their bits, and their sums, too."""
 
 
 class GaussianReports(ReportFormat):
@@ -79,6 +81,11 @@ class GaussianReports(ReportFormat):
         self.server_selects = one_of("server_selects", server_selects, (None, "poisson", "fixed_size"))
         noise: dict[str, Any] = {"noise_multiplier": noise_level("noise_multiplier", noise_multiplier)}
         self.noise_multiplier, self.selected = noise["noise_multiplier"], server_selects is not None
+        if not (self.noise_multiplier * self.max_norm >= _LEAST and self.longest_report <= _MOST):
+            raise ValueError(
+                f"max_norm={max_norm} with noise_multiplier={noise_multiplier} is beyond single precision, which reports "
+                "travel in: scale the vectors"
+            )
         if self.selected:
             self._leave_to_the_server(honest_fraction, min_reports)
         if server_selects == "fixed_size":
@@ -101,15 +108,21 @@ class GaussianReports(ReportFormat):
         self.coin_rate, self.fewest_reports = 1.0, 1
 
     def ask(self, clients: Sequence[int]) -> list[int]:
-        """Everyone; or whom the server draws afresh, in secret."""
+        """Everyone; or whom the server draws afresh, in secret.
+
+        Raises:
+            ValueError: If the server draws from others than all clients, whose number is what is accounted.
+        """
         if not self.selected:
             return super().ask(clients)
-        draws, count = secret_generator("cpu"), len(clients)
-        chosen = (
-            heads(count, self.sample_rate, draws)
-            if self.server_selects == "poisson"
-            else subset(count, min(count, self.fewest_reports), draws)
-        )
+        count, draws = len(clients), SystemGenerator()
+        if count != self.num_users:
+            raise ValueError(
+                f"server_selects={self.server_selects!r} draws from all num_users={self.num_users} clients, got {count}: wait "
+                "for the others"
+            )
+        poisson = self.server_selects == "poisson"
+        chosen = heads(count, self.sample_rate, draws) if poisson else subset(count, self.fewest_reports, draws)
         return [clients[place] for place in chosen]
 
     @property
@@ -122,12 +135,11 @@ class GaussianReports(ReportFormat):
         """The norm that an honest report exceeds with a chance of 10⁻¹²: C + σC·χ."""
         return self.max_norm * (1 + self.noise_multiplier * math.sqrt(float(stats.chi2(self.dimension).isf(_REFUSED))))
 
-    def randomize(self, vector: torch.Tensor | None, generator: torch.Generator | None) -> bytes:
+    def randomize(self, vector: torch.Tensor | None, generator: torch.Generator) -> bytes:
         """The vector and its noise, drawn in double precision and rounded then; or zeros."""
         if vector is None:
             return self._absent
-        draws = secret_generator("cpu") if generator is None else generator
-        noise = gaussian_noise(self.noise_multiplier * self.max_norm, vector, draws)
+        noise = gaussian_noise(self.noise_multiplier * self.max_norm, vector, generator)
         return (vector + noise).numpy().astype("<f4").tobytes()
 
     @property
@@ -151,10 +163,9 @@ class GaussianReports(ReportFormat):
         if numbers != self._absent:
             held.append(numbers)
 
-    def mix(self, held: list[Any], generator: torch.Generator | None) -> list[bytes]:
+    def mix(self, held: list[Any], generator: torch.Generator) -> list[bytes]:
         """The reports in random order."""
-        draws = secret_generator("cpu") if generator is None else generator
-        return [held[place] for place in subset(len(held), len(held), draws)]
+        return [held[place] for place in subset(len(held), len(held), generator)]
 
     def taking_part(self, mixed: Sequence[bytes]) -> int | None:
         """One report each."""
@@ -164,5 +175,6 @@ class GaussianReports(ReportFormat):
         """The sum of the reports, whose noise has mean zero."""
         total = np.zeros(self.dimension)
         for each in mixed:
+            self.check_numbers(each)  # again: this is another party
             total += np.frombuffer(each, "<f4")
         return torch.from_numpy(total)

@@ -7,6 +7,8 @@ and the server asks the shuffler for it again.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import io
 import os
 from collections.abc import Callable
@@ -20,7 +22,7 @@ from opacus_shuffle.accountants.bounds.registry import compute_bound
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.core.atomic_file import replacing
 from opacus_shuffle.core.guarantees import PrivacyBound
-from opacus_shuffle.core.validation import open_unit_interval, positive
+from opacus_shuffle.core.validation import boolean, instance_of, integer, open_unit_interval, positive
 from opacus_shuffle.federated.report_format import ReportFormat
 from opacus_shuffle.federated.shuffler import Released, UnknownRoundError
 
@@ -30,8 +32,8 @@ class RoundsOfAShuffler(Protocol):
 
     simulated: bool
 
-    def open_round(self, number: int) -> None:
-        """Begins to take reports of a round."""
+    def open_round(self, number: int, fingerprint: bytes) -> None:
+        """Begins to take reports of a round, in the format that has this fingerprint."""
 
     def close_round(self, number: int) -> Released:
         """Hands over what was mixed."""
@@ -68,13 +70,21 @@ class Ledger:
         target_epsilon: float | None = None,
         path: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.format, self.shuffler = format, shuffler
-        self.delta = open_unit_interval("delta", delta)
+        self.format = instance_of("format", format, (ReportFormat,))
+        if missing := [
+            name for name in ("open_round", "close_round", "forget_round", "simulated") if not hasattr(shuffler, name)
+        ]:
+            raise ValueError(f"shuffler must be a Shuffler or a FarShuffler, got {shuffler!r} without {', '.join(missing)}")
+        self.shuffler, self.delta = shuffler, open_unit_interval("delta", delta)
         self.target_epsilon = None if target_epsilon is None else positive("target_epsilon", target_epsilon)
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else Path(instance_of("path", path, (str, os.PathLike)))
+        if self.path is not None and not self.path.absolute().parent.is_dir():
+            raise ValueError(f"path={str(path)!r} must be a file in a folder that is there: make the folder")
+        compute_bound([(format.mechanism, 1)], delta=self.delta)  # refuses a δ that no round can have
         self.accountant: ShuffleAccountant = accountant_class(type(format.mechanism))()
         self.accountant.plan(format.mechanism)
-        self.round, self.begun, self.result = 0, False, None
+        self.round, self.begun = 0, False
+        self.result: Any = None
         if self.path is not None and self.path.exists():
             self._read()
 
@@ -82,8 +92,9 @@ class Ledger:
         """Whether one more round stays within the target; one that is begun is paid for."""
         if self.begun or self.target_epsilon is None:
             return True
-        rounds = [(self.format.mechanism, len(self.accountant) + 1)]
-        return compute_bound(rounds, delta=self.delta).epsilon <= self.target_epsilon
+        after = copy.deepcopy(self.accountant)
+        after.record(self.format.mechanism)
+        return after.bound(self.delta).epsilon <= self.target_epsilon
 
     def open(self) -> int:
         """Opens the next round, or the one again that a killed process had begun; returns its number.
@@ -98,14 +109,20 @@ class Ledger:
             )
         if self.begun:
             return self.round
-        self.shuffler.open_round(self.round + 1)
+        self.shuffler.open_round(self.round + 1, self.format.fingerprint)
         return self.round + 1
 
     def begin(self) -> None:
-        """Accounts for the open round, on the disk: from now on it may be released."""
-        self.accountant.record(self.format.mechanism)
-        self.round, self.begun = self.round + 1, True
-        self._write()
+        """Accounts for the open round, on the disk: from now on it may be released.
+
+        Raises:
+            ValueError: If a round is begun already.
+        """
+        if self.begun:
+            raise ValueError(f"round {self.round} is begun: finish it first")
+        accountant = copy.deepcopy(self.accountant)
+        accountant.record(self.format.mechanism)
+        self._write(accountant=accountant, round=self.round + 1, begun=True)
 
     def close(self) -> Released:
         """Accounts for the open round, on the disk, unless that was done, and then asks the shuffler for it."""
@@ -121,9 +138,13 @@ class Ledger:
 
         Args:
             result: Tensors and plain values, such as the new weights; :attr:`result` after a restart.
+
+        Raises:
+            ValueError: If no round is begun, or the result is more than tensors and plain values.
         """
-        self.begun, self.result = False, result
-        self._write()
+        if not self.begun:
+            raise ValueError("no round is begun: call close() first")
+        self._write(begun=False, result=result)
         self.shuffler.forget_round(self.round)
 
     def run(self, collect: Callable[[int], Any], update: Callable[[torch.Tensor | None], Any]) -> Released:
@@ -144,13 +165,9 @@ class Ledger:
         """The unbiased estimate of the sum of a round's vectors; None if it was dropped."""
         return None if released.dropped else self.format.estimate(released.mixed, released.num_reports)
 
-    def epsilon(self, **options: Any) -> PrivacyBound:
-        """What all rounds cost together, with its meaning; at least one must have been accounted.
-
-        Args:
-            **options: ``bound`` and ``adjacency``.
-        """
-        return self.accountant.bound(self.delta, **options)
+    def epsilon(self, *, bound: str = "certified", adjacency: str = "zero_out") -> PrivacyBound:
+        """What all rounds cost together, with its meaning; at least one must have been accounted."""
+        return self.accountant.bound(self.delta, bound=bound, adjacency=adjacency)
 
     def report(self, *, adjacency: str = "zero_out") -> PrivacyReport:
         """Every bound on what all rounds cost together, with its meaning: print it, show it in a notebook, ``.plot()`` it.
@@ -164,18 +181,44 @@ class Ledger:
             simulated=self.shuffler.simulated,
             clients=True,
             selected=self.format.selected,
+            sent=dataclasses.replace(self.format.sent, bytes_per_user=self.round * self.format.bytes_per_report),
         )
 
-    def _write(self) -> None:
-        if self.path is None:
-            return
-        state = {"accountant": self.accountant.state_dict(), "round": self.round, "begun": self.begun, "result": self.result}
-        held = io.BytesIO()
-        torch.save(state, held)
-        with replacing(self.path) as file:
-            file.write(held.getvalue())
+    def _write(self, **changes: Any) -> None:
+        """Has the book on the disk with these changes, and only then makes them here."""
+        after = {name: changes.get(name, getattr(self, name)) for name in ("accountant", "round", "begun", "result")}
+        if self.path is not None:
+            settings = self.format.fingerprint.hex()
+            held = io.BytesIO()
+            torch.save({**after, "accountant": after["accountant"].state_dict(), "settings": settings}, held)
+            try:
+                torch.load(io.BytesIO(held.getvalue()), weights_only=True)
+            except Exception:  # of the unpickler, which refuses what a book must not hold
+                raise ValueError(
+                    f"result must hold tensors and plain values, got {type(after['result']).__name__}: a book with anything "
+                    "else in it could not be read again; turn arrays into tensors"
+                ) from None
+            with replacing(self.path) as file:
+                file.write(held.getvalue())
+        for name, value in after.items():
+            setattr(self, name, value)
 
     def _read(self) -> None:
-        state = torch.load(self.path, weights_only=True)  # type: ignore[arg-type]
+        try:
+            state = torch.load(self.path, weights_only=True)  # type: ignore[arg-type]
+            settings, rounds, begun = state["settings"], integer("round", state["round"], minimum=0), state["begun"]
+            state["result"], state["accountant"], boolean("begun", begun)
+        except Exception as error:  # whatever an unpickler says of a file that is none of ours
+            raise ValueError(
+                f"path={str(self.path)!r} is no book of rounds, or a damaged one ({error!r}): restore it; a new book forgets "
+                "what was spent"
+            ) from None
+        if settings != self.format.fingerprint.hex():
+            raise ValueError(
+                f"path={str(self.path)!r} is the book of a run with other settings than {self.format.settings}: a run goes on "
+                "with its own, and another one has another book"
+            )
         self.accountant.load_state_dict(state["accountant"])
-        self.round, self.begun, self.result = state["round"], state["begun"], state["result"]
+        if len(self.accountant) != rounds:
+            raise ValueError(f"path={str(self.path)!r} has {len(self.accountant)} rounds accounted of {rounds}: restore it")
+        self.round, self.begun, self.result = rounds, begun, state["result"]

@@ -1,13 +1,17 @@
 """What clients send, how the shuffler looks at it and mixes it, and what the server makes of it: ``ReportFormat``.
 
 A format is one file of this folder. It derives a class from :class:`ReportFormat`; nothing else of this package knows which
-there are. A report is bytes: a header that says which round and format it is of, and the numbers.
+there are. A report is bytes: a header that says which round and format it is of, and the numbers. All randomness is the
+operating system's own: a generator that PyTorch seeds is no secret to who sees enough of its numbers, and a server sees many.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import inspect
+import json
 import math
 import struct
 from abc import ABC, abstractmethod
@@ -16,7 +20,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from opacus_shuffle.accountants.communication import Communication
 from opacus_shuffle.accountants.mechanism import Mechanism
+from opacus_shuffle.core.randomness import check_generator
+from opacus_shuffle.core.system_randomness import SystemGenerator
 from opacus_shuffle.core.validation import (
     instance_of,
     integer,
@@ -28,7 +35,7 @@ from opacus_shuffle.core.validation import (
 )
 from opacus_shuffle.protocols.calibration import honest_users
 
-_HEADER = struct.Struct("<4sIQ")  # four letters for the format, the round, the number of coordinates
+_HEADER = struct.Struct("<4sIQ8s")  # four letters for the format, the round, the number of coordinates, the fingerprint
 LARGEST_ROUND = 2**32 - 1
 
 
@@ -84,11 +91,12 @@ class ReportFormat(ABC):
     ) -> None:
         self.dimension, self.max_norm = integer("dimension", dimension), moderate("max_norm", max_norm)
         self.num_users, self.sample_rate = integer("num_users", num_users), sampling_rate("sample_rate", sample_rate)
-        self.coin_rate, self.most_reports = self.sample_rate, self.num_users
+        self.coin_rate, self.most_reports, self.min_reports = self.sample_rate, self.num_users, min_reports
         self.fewest_reports = (
             self.num_users if min_reports is None else integer("min_reports", min_reports, maximum=self.num_users)
         )
-        dishonest = self.num_users - honest_users(self.num_users, sampling_rate("honest_fraction", honest_fraction))
+        self.honest_fraction = sampling_rate("honest_fraction", honest_fraction)
+        dishonest = self.num_users - honest_users(self.num_users, self.honest_fraction)
         self.honest_reports = self.fewest_reports - dishonest
         if self.honest_reports < 1:
             raise ValueError(
@@ -109,7 +117,7 @@ class ReportFormat(ABC):
         Raises:
             ValueError: If there is no such kind, or a keyword is missing, unknown or out of range.
         """
-        given = dict(instance_of("settings", settings, (dict,)))
+        given = {str(name): each for name, each in instance_of("settings", settings, (dict,)).items()}
         kind = ReportFormat._kinds[one_of("kind in settings", given.pop("kind", None), tuple(ReportFormat._kinds))]
         parameters = inspect.signature(kind).parameters
         unknown = {name: each for name, each in given.items() if name not in parameters}
@@ -119,13 +127,41 @@ class ReportFormat(ABC):
             raise ValueError(f"settings of {kind.kind} need {', '.join(missing)}: add them")
         return kind(**given)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What :meth:`of_settings` makes the same format of: plain values, for a JSON file that everyone reads."""
+        names = inspect.signature(type(self)).parameters
+        return {"kind": self.kind, **{name: getattr(self, name) for name in names}}
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """Everything that clients, shuffler and server must have in common."""
+        return {**self.settings, "min_reports": self.fewest_reports}
+
+    @functools.cached_property
+    def fingerprint(self) -> bytes:
+        """Eight bytes that another format hardly has: what was agreed, in every report and at the opening of every round."""
+        return hashlib.sha256(json.dumps(self.agreed, sort_keys=True).encode()).digest()[:8]
+
+    def check_fingerprint(self, whose: str, fingerprint: bytes) -> None:
+        """Refuses a party that goes by other settings.
+
+        Raises:
+            ValueError: If it does.
+        """
+        if fingerprint != self.fingerprint:
+            raise ValueError(
+                f"{whose} goes by other settings than these, {self.settings}: give everyone the same file of settings, and the "
+                "same version of this package and of SciPy"
+            )
+
     @abstractmethod
-    def randomize(self, vector: torch.Tensor | None, generator: torch.Generator | None) -> bytes:
+    def randomize(self, vector: torch.Tensor | None, generator: torch.Generator) -> bytes:
         """The numbers of one report, as long as any other.
 
         Args:
             vector: float64 on the CPU, shape (d,), of norm at most C; None if the client's coin said no.
-            generator: On the CPU; by default secret.
+            generator: On the CPU.
         """
 
     @abstractmethod
@@ -141,7 +177,7 @@ class ReportFormat(ABC):
         held.append(numbers)
 
     @abstractmethod
-    def mix(self, held: list[Any], generator: torch.Generator | None) -> list[bytes]:
+    def mix(self, held: list[Any], generator: torch.Generator) -> list[bytes]:
         """What the shuffler hands over of what it holds: nothing of it depends on the order of reports."""
 
     @abstractmethod
@@ -158,8 +194,15 @@ class ReportFormat(ABC):
         return None
 
     def ask(self, clients: Sequence[int]) -> list[int]:
-        """Whom the server asks in a round: everyone, as clients toss their own coins."""
+        """Whom of all clients the server asks in a round: everyone, as clients toss their own coins."""
         return list(clients)
+
+    @property
+    def sent(self) -> Communication:
+        """What a client sends in a round, without headers and encryption."""
+        size = self.bytes_per_report
+        bits = -(-8 * size // self.dimension)
+        return Communication(bits_per_coordinate=bits, count_bits_per_coordinate=None, bytes_per_user=size, every_round=True)
 
     @property
     @abstractmethod
@@ -172,20 +215,32 @@ class ReportFormat(ABC):
         Args:
             number: The round.
             vector: Shape (d,), any norm. One that is not finite is reported as zero; None if the client's coin said no.
-            generator: On the CPU; by default a fresh one from the operating system.
+            generator: On the CPU; by default the operating system's.
 
         Raises:
-            ValueError: If the shape is wrong.
+            ValueError: If the vector is no dense real tensor of this shape.
         """
+        check_generator("generator", generator)
         round_ = integer("number", number, minimum=0, maximum=LARGEST_ROUND)
         clipped = None if vector is None else self.clip(vector)
-        return _HEADER.pack(self.letters, round_, self.dimension) + self.randomize(clipped, generator)
+        header = _HEADER.pack(self.letters, round_, self.dimension, self.fingerprint)
+        return header + self.randomize(clipped, SystemGenerator() if generator is None else generator)
+
+    @property
+    def report_size(self) -> int:
+        """Bytes of a whole report."""
+        return _HEADER.size + self.bytes_per_report
 
     def clip(self, vector: torch.Tensor) -> torch.Tensor:
         """Returns the vector in double precision, scaled down to norm C at most; zero if it is not finite."""
-        point = instance_of("vector", vector, (torch.Tensor,)).detach().to("cpu", torch.float64)
-        if point.shape != (self.dimension,):
-            raise ValueError(f"vector must have shape ({self.dimension},), got {tuple(point.shape)}: join the parts")
+        given = instance_of("vector", vector, (torch.Tensor,)).detach()
+        if given.shape != (self.dimension,):
+            raise ValueError(f"vector must have shape ({self.dimension},), got {tuple(given.shape)}: join the parts")
+        if given.layout != torch.strided or given.is_complex() or given.is_meta:
+            raise ValueError(
+                f"vector must be a dense tensor of real numbers, got {given.layout}, {given.dtype}, {given.device}"
+            )
+        point = given.to("cpu", torch.float64)
         if not bool(torch.isfinite(point).all()):
             return torch.zeros_like(point)
         largest = float(point.abs().max()) if len(point) else 0.0
@@ -203,15 +258,16 @@ class ReportFormat(ABC):
         Raises:
             ValueError: If it is malformed; the message says how, and nothing of what is in it.
         """
-        if not isinstance(report, bytes) or len(report) != _HEADER.size + self.bytes_per_report:
+        if not isinstance(report, bytes) or len(report) != self.report_size:
             found = len(report) if isinstance(report, bytes) else type(report).__name__
-            raise ValueError(f"report must be {_HEADER.size + self.bytes_per_report} bytes, got {found}")
-        letters, round_, dimension = _HEADER.unpack_from(report)
+            raise ValueError(f"report must be {self.report_size} bytes, got {found}")
+        letters, round_, dimension, fingerprint = _HEADER.unpack_from(report)
         if letters != self.letters or dimension != self.dimension:
             raise ValueError(
                 f"report is of format {letters!r} with {dimension} coordinates, this round takes {self.letters!r} with "
                 f"{self.dimension}"
             )
+        self.check_fingerprint("the report's client", fingerprint)
         numbers = report[_HEADER.size :]
         self.check_numbers(numbers)
         return Envelope(round_, numbers)

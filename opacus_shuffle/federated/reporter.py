@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from opacus_shuffle.core.participation import heads
-from opacus_shuffle.core.randomness import secret_generator
-from opacus_shuffle.core.validation import integer
+from opacus_shuffle.core.system_randomness import SystemGenerator
+from opacus_shuffle.core.validation import boolean, instance_of, integer
+from opacus_shuffle.federated.client_book import ClientBook
 from opacus_shuffle.federated.report_format import LARGEST_ROUND, ReportFormat
 
 
@@ -29,19 +30,19 @@ class Reporter:
     Args:
         format: What its reports look like.
         max_rounds: T, rounds that it agreed to: a server that asks for more gets no report of its data.
-        rounds: Rounds that it has answered, from an earlier process.
-        last: The last of them, -1 for none.
+        book: Where it notes which rounds it has answered: a :class:`~opacus_shuffle.federated.client_book.FileBook`; by default
+            in memory, for simulations.
 
     Formal Guarantees:
         The server learns neither the coin nor the vector: each round gets at most one report, clipped and noised here, and the
-        coin is tossed before any training. The client trains whatever the coin says, as the time that it takes would tell;
-        where nobody can watch that, as in a simulation, ``always_train=False`` spares it.
+        coin is tossed before any training. The client trains and encodes whatever the coin says, as the time that it takes
+        would tell; where nobody can watch that, as in a simulation, ``always_train=False`` spares it.
     """
 
-    def __init__(self, format: ReportFormat, *, max_rounds: int, rounds: int = 0, last: int = -1) -> None:
-        self.format = format
+    def __init__(self, format: ReportFormat, *, max_rounds: int, book: ClientBook | None = None) -> None:
+        self.format = instance_of("format", format, (ReportFormat,))
         self.max_rounds = integer("max_rounds", max_rounds)
-        self.rounds, self.last = integer("rounds", rounds, minimum=0), integer("last", last, minimum=-1)
+        self.book = ClientBook() if book is None else instance_of("book", book, (ClientBook,))
 
     def answer(
         self,
@@ -50,7 +51,6 @@ class Reporter:
         submit: Callable[[bytes], Any],
         *,
         always_train: bool = True,
-        before: Callable[[], Any] = lambda: None,
     ) -> None:
         """Takes part in a round, or not, as a fresh coin says.
 
@@ -59,18 +59,17 @@ class Reporter:
             train: Computes this client's vector, shape (d,), from its own data.
             submit: Sends a report to the shuffler.
             always_train: Train whatever the coin says, and throw the vector away if it says no; else train if it says yes.
-            before: Called once the round is noted as answered, before anything is sent: to write that to a disk, say.
 
         Raises:
-            ValueError: If the round was answered before, or all that were agreed to are.
+            ValueError: If the round was answered before, or all that were agreed to are, or ``train`` returns something else.
         """
         round_ = integer("number", number, minimum=0, maximum=LARGEST_ROUND)
-        if round_ <= self.last:
-            raise ValueError(f"round {round_} was answered already (the last was {self.last}): a second report costs again")
-        if self.rounds >= self.max_rounds:
-            raise ValueError(f"all max_rounds={self.max_rounds} rounds that this client agreed to are over: it sends no more")
-        self.last, self.rounds = round_, self.rounds + 1
-        before()
-        takes_part = bool(heads(1, self.format.coin_rate, secret_generator("cpu")))
-        vector = train() if takes_part or always_train else None
-        submit(self.format.encode(round_, vector if takes_part else None))
+        always = boolean("always_train", always_train)
+        self.book.note(round_, max_rounds=self.max_rounds, fingerprint=self.format.fingerprint)
+        takes_part = bool(heads(1, self.format.coin_rate, SystemGenerator()))
+        if not (takes_part or always):
+            submit(self.format.encode(round_, None))
+            return
+        vector = instance_of("what train returns", train(), (torch.Tensor,))
+        reports = self.format.encode(round_, vector), self.format.encode(round_, None)  # both, whatever is sent
+        submit(reports[0] if takes_part else reports[1])

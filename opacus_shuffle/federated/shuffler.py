@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from opacus_shuffle.core.randomness import check_generator
+from opacus_shuffle.core.system_randomness import SystemGenerator
 from opacus_shuffle.core.validation import instance_of, integer
 from opacus_shuffle.federated.report_format import LARGEST_ROUND, ReportFormat
 
@@ -61,7 +63,7 @@ class Shuffler:
 
     Args:
         format: What reports look like.
-        generator: What mixes them, on the CPU; by default secret, from the operating system.
+        generator: What mixes them, on the CPU; by default the operating system's own.
 
     Formal Guarantees:
         What :meth:`close_round` returns depends on reports as a multiset, not on who sent which, or when. Who reported is
@@ -75,7 +77,8 @@ class Shuffler:
 
     def __init__(self, format: ReportFormat, generator: torch.Generator | None = None) -> None:
         self.format = instance_of("format", format, (ReportFormat,))
-        self._generator = generator
+        check_generator("generator", generator)
+        self._generator = SystemGenerator() if generator is None else generator
         self._lock = threading.Lock()
         self._open: int | None = None
         self._last = -1
@@ -83,18 +86,26 @@ class Shuffler:
         self._held: list[Any] = []  # what the format keeps of them
         self._closed: Released | None = None
 
-    def open_round(self, number: int) -> None:
+    def open_round(self, number: int, fingerprint: bytes | None = None) -> None:
         """Begins to take reports of a round; reports of one that was left open are destroyed.
 
+        Args:
+            number: The round.
+            fingerprint: Of the server's format; None where it is the shuffler's own.
+
         Raises:
-            ValueError: If the round is not after all those before it.
+            ValueError: If the round is not after all those before it, or the server goes by other settings.
         """
+        if fingerprint is not None:
+            self.format.check_fingerprint("the server", fingerprint)
         round_ = integer("number", number, minimum=0, maximum=LARGEST_ROUND)
         with self._lock:
             if round_ == self._open:
                 return  # the server asks again, after it was killed
             if round_ <= self._last:
-                raise ValueError(f"round {round_} is not after round {self._last}: rounds are numbered upwards")
+                raise ValueError(
+                    f"round {round_} is not after round {self._last}, and none is taken twice: is the server's book the newest?"
+                )
             self._open, self._last, self._digests, self._held, self._closed = round_, round_, {}, [], None
 
     def submit(self, sender: str, report: bytes) -> None:

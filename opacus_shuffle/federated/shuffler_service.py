@@ -1,7 +1,7 @@
 r"""A shuffler in a process of its own, behind a small network interface: HTTP, with TLS unless it is told otherwise.
 
 * ``POST /report``: from a client, one report. 204, or 400 and why it is not taken.
-* ``POST /rounds/R/open``: from the server. 204.
+* ``POST /rounds/R/open``: from the server, the fingerprint of its format (8 bytes). 204, or 400 and why not.
 * ``POST /rounds/R/close``: from the server. 200, and how many reports (4 bytes) in how many parts (4 bytes), then of each part
   the length (8 bytes) and the content; 404 if there is no such round.
 * ``POST /rounds/R/forget``: from the server. 204.
@@ -9,15 +9,14 @@ r"""A shuffler in a process of its own, behind a small network interface: HTTP, 
 Numbers are little-endian. Everyone shows a secret of its own, ``Authorization: Bearer SECRET``: a client's says who it is, to
 the shuffler alone, which keeps hashes of them; the server's opens and closes rounds, and takes no part in any.
 
-The process is started by ``python -m opacus_shuffle.federated.shuffler_service``, whose ``--help`` names the files it reads.
+The process is started by ``python -m opacus_shuffle.federated.serve``, whose ``--help`` names the files it reads.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import hmac
-import json
+import http.client
 import random
 import ssl
 import struct
@@ -32,12 +31,25 @@ from pathlib import Path
 from typing import Any
 
 from opacus_shuffle.core.validation import instance_of, integer, positive
-from opacus_shuffle.federated.report_format import ReportFormat
 from opacus_shuffle.federated.shuffler import RefusedReportError, Released, Shuffler, UnknownRoundError
 
+_HERE = ("127.0.0.1", "localhost")
 _COUNTS, _LENGTH = struct.Struct("<II"), struct.Struct("<Q")
 SHORTEST_SECRET = 16
 """Characters of a secret, at least."""
+_LONGEST_NUMBER = 12
+"""Digits of a number in a request."""
+
+
+def checked_secret(name: str, secret: Any) -> str:
+    """A secret as it travels, without white space around it; the message of a refusal does not show it."""
+    stripped: str = instance_of(name, secret, (str,)).strip()
+    if len(stripped) < SHORTEST_SECRET or not stripped.isascii() or not stripped.isprintable() or " " in stripped:
+        raise ValueError(
+            f"{name} must be a secret of {SHORTEST_SECRET} letters and digits at least, in one line: make it with "
+            "python -c 'import secrets; print(secrets.token_hex())'"
+        )
+    return stripped
 
 
 def _hash(secret: str) -> bytes:
@@ -49,7 +61,7 @@ class ShufflerService(ThreadingHTTPServer):
 
     Args:
         shuffler: What reports go to.
-        clients: The clients' secrets, one each.
+        clients: The clients' secrets, one each: no more than the format has users, no fewer than a round needs.
         server: The server's secret.
         host: Where to listen.
         port: 0 for any free one; :attr:`url` says which.
@@ -57,7 +69,8 @@ class ShufflerService(ThreadingHTTPServer):
         key: File of its key.
 
     Raises:
-        ValueError: If a secret is too short or is two parties', or there is only one of certificate and key.
+        ValueError: If a secret is unfit or is two parties', there are too many or too few clients, there is only one of
+            certificate and key, or none of them where other machines can reach the service.
     """
 
     daemon_threads = True
@@ -74,20 +87,33 @@ class ShufflerService(ThreadingHTTPServer):
         certificate: str | Path | None = None,
         key: str | Path | None = None,
     ) -> None:
-        secrets = [*clients, instance_of("server", server, (str,))]
-        if any(len(each) < SHORTEST_SECRET for each in secrets) or len(set(secrets)) < len(secrets):
+        self.shuffler = instance_of("shuffler", shuffler, (Shuffler,))
+        secrets = [*(checked_secret("each of clients", each) for each in clients), checked_secret("server", server)]
+        if len(set(secrets)) < len(secrets):
+            raise ValueError("clients and server must have a secret each, and no two the same one: make as many as there are")
+        format, count = shuffler.format, len(secrets) - 1
+        if not format.fewest_reports <= count <= format.num_users:
             raise ValueError(
-                f"secrets must have {SHORTEST_SECRET} characters at least and be one party's each: make them with "
-                "python -c 'import secrets; print(secrets.token_hex())'"
+                f"clients must be {format.fewest_reports} to {format.num_users} secrets, as the format says (min_reports, "
+                f"num_users), got {count}: more clients may hold more dishonest ones than are accounted for"
             )
         if (certificate is None) != (key is None):
             raise ValueError(f"certificate={certificate!r} and key={key!r} go together: pass both, or neither on one machine")
-        self.shuffler, self._server = shuffler, _hash(server)
-        self._clients = {_hash(each): str(number) for number, each in enumerate(secrets[:-1])}
-        super().__init__((host, port), _Handler)
+        if certificate is None and host not in _HERE:
+            raise ValueError(
+                f"host={host!r} takes a certificate: else whoever is on the way sees who reports; or use {_HERE[0]}"
+            )
+        context = None
         if certificate is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(certificate, key)
+            try:
+                context.load_cert_chain(certificate, key)
+            except OSError as error:
+                raise ValueError(f"certificate={str(certificate)!r} and key={str(key)!r} cannot be used: {error}") from None
+        self._server = _hash(secrets[-1])
+        self._clients = {_hash(each): str(number) for number, each in enumerate(secrets[:-1])}
+        super().__init__((instance_of("host", host, (str,)), integer("port", port, minimum=0, maximum=65535)), _Handler)
+        if context is not None:
             # The handshake waits for the thread of its request, so that a client that says nothing holds up nobody.
             self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
         self.url = f"{'http' if certificate is None else 'https'}://{host}:{self.server_address[1]}"
@@ -101,6 +127,9 @@ class ShufflerService(ThreadingHTTPServer):
         """Which client shows this secret."""
         return self._clients.get(_hash(secret))
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: who sent when is not written down."""
+
     def is_server(self, secret: str) -> bool:
         """Whether the server shows this secret."""
         return hmac.compare_digest(_hash(secret), self._server)
@@ -111,15 +140,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: ShufflerService
     protocol_version = "HTTP/1.1"
-    timeout = 60  # seconds that a client may say nothing
+    timeout = 20  # seconds that a client may say nothing
 
     def do_POST(self) -> None:
         """Answers; see the table above."""
-        longest = 16 + self.server.shuffler.format.bytes_per_report
+        longest = self.server.shuffler.format.report_size
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > longest:
+        if not _is_number(length) or int(length) > longest:
             self.close_connection = True
-            return self._answer(413, f"a report is {longest} bytes".encode())
+            return self._answer(413, f"say by Content-Length how long the content is; a report is {longest} bytes".encode())
         body = self.rfile.read(int(length))
         kind, _, secret = self.headers.get("Authorization", "").partition(" ")
         if kind != "Bearer":
@@ -127,28 +156,31 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/report":
             return self._take(secret, body)
         if not self.server.is_server(secret):
-            return self._answer(403, b"rounds are the server's")
+            return self._answer(403, b"this is not the secret of the server, whose rounds are")
         match self.path.split("/"):
-            case ["", "rounds", number, act] if number.isdecimal() and act in ("open", "close", "forget"):
-                return self._round(int(number), act)
+            case ["", "rounds", number, act] if _is_number(number) and act in ("open", "close", "forget"):
+                return self._round(int(number), act, body)
         return self._answer(404, b"no such request")
 
     def _take(self, secret: str, report: bytes) -> None:
         sender = self.server.sender(secret)
         if sender is None:
-            return self._answer(403, b"reports are the clients'")
+            return self._answer(403, b"this is the secret of no client")
         try:
             self.server.shuffler.submit(sender, report)
         except RefusedReportError as error:
             return self._answer(400, str(error).encode())
         return self._answer(204)
 
-    def _round(self, number: int, act: str) -> None:
+    def _round(self, number: int, act: str, body: bytes) -> None:
         shuffler = self.server.shuffler
         try:
             if act == "close":
                 return self._answer(200, packed(shuffler.close_round(number)))
-            (shuffler.open_round if act == "open" else shuffler.forget_round)(number)
+            if act == "open":
+                shuffler.open_round(number, body)
+            else:
+                shuffler.forget_round(number)
         except UnknownRoundError as error:
             return self._answer(404, str(error).encode())
         except ValueError as error:
@@ -166,6 +198,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: who sent when is not written down."""
 
 
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= _LONGEST_NUMBER
+
+
 def packed(released: Released) -> bytes:
     """A round on its way to the server."""
     parts = [_LENGTH.pack(len(each)) + each for each in released.mixed]
@@ -178,15 +214,25 @@ def unpacked(number: int, content: bytes) -> Released:
     Raises:
         ValueError: If the content was cut off.
     """
-    reports, count = _COUNTS.unpack_from(content)
-    parts, place = [], _COUNTS.size
-    for _ in range(count):
-        (length,) = _LENGTH.unpack_from(content, place)
-        place += _LENGTH.size + length
-        parts.append(content[place - length : place])
+    try:
+        reports, count = _COUNTS.unpack_from(content)
+        parts, place = [], _COUNTS.size
+        for _ in range(count):
+            (length,) = _LENGTH.unpack_from(content, place)
+            place += _LENGTH.size + length
+            parts.append(content[place - length : place])
+    except struct.error:
+        raise ValueError(f"the shuffler's answer of {len(content)} bytes was cut off: ask again") from None
     if place != len(content):
         raise ValueError(f"the shuffler's answer has {len(content)} bytes, {place} were announced: ask again")
     return Released(number, reports, tuple(parts))
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows nobody elsewhere: the secret is for one shuffler."""
+
+    def redirect_request(self, *args: Any, **keywords: Any) -> None:
+        """Leaves the answer as the error that it is."""
 
 
 class FarShuffler:
@@ -206,17 +252,20 @@ class FarShuffler:
     def __init__(
         self, url: str, secret: str, *, certificate: str | Path | None = None, timeout: float = 60.0, attempts: int = 4
     ) -> None:
-        parts = urllib.parse.urlsplit(url)
+        parts = urllib.parse.urlsplit(instance_of("url", url, (str,)))
         far = parts.scheme == "https"
-        if not far and (parts.scheme, parts.hostname) not in (("http", "127.0.0.1"), ("http", "localhost")):
+        if not (far and parts.hostname) and not (parts.scheme == "http" and parts.hostname in _HERE):
             raise ValueError(f"url must begin with https://, got {url!r}: else whoever is on the way sees who reports")
-        self.url, self._secret, self.timeout = url.rstrip("/"), secret, positive("timeout", timeout)
-        self.attempts = integer("attempts", attempts)
+        self.url, self._secret = url.rstrip("/"), checked_secret("secret", secret)
+        self.timeout, self.attempts = positive("timeout", timeout), integer("attempts", attempts)
         if far:
-            handler = urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=certificate))
-            self._opener = urllib.request.build_opener(handler)
+            try:
+                context = ssl.create_default_context(cafile=certificate)
+            except OSError as error:
+                raise ValueError(f"certificate={str(certificate)!r} cannot be used: {error}") from None
+            self._opener = urllib.request.build_opener(_NoRedirect, urllib.request.HTTPSHandler(context=context))
         else:  # what stays on this machine goes through no proxy
-            self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            self._opener = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
 
     def submit(self, report: bytes) -> None:
         """Sends this client's report.
@@ -226,9 +275,9 @@ class FarShuffler:
         """
         self._ask("/report", report, {400: RefusedReportError})
 
-    def open_round(self, number: int) -> None:
+    def open_round(self, number: int, fingerprint: bytes) -> None:
         """Begins to take reports of a round; see :meth:`Shuffler.open_round`."""
-        self._ask(f"/rounds/{number}/open")
+        self._ask(f"/rounds/{number}/open", fingerprint)
 
     def close_round(self, number: int) -> Released:
         """Gets a round; see :meth:`Shuffler.close_round`."""
@@ -244,40 +293,14 @@ class FarShuffler:
             try:
                 with self._opener.open(request, timeout=self.timeout) as answer:
                     content: bytes = answer.read()
+                    if answer.status not in (200, 204):
+                        raise ValueError(f"{self.url} answers {answer.status}, as no shuffler does: is it one?")
                     return content
             except urllib.error.HTTPError as error:
                 kind = (errors or {}).get(error.code, ValueError)
                 raise kind(f"the shuffler answers {error.code}: {error.read().decode(errors='replace')}") from None
-            except OSError:
+            except (OSError, http.client.HTTPException) as error:
                 if not left:
-                    raise
+                    raise ConnectionError(f"no shuffler at {self.url} after {self.attempts} attempts: {error!r}") from error
                 time.sleep(random.SystemRandom().uniform(0.1, 1.0))  # not all clients at once again
         raise AssertionError("there is a last attempt")
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Serve a shuffler until the process is ended."""
-    parser = argparse.ArgumentParser(description="Take reports from clients, and hand them to the server mixed.")
-    parser.add_argument("--settings", required=True, help="JSON file with the reports' format, the same for everyone")
-    parser.add_argument("--secrets", required=True, help="file with the clients' secrets, one a line")
-    parser.add_argument("--server-secret", required=True, help="file with the server's secret")
-    parser.add_argument("--certificate", help="file of a TLS certificate")
-    parser.add_argument("--key", help="file of its key")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=9095)
-    options = parser.parse_args(arguments)
-    service = ShufflerService(
-        Shuffler(ReportFormat.of_settings(json.loads(Path(options.settings).read_text()))),
-        clients=Path(options.secrets).read_text().split(),
-        server=Path(options.server_secret).read_text().strip(),
-        host=options.host,
-        port=options.port,
-        certificate=options.certificate,
-        key=options.key,
-    )
-    print(f"shuffler at {service.url}", flush=True)
-    service.serve_forever()
-
-
-if __name__ == "__main__":
-    main()

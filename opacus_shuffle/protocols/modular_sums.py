@@ -54,6 +54,7 @@ def unwrapped(protocol: GridSum, residues: torch.Tensor, num_reports: int, modul
         modulus: M.
     """
     size, found = integer("modulus", modulus), instance_of("residues", residues, (torch.Tensor,))
+    integer("num_reports", num_reports, maximum=protocol.num_users)
     if found.dtype != torch.int64 or found.shape != (protocol.dimension,):
         raise ValueError(f"residues must be int64 of shape ({protocol.dimension},), got {found.dtype} {tuple(found.shape)}")
     lowest = round(protocol.expected_ones(num_reports)) - size // 2

@@ -47,7 +47,7 @@ def processes() -> set[int]:
     for each in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has just ended
             command = each.read_bytes()
-            if b"flower-super" in command or b"shuffler_service" in command:
+            if b"flower-super" in command or b"federated.serve" in command:
                 found.add(int(each.parent.name))
     return found
 

@@ -36,13 +36,15 @@ class Federation:
         train: What a client adds to the weights, by its number.
     """
 
-    def __init__(self, reports, train=lambda client: torch.zeros(D), *, max_rounds: int = 100, delta: float = 1e-5, **options):
+    def __init__(
+        self, reports, train=lambda client: torch.zeros(D), *, max_rounds: int = 100, delta: float = 1e-5, book=None, **options
+    ):
         self.shuffler = Shuffler(reports)
         self.trained: list[int] = []
         strategy = {name: options.pop(name) for name in ("learning_rate", "epsilon_every") if name in options}
         self.ledger = Ledger(reports, self.shuffler, delta=delta, **options)
         self.strategy = ShuffledStrategy(self.ledger, **strategy)
-        mod = ReportMod(reports, self.submit, max_rounds=max_rounds, always_train=False)
+        mod = ReportMod(reports, self.submit, max_rounds=max_rounds, book=book, always_train=False)
         app = ClientApp(mods=[mod])
 
         @app.train()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from opacus_shuffle import ShuffledCheckIn, ShuffledSums, ShuffleGauss, ShuffleVectorSum, SubsampledShuffle
+from opacus_shuffle.core.system_randomness import SystemGenerator
 from opacus_shuffle.federated import BitSums, GaussianReports, ReportFormat
 
 GAUSSIAN = {"dimension": 5, "max_norm": 2.0, "noise_multiplier": 1.5, "num_users": 40, "sample_rate": 0.5}
@@ -27,7 +28,7 @@ def mixed(reports: ReportFormat, sent: list[bytes]) -> list[bytes]:
     held: list = []
     for each in sent:
         reports.keep(held, each)
-    return reports.mix(held, None)
+    return reports.mix(held, SystemGenerator())
 
 
 every_format = pytest.mark.parametrize("reports", formats(), ids=["gaussian", "counts", "bits"])
@@ -126,7 +127,7 @@ def test_junk_is_not_taken(reports, junk):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e30, 1e6])
 def test_a_gaussian_report_that_no_honest_client_sends_is_not_taken(value):
     reports = GaussianReports(**GAUSSIAN)
-    forged = reports.encode(1, torch.zeros(5))[:16] + np.array([value, 0, 0, 0, 0], "<f4").tobytes()
+    forged = reports.encode(1, torch.zeros(5))[:24] + np.array([value, 0, 0, 0, 0], "<f4").tobytes()
     with pytest.raises(ValueError, match="no honest one exceeds"):
         reports.open(forged)
 
@@ -195,6 +196,8 @@ def test_a_server_that_selects_asks_whom_it_drew_and_these_toss_no_coin(selects,
     reports = GaussianReports(**GAUSSIAN, server_selects=selects)
     assert (reports.mechanism, reports.coin_rate, reports.fewest_reports) == (mechanism, 1.0, fewest)
     assert reports.selected
+    with pytest.raises(ValueError, match="from all num_users=40 clients, got 39"):
+        reports.ask(range(39))
     asked = [reports.ask(range(100, 140)) for _ in range(300)]
     if selects == "fixed_size":
         assert {len(each) for each in asked} == {20}
@@ -221,7 +224,7 @@ def test_a_byte_a_coordinate_carries_a_sum_of_many_users():
         dimension=10, max_norm=1.0, noise_multiplier=1.55, num_users=4000, sample_rate=0.1, delta=1e-6, rounds=300
     )
     assert reports.bytes_per_report == 10
-    assert len(reports.encode(1, None)) == 26
+    assert len(reports.encode(1, None)) == reports.report_size == 34
 
 
 @every_format

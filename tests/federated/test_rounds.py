@@ -22,8 +22,8 @@ from opacus_shuffle.federated.shuffler_service import FarShuffler, ShufflerServi
 
 GAUSSIAN = GaussianReports(dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=6)
 SUMS = BitSums(dimension=3, max_norm=1.0, noise_multiplier=2.0, num_users=20, sample_rate=0.3, delta=1e-6, min_reports=10)
-CLIENTS = [f"the secret of client {number}" for number in range(20)]
-SERVER = "the secret of the server"
+CLIENTS = [f"the-secret-of-client-{number}" for number in range(20)]
+SERVER = "the-secret-of-the-server"
 
 
 def all_report(shuffler: Shuffler, number: int, count: int | None = None) -> None:
@@ -43,7 +43,7 @@ def test_a_round_is_taken_from_its_beginning_to_its_end():
     assert released.num_reports == len(released.mixed) == 6
     with pytest.raises(RefusedReportError, match="is not taken"):
         shuffler.submit("0", GAUSSIAN.encode(1, torch.zeros(3)))
-    with pytest.raises(ValueError, match="numbered upwards"):
+    with pytest.raises(ValueError, match="none is taken twice"):
         shuffler.open_round(1)
 
 
@@ -260,10 +260,10 @@ class Killing(Shuffler):
         if (instant, number) == (self.instant, 2):
             os.kill(self.armed.get(), signal.SIGKILL)
 
-    def open_round(self, number):
-        super().open_round(number)
+    def open_round(self, number, fingerprint=None):
+        super().open_round(number, fingerprint)
         for name, client in enumerate(self.clients):
-            if client.last < number:
+            if client.book.last < number:
                 client.answer(number, lambda: torch.ones(3), lambda report, name=name: self.submit(str(name), report))
         self.strike("open", number)
 
@@ -309,7 +309,7 @@ def test_a_server_process_that_is_killed_comes_back_to_the_same_history(instant,
     assert shuffler.instant == "never again"
     ledger = ledger_of(GAUSSIAN, shuffler, path=path)
     assert (ledger.round, len(ledger.accountant), sorted(shuffler.released)) == (3, 3, [1, 2, 3])
-    assert all(client.rounds == 3 for client in shuffler.clients)
+    assert all(client.book.rounds == 3 for client in shuffler.clients)
     last = GAUSSIAN.estimate(shuffler.released[3].mixed, 6)
     assert torch.equal(ledger.result["weights"], last)
 
@@ -365,7 +365,7 @@ def test_a_far_shuffler_says_why_it_takes_nothing(service):
     server, client = FarShuffler(service.url, SERVER), FarShuffler(service.url, CLIENTS[0])
     with pytest.raises(RefusedReportError, match="the open one is None"):
         client.submit(SUMS.encode(1, None))
-    server.open_round(1)
+    server.open_round(1, SUMS.fingerprint)
     with pytest.raises(RefusedReportError, match="bytes"):
         client.submit(b"junk")
     with pytest.raises(ValueError, match="413"):
@@ -378,13 +378,13 @@ def test_a_far_shuffler_says_why_it_takes_nothing(service):
     with pytest.raises(UnknownRoundError, match="round 9 is not open"):
         server.close_round(9)
     with pytest.raises(ValueError, match="400"):
-        server.open_round(0)
+        server.open_round(0, SUMS.fingerprint)
 
 
 def test_what_the_server_gets_names_no_sender(service):
     """Not their secrets, nor hashes of these, nor the order in which they came."""
     server = FarShuffler(service.url, SERVER)
-    server.open_round(1)
+    server.open_round(1, SUMS.fingerprint)
     for secret in CLIENTS:
         FarShuffler(service.url, secret).submit(SUMS.encode(1, None))
     released = server.close_round(1)
@@ -407,10 +407,16 @@ def test_packing_is_undone_by_unpacking():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"clients": ["short"]}, "secrets must have"),
-        ({"clients": CLIENTS[:1] * 2}, "one party's"),
-        ({"clients": [SERVER]}, "one party's"),
+        ({"clients": ["short", *CLIENTS[:15]]}, "each of clients must be a secret"),
+        ({"clients": ["with a blank in it", *CLIENTS[:15]]}, "each of clients must be a secret"),
+        ({"clients": CLIENTS[:10] * 2}, "no two the same"),
+        ({"clients": [SERVER, *CLIENTS[:15]]}, "no two the same"),
+        ({"clients": CLIENTS[:9]}, "clients must be 10 to 20 secrets"),
+        ({"clients": [*CLIENTS, "the-secret-of-one-more"]}, "clients must be 10 to 20 secrets"),
         ({"clients": CLIENTS, "certificate": "shuffler.crt"}, "certificate"),
+        ({"clients": CLIENTS, "certificate": "no.crt", "key": "no.key"}, "cannot be used"),
+        ({"clients": CLIENTS, "host": "0.0.0.0"}, "host='0.0.0.0' takes a certificate"),
+        ({"clients": CLIENTS, "port": -1}, "port"),
     ],
 )
 def test_a_service_with_bad_secrets_is_refused(options, named):
@@ -459,12 +465,12 @@ def test_over_tls_a_certificate_is_asked_for_and_silent_clients_hold_up_nobody(t
         assert service.url.startswith("https://")
         silent = [socket.create_connection(service.server_address[:2]) for _ in range(5)]
         server = FarShuffler(service.url, SERVER, certificate=certificate)
-        server.open_round(1)
+        server.open_round(1, SUMS.fingerprint)
         for secret in CLIENTS:
             FarShuffler(service.url, secret, certificate=certificate).submit(SUMS.encode(1, None))
         assert server.close_round(1).num_reports == len(CLIENTS)
         with pytest.raises(OSError, match="certificate"):
-            FarShuffler(service.url, SERVER, attempts=1).open_round(2)
+            FarShuffler(service.url, SERVER, attempts=1).open_round(2, SUMS.fingerprint)
         for each in silent:
             each.close()
         service.shutdown()

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -32,10 +33,12 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(folder: Path, name: str, *command: object, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process, with all that it starts, until the end of the block; what it says goes into a file."""
+    """A process, with all that it starts, until the end of the block; but for the run, what it says goes into a file."""
+    print("+", shlex.join(map(str, command)).replace(str(folder), "FOLDER"), flush=True)
     with (folder / f"{name}.log").open("wb") as log:
+        said = None if name == "run" else log
         process = subprocess.Popen(
-            list(map(str, command)), stdout=log, stderr=log, env={**os.environ, **environment}, start_new_session=True
+            list(map(str, command)), stdout=said, stderr=said, env={**os.environ, **environment}, start_new_session=True
         )
         try:
             yield process
@@ -54,16 +57,28 @@ def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
         time.sleep(0.2)
-    raise RuntimeError(f"{process.args} ended: see its log")
+    raise RuntimeError(f"{process.args} ended: its log is above")
+
+
+@contextlib.contextmanager
+def shown_on_failure(folder: Path) -> Iterator[None]:
+    """The end of every log, if something fails."""
+    try:
+        yield
+    except BaseException:
+        for log in sorted(folder.glob("*.log")):
+            print(f"---- {log.name}\n{log.read_text(errors='replace')[-3000:]}", file=sys.stderr)
+        raise
 
 
 def main() -> None:
-    """Start everything, train, and end everything."""
+    """Start everything, train, and end everything: two to four minutes."""
     from shuffled_app.client_app import CLIENTS
     from shuffled_app.task import SETTINGS
 
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(shown_on_failure(folder))
         tokens = [secrets.token_hex() for _ in range(CLIENTS + 1)]
         (folder / "clients.txt").write_text("\n".join(tokens[:-1]))
         (folder / "server.txt").write_text(tokens[-1])
@@ -79,7 +94,7 @@ def main() -> None:
             path = os.pathsep.join([str(APP), os.environ.get("PYTHONPATH", "")])
             return stack.enter_context(running(folder, name, *command, FLWR_HOME=str(home), PYTHONPATH=path))
 
-        service = [sys.executable, "-m", "opacus_shuffle.federated.shuffler_service", "--settings", folder / "settings.json"]
+        service = [sys.executable, "-m", "opacus_shuffle.federated.serve", "--settings", folder / "settings.json"]
         files = ["--secrets", folder / "clients.txt", "--server-secret", folder / "server.txt"]
         wait_for(shuffler_port, start("shuffler", *service, *files, "--port", shuffler_port))
         link = [BIN / "flower-superlink", "--insecure", "--disable-runtime-dependency-installation"]
@@ -87,15 +102,12 @@ def main() -> None:
         url = f"http://127.0.0.1:{shuffler_port}"
         for client in range(CLIENTS):
             node = [BIN / "flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{link_port}", "--port", free_port()]
-            settings = f'partition-id={client} shuffler="{url}" secret="{tokens[client]}"'
+            settings = f'partition-id={client} shuffler="{url}" secret="{tokens[client]}" book="{folder / f"client {client}"}"'
             start(f"node {client}", *node, "--node-config", settings)
         config = f'shuffler="{url}" secret="{tokens[-1]}" book="{folder / "book"}"'
         run = start("run", BIN / "flwr", "run", APP, "here", "--stream", "--run-config", config)
-        run.wait()
-        if os.environ.get("SHOW_LOGS"):
-            for log in sorted(folder.glob("*.log")):
-                print(f"---- {log.name}\n{log.read_text()[-3000:]}")
-        print((folder / "run.log").read_text())
+        if run.wait():
+            raise RuntimeError(f"flwr run ended with exit code {run.returncode}: the logs are above")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ python tutorials/federated/secure_aggregation.py --clients 20 --rounds 2
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
@@ -20,6 +21,8 @@ from shuffled_app.task import DELTA, Network, accuracy, as_record, report_format
 from opacus_shuffle.federated import Ledger
 from opacus_shuffle.federated.flower import LocalGrid
 from opacus_shuffle.federated.flower.secure_sums import Arrays, SecureSumClient, SecureSums, SecureSumStrategy
+
+logging.getLogger("flwr").propagate = False  # Opacus's logging would say everything twice
 
 
 def main() -> None:
@@ -47,7 +50,8 @@ def main() -> None:
             arrays = ArrayRecord(dict(zip(names, map(Array, weights), strict=True)))
             return trained(arrays, int(context.node_config["partition-id"]), options.clients).to_numpy_ndarrays()
 
-        return SecureSumClient(sums, context, train, max_rounds=options.rounds, always_train=False).to_client()
+        # Only a simulation needs no book on a disk, and nobody watches how long its clients take.
+        return SecureSumClient(sums, context, train, max_rounds=options.rounds, book=None, always_train=False).to_client()
 
     ledger = Ledger(reports, sums, delta=DELTA)
     strategy = SecureSumStrategy(ledger, initial.to_numpy_ndarrays())

@@ -10,6 +10,7 @@ python tutorials/federated/simulate.py --ray --clients 20 --rounds 2
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import secrets
 from collections.abc import Callable
@@ -24,11 +25,13 @@ from shuffled_app.task import DELTA, Network, accuracy, as_record, report_format
 from opacus_shuffle.federated import FarShuffler, Ledger, ReportFormat, Shuffler, ShufflerService
 from opacus_shuffle.federated.flower import LocalGrid, ReportMod, ShuffledStrategy
 
+logging.getLogger("flwr").propagate = False  # Opacus's logging would say everything twice
+
 
 def client_app(reports: ReportFormat, submit: Callable[[Context, bytes], None], *, clients: int, rounds: int) -> ClientApp:
     """What every client runs."""
-    # Nobody watches how long a client of a simulation takes; in a deployment leave always_train as it is.
-    app = ClientApp(mods=[ReportMod(reports, submit, max_rounds=rounds, always_train=False)])
+    # Only a simulation needs no book on a disk, and nobody watches how long its clients take.
+    app = ClientApp(mods=[ReportMod(reports, submit, max_rounds=rounds, book=None, always_train=False)])
 
     @app.train()
     def train(message: Message, context: Context) -> Message:

@@ -6,6 +6,13 @@ clients in this process, without Ray.
 
 from __future__ import annotations
 
+from opacus_shuffle.core import extras
+
+try:
+    import flwr  # noqa: F401
+except ImportError as error:
+    raise ImportError(extras.missing("opacus_shuffle.federated.flower", "flwr", "federated")) from error
+
 from opacus_shuffle.federated.flower.local_grid import LocalGrid
 from opacus_shuffle.federated.flower.report_mod import ReportMod
 from opacus_shuffle.federated.flower.strategy import ShuffledStrategy

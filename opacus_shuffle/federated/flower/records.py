@@ -1,33 +1,13 @@
-"""Flower's records: arrays as one vector and back, and what a client's state holds."""
+"""Flower's records of arrays as one vector, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
-
-from opacus_shuffle.federated.report_format import ReportFormat
-from opacus_shuffle.federated.reporter import Reporter
+from flwr.app import Array, ArrayRecord, RecordDict
 
 ARRAYS, SETTINGS, ROUND = "arrays", "config", "round"
 """Under which names a message to a client holds the weights, the settings, and in these the number of the round."""
-
-
-STATE = "opacus_shuffle"
-"""Under which name a client's state holds the rounds that it has answered."""
-
-
-def reporter_of(format: ReportFormat, context: Context, max_rounds: int) -> tuple[Reporter, Callable[[], None]]:
-    """A client as its state knows it, and what notes there which rounds it has answered."""
-    known = context.state.config_records.get(STATE, ConfigRecord({"rounds": 0, "last": -1}))
-    reporter = Reporter(format, max_rounds=max_rounds, rounds=known["rounds"], last=known["last"])  # type: ignore[arg-type]
-
-    def note() -> None:
-        context.state[STATE] = ConfigRecord({"rounds": reporter.rounds, "last": reporter.last})
-
-    return reporter, note
 
 
 def as_vector(arrays: ArrayRecord) -> torch.Tensor:

@@ -15,7 +15,8 @@ from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.common.logger import log
 
 from opacus_shuffle.core.validation import boolean, instance_of, integer
-from opacus_shuffle.federated.flower.records import ROUND, SETTINGS, as_vector, only_arrays, reporter_of
+from opacus_shuffle.federated.flower.clients import Books, check_size, reporter_of, trained_update
+from opacus_shuffle.federated.flower.records import ROUND, SETTINGS, as_vector, only_arrays
 from opacus_shuffle.federated.report_format import ReportFormat
 from opacus_shuffle.federated.shuffler import RefusedReportError
 
@@ -30,13 +31,15 @@ class ReportMod:
         format: What reports look like. It is this client's own: nothing that a server sends changes it.
         submit: Sends a report to the shuffler; gets the context of the client, which tells its node's settings, and the report.
         max_rounds: Rounds that this client agrees to take part in.
+        book: Gets the context, returns the name of the file in which this client notes which rounds it has answered. None notes
+            them in Flower's state, for simulations alone: a server that starts another run, or a node that is started anew,
+            finds that empty.
         always_train: Train whatever the coin says, so that the time it takes tells nothing. In a simulation, where nobody
             watches, False spares it.
 
     Formal Guarantees:
         The server sees an empty reply, and the shuffler one report of the update (trained weights minus received ones), clipped
-        and noised here. Which rounds were answered is in the node's own state, which Flower keeps. Evaluation and queries are
-        refused: their answers would carry no noise.
+        and noised here. Evaluation and queries are refused: their answers would carry no noise.
     """
 
     def __init__(
@@ -45,12 +48,14 @@ class ReportMod:
         submit: Callable[[Context, bytes], Any],
         *,
         max_rounds: int,
+        book: Books | None,
         always_train: bool = True,
     ) -> None:
         self.format = instance_of("format", format, (ReportFormat,))
-        if not callable(submit):
-            raise ValueError(f"submit must take a context and a report, got {submit!r}: pass a function")
-        self.submit = submit
+        for name, value in (("submit", submit), ("book", book)):
+            if not (callable(value) or (name == "book" and value is None)):
+                raise ValueError(f"{name} must take a client's context, got {value!r}: pass a function")
+        self.submit, self.book = submit, book
         self.max_rounds, self.always_train = integer("max_rounds", max_rounds), boolean("always_train", always_train)
 
     def __call__(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
@@ -63,28 +68,18 @@ class ReportMod:
             self._report(message, context, call_next)
         except RefusedReportError as error:
             log(WARNING, "the shuffler took no report: %s", error)
-        except (ValueError, OSError) as error:
-            log(WARNING, "no report was sent: %s", error)
+        except Exception as error:  # of which the server learns nothing
+            log(WARNING, "no report was sent: %r", error)
         return reply
 
     def _report(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> None:
         """Takes part in the round, or not."""
         number = message.content.config_records[SETTINGS][ROUND]
         received = as_vector(only_arrays(message.content))
-        reporter, note = reporter_of(self.format, context, self.max_rounds)
+        check_size(received, self.format)
 
         def train() -> torch.Tensor:
-            try:
-                reply = call_next(message, context)
-                return as_vector(only_arrays(reply.content)) - received
-            except Exception as error:  # that this client failed is nobody's business: it reports zero
-                log(WARNING, "training failed, the report is zero: %s", error)
-                return torch.zeros_like(received)
+            return trained_update(lambda: as_vector(only_arrays(call_next(message, context).content)), received)
 
-        reporter.answer(
-            number,  # type: ignore[arg-type]
-            train,
-            lambda report: self.submit(context, report),
-            always_train=self.always_train,
-            before=note,
-        )
+        reporter = reporter_of(self.format, context, self.max_rounds, self.book)
+        reporter.answer(number, train, lambda report: self.submit(context, report), always_train=self.always_train)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ a loss: every client sends whole numbers, and the average that the workflow comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from logging import INFO, WARNING
 from typing import Any
 
@@ -25,7 +25,8 @@ from flwr.server.workflow import SecAggPlusWorkflow
 
 from opacus_shuffle.core.validation import boolean, instance_of, integer, positive
 from opacus_shuffle.federated.bit_sums import BitSums
-from opacus_shuffle.federated.flower.records import ROUND, reporter_of
+from opacus_shuffle.federated.flower.clients import Books, check_size, reporter_of, trained_update
+from opacus_shuffle.federated.flower.records import ROUND
 from opacus_shuffle.federated.ledger import Ledger
 from opacus_shuffle.federated.shuffler import Released, UnknownRoundError
 from opacus_shuffle.protocols.modular_sums import smallest_modulus, unwrapped
@@ -54,13 +55,20 @@ class SecureSums:
         round, which stays accounted.
 
     Raises:
-        ValueError: If the format is not one of counts.
+        ValueError: If the format is not one of counts, or so many clients may be missing that a server could show some of them
+            one half of the others and some the other half.
     """
 
     def __init__(self, format: BitSums, *, largest_coordinate: float | None = None, simulated: bool = False) -> None:
         self.format = instance_of("format", format, (BitSums,))
         if format.messages != "counts":
             raise ValueError(f"format must have messages='counts', got {format.messages!r}: single bits are a shuffler's")
+        dishonest = format.fewest_reports - format.honest_reports
+        if 2 * format.fewest_reports <= format.num_users + dishonest:
+            raise ValueError(
+                f"format has min_reports={format.fewest_reports} of {format.num_users} clients, {dishonest} of which may be "
+                "dishonest: more than half must be there, and the dishonest ones besides"
+            )
         self.simulated = boolean("simulated", simulated)
         self._levels = 1 << max(1, format.bits.bit_length())  # more than any count
         fewest = smallest_modulus(format.protocol, largest_coordinate)
@@ -80,15 +88,30 @@ class SecureSums:
         """Flower's own mod for ``ClientApp(client_fn=..., mods=[sums.mod])``, for no other settings than these.
 
         Raises:
-            ValueError: If the server asks for another modulus or scale, for a lower threshold, or for fewer neighbours.
+            ValueError: If the server asks for another modulus or scale, for a lower threshold or fewer neighbours, or to unmask
+                anything but the sum of enough clients.
         """
-        for settings in message.content.config_records.values():
-            if settings.get("stage") == "setup":
-                self._check(dict(settings))
+        for record in message.content.config_records.values():
+            asked: dict[str, Any] = dict(record)
+            if asked.get("stage") == "setup":
+                self._check_settings(asked)
+            elif asked.get("stage") == "collect_masked_vectors":
+                self._check_clients("whose keys were shared", [*asked.get("srcs", ()), message.metadata.dst_node_id])
+            elif asked.get("stage") == "unmask":
+                self._check_clients("in the sum", asked.get("active_nids", ()))
+                if both := set(asked.get("active_nids", ())) & set(asked.get("dead_nids", ())):
+                    raise ValueError(f"the server says of {len(both)} clients that they are there and that they are not")
         answer: Message = secaggplus_mod(message, context, call_next)
         return answer
 
-    def _check(self, asked: dict[str, Any]) -> None:
+    def _check_clients(self, which: str, clients: Sequence[int]) -> None:
+        if len(set(clients)) != len(clients) or len(clients) < self.format.fewest_reports:
+            raise ValueError(
+                f"the server names {len(set(clients))} clients {which}, this one agreed to {self.format.fewest_reports} at "
+                "least, each once: it sends nothing"
+            )
+
+    def _check_settings(self, asked: dict[str, Any]) -> None:
         expected = {
             "clipping_range": self._levels / 2,
             "target_range": self._levels,
@@ -115,6 +138,8 @@ class SecureSums:
         Args:
             timeout: Seconds to wait for the answers of each stage; None waits for all.
         """
+        if timeout is not None:
+            positive("timeout", timeout)
         return SecAggPlusWorkflow(
             num_shares=1.0,
             reconstruction_threshold=self.format.fewest_reports,
@@ -129,13 +154,18 @@ class SecureSums:
         """Takes the workflow's average over so many clients; :meth:`close_round` hands it over."""
         if self._open is None:
             raise ValueError("no round is open: open it with the ledger first")
-        (weights,) = average
-        residues = np.rint(weights * (num_reports / self._levels) + num_reports * (self._levels / 2)).astype(np.int64)
-        counts = unwrapped(self.format.protocol, torch.from_numpy(residues), num_reports, self.modulus)
-        self._released = Released(self._open, num_reports, (counts.numpy().astype("<i8").tobytes(),))
+        reports = integer("num_reports", num_reports, minimum=self.format.fewest_reports, maximum=self.format.most_reports)
+        weights = np.concatenate([np.asarray(each, np.float64).reshape(-1) for each in average])
+        exact = weights * (reports / self._levels) + reports * (self._levels / 2)
+        if weights.shape != (self.format.dimension,) or not np.abs(exact - np.rint(exact)).max() < 1e-3:  # nor is NaN
+            raise ValueError("average is none of whole counts: clients and server must go by the same SecureSums")
+        residues = torch.from_numpy(np.rint(exact).astype(np.int64))
+        counts = unwrapped(self.format.protocol, residues, reports, self.modulus)
+        self._released = Released(self._open, reports, (counts.numpy().astype("<i8").tobytes(),))
 
-    def open_round(self, number: int) -> None:
-        """Begins a round."""
+    def open_round(self, number: int, fingerprint: bytes) -> None:
+        """Begins a round, if the ledger goes by the same settings."""
+        self.format.check_fingerprint("the server", fingerprint)
         self._open, self._released = number, None
 
     def close_round(self, number: int) -> Released:
@@ -161,6 +191,8 @@ class SecureSumClient(NumPyClient):
         context: The client's, in whose state the rounds are noted that it has answered.
         train: Gets the weights, returns the trained ones.
         max_rounds: Rounds that this client agrees to take part in.
+        book: Gets the context, returns the name of the file in which this client notes which rounds it has answered. None notes
+            them in Flower's state, for simulations alone.
         always_train: Train whatever the coin says, so that the time it takes tells nothing.
     """
 
@@ -171,24 +203,24 @@ class SecureSumClient(NumPyClient):
         train: Callable[[Arrays], Arrays],
         *,
         max_rounds: int,
+        book: Books | None,
         always_train: bool = True,
     ) -> None:
-        self.sums, self.node, self.train = sums, context, train
-        self.max_rounds, self.always_train = integer("max_rounds", max_rounds), boolean("always_train", always_train)
+        if not callable(train):
+            raise ValueError(f"train must take weights and return the trained ones, got {train!r}: pass a function")
+        self.sums, self.train = instance_of("sums", sums, (SecureSums,)), train
+        self.reporter = reporter_of(sums.format, context, integer("max_rounds", max_rounds), book)
+        self.always_train = boolean("always_train", always_train)
 
     def fit(self, parameters: Arrays, config: dict[str, Any]) -> tuple[Arrays, int, dict[str, Any]]:
         """This client's counts; the mod masks them. Nothing else is sent: no losses, no numbers of examples."""
-        reporter, note = reporter_of(self.sums.format, self.node, self.max_rounds)
-        sent: list[bytes] = []
+        received, sent = _flat(parameters), list[bytes]()
+        check_size(received, self.sums.format)
 
         def update() -> torch.Tensor:
-            try:
-                return _flat(self.train([each.copy() for each in parameters])) - _flat(parameters)
-            except Exception as error:  # that this client failed is nobody's business: it reports zero
-                log(WARNING, "training failed, the report is zero: %s", error)
-                return torch.zeros_like(_flat(parameters))
+            return trained_update(lambda: _flat(self.train([each.copy() for each in parameters])), received)
 
-        reporter.answer(config[ROUND], update, sent.append, always_train=self.always_train, before=note)
+        self.reporter.answer(config[ROUND], update, sent.append, always_train=self.always_train)
         return self.sums.arrays_of(sent[0]), 1, {}
 
 
@@ -213,9 +245,11 @@ class SecureSumStrategy(Strategy):
         learning_rate: float = 1.0,
         evaluate_fn: Callable[[Arrays], tuple[float, dict[str, Any]]] | None = None,
     ) -> None:
-        self.ledger, self.sums = ledger, instance_of("ledger.shuffler", ledger.shuffler, (SecureSums,))
+        self.ledger = instance_of("ledger", ledger, (Ledger,))
+        self.sums = instance_of("ledger.shuffler", ledger.shuffler, (SecureSums,))
         self.learning_rate, self.evaluate_fn = positive("learning_rate", learning_rate), evaluate_fn
         self.weights = weights if ledger.result is None else _like(ledger.result["weights"], weights)
+        check_size(_flat(self.weights), ledger.format, "the model has")
 
     def initialize_parameters(self, client_manager: Any) -> Parameters:
         """Where training starts."""
@@ -225,6 +259,7 @@ class SecureSumStrategy(Strategy):
         """Writes the next round down, and asks everyone; nobody if the target ε is reached."""
         if self.ledger.begun:  # it was halted, or its server was killed
             self.ledger.close()
+            log(WARNING, "round %s was dropped, too few clients stayed: it is accounted", self.ledger.round)
             self.ledger.finish({"weights": _flat(self.weights)})
         if not self.ledger.affords_another():
             log(INFO, "target epsilon is reached after %s rounds: nobody is asked any more", self.ledger.round)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from logging import INFO
+from logging import INFO, WARNING
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from flwr.serverapp.strategy import Strategy
 from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.validation import instance_of, integer, positive
+from opacus_shuffle.federated.flower.clients import check_size
+from opacus_shuffle.federated.flower.local_grid import LocalGrid
 from opacus_shuffle.federated.flower.records import ARRAYS, ROUND, SETTINGS, as_arrays, as_vector
 from opacus_shuffle.federated.ledger import Ledger
 
@@ -27,7 +29,7 @@ class ShuffledStrategy(Strategy):
         ledger: The book of the run, with its format, shuffler, δ and target ε.
         learning_rate: What the mean is multiplied by. It is the sum over the expected number of clients that take part, γ·n,
             which is public; how many did is not used.
-        min_nodes: Nodes to wait for before a round; by default one.
+        min_nodes: Nodes to wait for before a round; by default as many as a round needs.
         epsilon_every: In every so many rounds all of the mechanism's bounds are computed for the metrics.
 
     Metrics of each round: ``reports`` that clients sent (0: the round was dropped), with Gaussian reports how many of them are
@@ -39,12 +41,16 @@ class ShuffledStrategy(Strategy):
         as they are.
     """
 
-    def __init__(self, ledger: Ledger, *, learning_rate: float = 1.0, min_nodes: int = 1, epsilon_every: int = 10) -> None:
+    def __init__(
+        self, ledger: Ledger, *, learning_rate: float = 1.0, min_nodes: int | None = None, epsilon_every: int = 10
+    ) -> None:
         self.ledger = instance_of("ledger", ledger, (Ledger,))
         self.learning_rate = positive("learning_rate", learning_rate)
-        self.min_nodes, self.epsilon_every = integer("min_nodes", min_nodes), integer("epsilon_every", epsilon_every)
+        needed = ledger.format.num_users if ledger.format.selected else ledger.format.fewest_reports
+        self.min_nodes = needed if min_nodes is None else integer("min_nodes", min_nodes)
+        self.epsilon_every = integer("epsilon_every", epsilon_every)
         self.arrays: ArrayRecord | None = None
-        self._asked = False
+        self._asked = True
 
     def summary(self) -> None:
         """Says what every round is."""
@@ -55,21 +61,34 @@ class ShuffledStrategy(Strategy):
         """Opens the next round at the shuffler and asks every node; none if the target ε is reached."""
         known = self.ledger.result
         self.arrays = as_arrays(known["weights"], arrays) if known is not None else arrays
+        check_size(as_vector(self.arrays), self.ledger.format, "the model has")
+        if self._asked and not self.ledger.affords_another():
+            log(INFO, "target epsilon is reached after %s rounds: nobody is asked any more", self.ledger.round)
         self._asked = self.ledger.affords_another()
         if not self._asked:
-            log(INFO, "target epsilon is reached after %s rounds: nobody is asked any more", self.ledger.round)
             return []
-        was_begun, number = self.ledger.begun, self.ledger.open()
-        if was_begun:  # by a process that was killed: its reports are at the shuffler
+        if self.ledger.begun:  # by a process that was killed: its reports are at the shuffler
             return []
-        while len(nodes := list(grid.get_node_ids())) < self.min_nodes:
-            time.sleep(0.2)
+        nodes = self._nodes(grid)
+        number = self.ledger.open()
         settings = ConfigRecord({**config, ROUND: number})
         content = RecordDict({ARRAYS: self.arrays, SETTINGS: settings})
         return [
             Message(content=content, message_type=MessageType.TRAIN, dst_node_id=node, group_id=str(number))
             for node in self.ledger.format.ask(nodes)
         ]
+
+    def _nodes(self, grid: Grid) -> list[int]:
+        """Those that are there, once they are enough."""
+        nodes = list(grid.get_node_ids())
+        if isinstance(grid, LocalGrid) and len(nodes) < self.min_nodes:
+            raise ValueError(f"min_nodes={self.min_nodes} never are on a LocalGrid of {len(nodes)}: give it as many clients")
+        if len(nodes) < self.min_nodes:
+            log(INFO, "waiting for %s nodes: %s are there", self.min_nodes, len(nodes))
+        while len(nodes) < self.min_nodes:
+            time.sleep(0.2)
+            nodes = list(grid.get_node_ids())
+        return nodes
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Accounts for the round, takes it from the shuffler, and moves the weights."""
@@ -78,6 +97,9 @@ class ShuffledStrategy(Strategy):
         if not self._asked or self.arrays is None:
             return self.arrays, None
         released = self.ledger.close()
+        if released.dropped:
+            fewest = self.ledger.format.fewest_reports
+            log(WARNING, "round %s was dropped, fewer than %s clients reported: it is accounted", released.round, fewest)
         weights = as_vector(self.arrays)
         total = self.ledger.estimate(released)
         if total is not None:

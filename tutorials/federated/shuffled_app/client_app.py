@@ -15,10 +15,17 @@ CLIENTS, ROUNDS = SETTINGS["num_users"], SETTINGS["rounds"]
 
 def submit(context: Context, report: bytes) -> None:
     """Sends a report, with the secret that this node was started with."""
-    FarShuffler(str(context.node_config["shuffler"]), str(context.node_config["secret"])).submit(report)
+    settings = context.node_config
+    certificate = str(settings.get("certificate", "")) or None
+    FarShuffler(str(settings["shuffler"]), str(settings["secret"]), certificate=certificate).submit(report)
 
 
-app = ClientApp(mods=[ReportMod(report_format(), submit, max_rounds=ROUNDS)])
+def book(context: Context) -> str:
+    """Where this node notes which rounds it has answered."""
+    return str(context.node_config["book"])
+
+
+app = ClientApp(mods=[ReportMod(report_format(), submit, max_rounds=ROUNDS, book=book)])
 
 
 @app.train()

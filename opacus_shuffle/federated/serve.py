@@ -1,0 +1,55 @@
+"""The shuffler as a process of its own: ``python -m opacus_shuffle.federated.serve --help``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from opacus_shuffle.federated import ReportFormat, Shuffler, ShufflerService
+
+
+def settings_of(path: str) -> dict[str, Any]:
+    """The settings in a JSON file."""
+    try:
+        found: dict[str, Any] = json.loads(Path(path).read_text())
+        return found
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON file: {error}") from None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Serve a shuffler until the process is ended."""
+    parser = argparse.ArgumentParser(
+        prog="python -m opacus_shuffle.federated.serve",
+        description="Take reports from clients over HTTP(S), and hand them to the server mixed.",
+    )
+    parser.add_argument("--settings", required=True, help="JSON file with the reports' format, the same for everyone")
+    parser.add_argument("--secrets", required=True, help="file with the clients' secrets, one a line")
+    parser.add_argument("--server-secret", required=True, help="file with the server's secret")
+    parser.add_argument("--certificate", help="file of a TLS certificate; without one the service is for this machine alone")
+    parser.add_argument("--key", help="file of its key")
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=9095, help="(default: %(default)s)")
+    options = parser.parse_args(arguments)
+    try:
+        service = ShufflerService(
+            Shuffler(ReportFormat.of_settings(settings_of(options.settings))),
+            clients=Path(options.secrets).read_text().split(),
+            server=Path(options.server_secret).read_text(),
+            host=options.host,
+            port=options.port,
+            certificate=options.certificate,
+            key=options.key,
+        )
+    except (OSError, ValueError) as error:  # a file that is not there or is none of these, a port that is taken
+        parser.error(str(error))
+    print(f"shuffler at {service.url}", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        service.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
