@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import logging
 import math
 
 import numpy as np
@@ -44,7 +46,7 @@ class Federation:
         strategy = {name: options.pop(name) for name in ("learning_rate", "epsilon_every") if name in options}
         self.ledger = Ledger(reports, self.shuffler, delta=delta, **options)
         self.strategy = ShuffledStrategy(self.ledger, **strategy)
-        mod = ReportMod(reports, self.submit, max_rounds=max_rounds, book=book, always_train=False)
+        mod = ReportMod(reports, lambda *report: self.submit(*report), max_rounds=max_rounds, book=book, always_train=False)
         app = ClientApp(mods=[mod])
 
         @app.train()
@@ -127,6 +129,60 @@ def test_a_server_cannot_have_a_round_twice_nor_more_rounds_than_agreed(reports)
         assert all(len(reply.content) == 0 and not reply.has_error() for reply in replies)
         assert federation.shuffler.waiting() == 0
     assert len(federation.trained) == trained
+
+
+@KINDS
+def test_a_server_that_begins_another_run_finds_the_same_books(reports, tmp_path):
+    """In Flower's own state of a client the rounds of one run are all that is there."""
+    sent = []
+    for _ in range(2):
+        federation = Federation(reports, max_rounds=2, book=lambda context: tmp_path / str(context.node_id))
+        federation.submit = lambda context, report, take=federation.submit: sent.append(report) or take(context, report)
+        federation.run(3)
+        assert len(federation.ledger.accountant) == 3
+    assert len(sent) == 2 * CLIENTS
+
+
+@KINDS
+def test_weights_of_another_network_are_reported_by_nobody(reports):
+    federation = Federation(reports)
+    with pytest.raises(ValueError, match="the model has 3 weights, the format has dimension=8"):
+        federation.strategy.start(grid=federation.grid, initial_arrays=ArrayRecord({"w": Array(np.zeros(3))}), num_rounds=1)
+    federation.shuffler.open_round(1)
+    content = RecordDict({"arrays": ArrayRecord({"w": Array(np.zeros(3))}), "config": ConfigRecord({"round": 1})})
+    for broken in (content, RecordDict({"arrays": weights()}), RecordDict({"config": ConfigRecord({"round": 1})})):
+        replies = federation.grid.send_and_receive(
+            [Message(broken, message_type=MessageType.TRAIN, dst_node_id=node) for node in federation.grid.get_node_ids()]
+        )
+        assert all(len(reply.content) == 0 and not reply.has_error() for reply in replies)
+    assert federation.shuffler.waiting() == 0
+
+
+def test_a_client_whose_connection_breaks_answers_like_all_others():
+    federation = Federation(GaussianReports(**GAUSSIAN))
+
+    def submit(context, report):
+        raise http.client.IncompleteRead(b"")
+
+    federation.submit = submit
+    federation.run(1)
+    assert all(len(reply.content) == 0 and not reply.has_error() for reply in federation.replies)
+
+
+def test_a_grid_with_fewer_clients_than_a_round_needs_is_refused():
+    reports = GaussianReports(**{**GAUSSIAN, "num_users": CLIENTS + 1})
+    with pytest.raises(ValueError, match="min_nodes=31 never are on a LocalGrid of 30"):
+        Federation(reports).run(1)
+
+
+def test_a_dropped_round_is_said_aloud(caplog):
+    reports = GaussianReports(**{**GAUSSIAN, "num_users": CLIENTS + 1})
+    federation = Federation(reports)
+    federation.strategy.min_nodes = 1
+    with caplog.at_level("WARNING", logger="flwr"):
+        logging.getLogger("flwr").addHandler(caplog.handler)
+        federation.run(1)
+    assert "round 1 was dropped, fewer than 31 clients reported: it is accounted" in caplog.text
 
 
 @KINDS

@@ -27,9 +27,10 @@ class Aggregation:
 
     Args:
         gone: The stage from which on some clients answer nothing, by their number.
+        tamper: Changes what the server asks, with the numbers of all nodes at hand.
     """
 
-    def __init__(self, gone: dict[int, str] | None = None, *, workflow=None, max_rounds: int = 10, **options):
+    def __init__(self, gone=None, *, workflow=None, tamper=lambda asked, nodes: None, max_rounds: int = 10, **options):
         self.reports = BitSums(**REPORTS)
         self.sums = SecureSums(self.reports, simulated=True)
         self.sent: list[np.ndarray] = []
@@ -51,7 +52,9 @@ class Aggregation:
         app = ClientApp(client_fn=client, mods=[self.sums.mod])
 
         def answer(message: Message, context: Context) -> Message:
-            stage = message.content.config_records["secaggplus_configs"]["stage"]
+            asked = message.content.config_records["secaggplus_configs"]
+            tamper(asked, self.grid.get_node_ids())
+            stage = asked["stage"]
             if stage == (gone or {}).get(context.node_config["partition-id"]):
                 return Message(Error(code=1, reason="gone"), reply_to=message)
             reply = app(message, context)
@@ -142,6 +145,70 @@ def test_clients_refuse_a_server_that_asks_for_other_settings(changed):
     aggregation.run()
     assert aggregation.sent == []
     assert torch.equal(aggregation.moved, torch.zeros(D, dtype=torch.float64))
+
+
+def everyone_is_both(asked, nodes):
+    if asked["stage"] == "unmask":
+        asked["active_nids"], asked["dead_nids"] = list(nodes), list(nodes)
+
+
+def one_client_many_times(asked, nodes):
+    if asked["stage"] == "unmask":
+        asked["active_nids"], asked["dead_nids"] = [nodes[0]] * 5, list(nodes[1:])
+
+
+def only_a_few(asked, nodes):
+    if asked["stage"] == "unmask":
+        asked["active_nids"], asked["dead_nids"] = list(nodes[:4]), list(nodes[4:])
+
+
+def keys_of_a_few(asked, nodes):
+    if asked["stage"] == "collect_masked_vectors":
+        asked["srcs"], asked["ctxts"] = asked["srcs"][:3], asked["ctxts"][:3]
+
+
+@pytest.mark.parametrize("tamper", [everyone_is_both, one_client_many_times, only_a_few, keys_of_a_few])
+def test_clients_help_to_unmask_nothing_but_the_sum_of_enough_of_them(tamper):
+    """A server that gets both kinds of shares of one client, or all of one client's, reads that client's counts."""
+    aggregation = Aggregation(tamper=tamper)
+    aggregation.run()
+    assert not any("shares" in record for reply in aggregation.replies for record in reply.content.config_records.values())
+    assert torch.equal(aggregation.moved, torch.zeros(D, dtype=torch.float64))
+    assert len(aggregation.ledger.accountant) == 1
+
+
+def test_a_threshold_that_two_halves_of_the_clients_reach_is_refused():
+    half = {**REPORTS, "num_users": 8, "min_reports": 4}
+    with pytest.raises(ValueError, match="more than half must be there"):
+        SecureSums(BitSums(**half))
+    SecureSums(BitSums(**{**half, "min_reports": 5}))
+    with pytest.raises(ValueError, match="and the dishonest ones besides"):
+        SecureSums(BitSums(**{**half, "min_reports": 5, "honest_fraction": 0.75}))
+
+
+@pytest.mark.parametrize(
+    ("average", "reports", "named"),
+    [
+        ([np.full(D, np.nan)], 7, "average"),
+        ([np.zeros(D + 1)], 7, "average"),
+        ([np.full(D, 0.3)], 7, "average"),
+        ([np.zeros(D)], 4, "num_reports"),
+        ([np.zeros(D)], 8, "num_reports"),
+    ],
+)
+def test_an_average_that_is_none_of_counts_is_refused(average, reports, named):
+    aggregation = Aggregation()
+    aggregation.ledger.open()
+    with pytest.raises(ValueError, match=named):
+        aggregation.sums.aggregated([each * aggregation.sums._levels / 7 for each in average], reports)
+    with pytest.raises(ValueError, match="no round is open"):
+        Aggregation().sums.aggregated([np.zeros(D)], 7)
+
+
+def test_a_ledger_with_other_settings_opens_no_round():
+    other = BitSums(**{**REPORTS, "noise_multiplier": 0.5})
+    with pytest.raises(ValueError, match="goes by other settings"):
+        Ledger(other, Aggregation().sums, delta=1e-5).open()
 
 
 def test_a_client_answers_a_round_once():
