@@ -23,7 +23,7 @@ def test_every_hint_names_an_extra_that_brings_the_package():
     ]
     assert calls
     for _, package, extra in calls:
-        assert package in re.split(r"[<>=!~][^\n]*|\s+", options["options.extras_require"][extra])
+        assert package in re.split(r"[[<>=!~][^\n]*|\s+", options["options.extras_require"][extra])
 
 
 def test_a_hint_can_be_typed_as_it_stands():

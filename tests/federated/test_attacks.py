@@ -242,7 +242,7 @@ def test_a_damaged_book_is_named_and_not_begun_anew(tmp_path, damage):
         (lambda: SUMS.encode(1, None, generator=3), "generator"),
         (lambda: GaussianReports(**{**COMMON, "max_norm": 1e-40}, noise_multiplier=1.0), "max_norm"),
         (lambda: GaussianReports(**{**COMMON, "max_norm": 1e35}, noise_multiplier=1.0), "max_norm"),
-        (lambda: BitSums(**COMMON, noise_multiplier=1e6, delta=1e-6), "noise_multiplier"),
+        pytest.param(lambda: BitSums(**COMMON, noise_multiplier=1e6, delta=1e-6), "noise_multiplier", marks=pytest.mark.zoo),
         (lambda: GAUSSIAN.estimate([np.array([math.nan, 0, 0], "<f4").tobytes()], 6), "report"),
         (lambda: ShufflerService(None, clients=CLIENTS, server=SERVER), "shuffler"),
         (lambda: FarShuffler("https://shuffler.example", "two\nlines-of-a-secret"), "secret"),

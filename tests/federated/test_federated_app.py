@@ -23,6 +23,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.zoo
 def test_virtual_clients_train_in_one_process_and_their_server_goes_on(tmp_path):
     command = [str(APP / "simulate.py"), "--clients", "12", "--rounds", "2", "--book", str(tmp_path / "book")]
     assert re.search(r"12 clients, 2 rounds, accuracy [\d.]+%\nshuffled_sums, 2 rounds", run(*command))

@@ -279,8 +279,8 @@ def central_updates(accountant: str, rounds: int, vectors: torch.Tensor, **optio
 
 @pytest.mark.parametrize("kind", ["gaussian", "sums"])
 def test_a_federated_run_and_one_in_one_process_have_the_same_updates_and_epsilon(kind):
-    """Two-sample Kolmogorov-Smirnov tests of 150 rounds, along three directions: each refuses by chance once in 10⁹."""
-    rounds, generator = 150, torch.Generator().manual_seed(0)
+    """Two-sample Kolmogorov-Smirnov tests of 100 rounds, along three directions: each refuses by chance once in 10⁹."""
+    rounds, generator = 100, torch.Generator().manual_seed(0)
     vectors = torch.randn(CLIENTS, D, generator=generator)
     vectors *= torch.rand(CLIENTS, 1, generator=generator) * 2 / vectors.norm(dim=1, keepdim=True)  # some longer than the norm
     vectors += 0.3
