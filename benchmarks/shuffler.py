@@ -94,7 +94,7 @@ def serve(kind: str, clients: int, dimension: int, url: Any) -> None:
 
 def secret_of(number: int) -> str:
     """What a client of this benchmark shows."""
-    return f"the secret of number {number}"
+    return f"the-secret-of-number-{number}"
 
 
 def over_http(kind: str, *, clients: int, dimension: int) -> float:
@@ -104,9 +104,10 @@ def over_http(kind: str, *, clients: int, dimension: int) -> float:
     process = context.Process(target=serve, args=(kind, clients, dimension, urls), daemon=True)
     process.start()
     url = urls.get(timeout=120)
-    report = format_of(kind, clients=clients, dimension=dimension).encode(1, torch.ones(dimension))
+    server_format = format_of(kind, clients=clients, dimension=dimension)
+    report = server_format.encode(1, torch.ones(dimension))
     server = FarShuffler(url, secret_of(clients))
-    server.open_round(1)
+    server.open_round(1, server_format.fingerprint)
     with ThreadPoolExecutor(8) as pool:
         seconds, _ = timed(
             lambda: list(pool.map(lambda number: FarShuffler(url, secret_of(number)).submit(report), range(clients)))
@@ -121,8 +122,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int)
     parser.add_argument("--dimension", type=int)
+    parser.add_argument("--only-http", action="store_true")
     options = parser.parse_args()
-    sizes = SIZES if options.clients is None else [(options.clients, options.dimension or 26_010)]
+    sizes = [] if options.only_http else SIZES if options.clients is None else [(options.clients, options.dimension or 26_010)]
     context = multiprocessing.get_context("spawn")
     heads = ("client", "taken", "reports/s", "closed", "server", "ratio", "memory")
     print(f"{'clients':>9}{'dimension':>10} {'format':9}{'bytes':>9}" + "".join(f"{each:>10}" for each in heads))

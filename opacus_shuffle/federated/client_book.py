@@ -6,10 +6,10 @@ It is written before a report is sent.
 >>> folder = tempfile.TemporaryDirectory()
 >>> path = os.path.join(folder.name, "book.json")
 >>> FileBook(path).note(4, max_rounds=2, fingerprint=b"12345678")
->>> FileBook(path).note(4, max_rounds=2, fingerprint=b"12345678")
+>>> FileBook(path).note(4, max_rounds=2, fingerprint=b"12345678")  # doctest: +ELLIPSIS
 Traceback (most recent call last):
     ...
-ValueError: round 4 was answered already (the last was 4): a second report costs again
+ValueError: round 4 was answered already (the last was 4): a second report costs again; a new run is another agreement, ...
 >>> folder.cleanup()
 """
 
@@ -55,7 +55,10 @@ class ClientBook:
         with self.alone():
             self.read(fingerprint)
             if number <= self.last:
-                raise ValueError(f"round {number} was answered already (the last was {self.last}): a second report costs again")
+                raise ValueError(
+                    f"round {number} was answered already (the last was {self.last}): a second report costs again; a new run "
+                    "is another agreement, with another book"
+                )
             if self.rounds >= max_rounds:
                 raise ValueError(f"all max_rounds={max_rounds} rounds that this client agreed to are over: it sends no more")
             self.write(self.rounds + 1, number, fingerprint)
@@ -93,7 +96,7 @@ class FileBook(ClientBook):
             state = json.loads(self.path.read_text())
             settings, rounds, last = state["settings"], state["rounds"], state["last"]
             integer("rounds", rounds), integer("last", last, minimum=0)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"book={str(self.path)!r} is no book of a client ({error!r}): nothing is sent; restore it, or agree to a new "
                 "run with a new file"

@@ -118,8 +118,8 @@ class GaussianReports(ReportFormat):
         count, draws = len(clients), SystemGenerator()
         if count != self.num_users:
             raise ValueError(
-                f"server_selects={self.server_selects!r} draws from all num_users={self.num_users} clients, got {count}: wait "
-                "for the others"
+                f"server_selects={self.server_selects!r} draws from all num_users={self.num_users} clients, got {count}: "
+                "no more and no fewer must be there"
             )
         poisson = self.server_selects == "poisson"
         chosen = heads(count, self.sample_rate, draws) if poisson else subset(count, self.fewest_reports, draws)

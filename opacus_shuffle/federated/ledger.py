@@ -31,6 +31,7 @@ class RoundsOfAShuffler(Protocol):
     """What a server may ask a shuffler for, near or far."""
 
     simulated: bool
+    predictable: tuple[str, ...]
 
     def open_round(self, number: int, fingerprint: bytes) -> None:
         """Begins to take reports of a round, in the format that has this fingerprint."""
@@ -72,7 +73,9 @@ class Ledger:
     ) -> None:
         self.format = instance_of("format", format, (ReportFormat,))
         if missing := [
-            name for name in ("open_round", "close_round", "forget_round", "simulated") if not hasattr(shuffler, name)
+            name
+            for name in ("open_round", "close_round", "forget_round", "simulated", "predictable")
+            if not hasattr(shuffler, name)
         ]:
             raise ValueError(f"shuffler must be a Shuffler or a FarShuffler, got {shuffler!r} without {', '.join(missing)}")
         self.shuffler, self.delta = shuffler, open_unit_interval("delta", delta)
@@ -181,6 +184,7 @@ class Ledger:
             simulated=self.shuffler.simulated,
             clients=True,
             selected=self.format.selected,
+            predictable=self.shuffler.predictable,
             sent=dataclasses.replace(self.format.sent, bytes_per_user=self.round * self.format.bytes_per_report),
         )
 
@@ -191,8 +195,8 @@ class Ledger:
             settings = self.format.fingerprint.hex()
             held = io.BytesIO()
             torch.save({**after, "accountant": after["accountant"].state_dict(), "settings": settings}, held)
-            try:
-                torch.load(io.BytesIO(held.getvalue()), weights_only=True)
+            try:  # what was read again shares no memory with what the caller has
+                after["result"] = torch.load(io.BytesIO(held.getvalue()), weights_only=True)["result"]
             except Exception:  # of the unpickler, which refuses what a book must not hold
                 raise ValueError(
                     f"result must hold tensors and plain values, got {type(after['result']).__name__}: a book with anything "
@@ -200,8 +204,7 @@ class Ledger:
                 ) from None
             with replacing(self.path) as file:
                 file.write(held.getvalue())
-        for name, value in after.items():
-            setattr(self, name, value)
+        self.__dict__.update(after)  # all at once
 
     def _read(self) -> None:
         try:

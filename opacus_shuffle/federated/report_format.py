@@ -91,10 +91,9 @@ class ReportFormat(ABC):
     ) -> None:
         self.dimension, self.max_norm = integer("dimension", dimension), moderate("max_norm", max_norm)
         self.num_users, self.sample_rate = integer("num_users", num_users), sampling_rate("sample_rate", sample_rate)
-        self.coin_rate, self.most_reports, self.min_reports = self.sample_rate, self.num_users, min_reports
-        self.fewest_reports = (
-            self.num_users if min_reports is None else integer("min_reports", min_reports, maximum=self.num_users)
-        )
+        self.coin_rate, self.most_reports = self.sample_rate, self.num_users
+        self.min_reports = None if min_reports is None else integer("min_reports", min_reports, maximum=self.num_users)
+        self.fewest_reports = self.num_users if self.min_reports is None else self.min_reports
         self.honest_fraction = sampling_rate("honest_fraction", honest_fraction)
         dishonest = self.num_users - honest_users(self.num_users, self.honest_fraction)
         self.honest_reports = self.fewest_reports - dishonest
@@ -202,7 +201,9 @@ class ReportFormat(ABC):
         """What a client sends in a round, without headers and encryption."""
         size = self.bytes_per_report
         bits = -(-8 * size // self.dimension)
-        return Communication(bits_per_coordinate=bits, count_bits_per_coordinate=None, bytes_per_user=size, every_round=True)
+        return Communication(
+            bits_per_coordinate=bits, count_bits_per_coordinate=None, bytes_per_user=size, every_round=not self.selected
+        )
 
     @property
     @abstractmethod

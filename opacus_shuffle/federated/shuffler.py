@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from opacus_shuffle.core.randomness import check_generator
+from opacus_shuffle.core.randomness import SecretGenerator, check_generator
 from opacus_shuffle.core.system_randomness import SystemGenerator
 from opacus_shuffle.core.validation import instance_of, integer
 from opacus_shuffle.federated.report_format import LARGEST_ROUND, ReportFormat
@@ -79,6 +79,7 @@ class Shuffler:
         self.format = instance_of("format", format, (ReportFormat,))
         check_generator("generator", generator)
         self._generator = SystemGenerator() if generator is None else generator
+        self.predictable = () if isinstance(self._generator, SecretGenerator) else ("the generator of the shuffler",)
         self._lock = threading.Lock()
         self._open: int | None = None
         self._last = -1

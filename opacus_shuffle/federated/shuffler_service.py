@@ -14,12 +14,14 @@ The process is started by ``python -m opacus_shuffle.federated.serve``, whose ``
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import http.client
 import random
 import ssl
 import struct
+import sys
 import threading
 import time
 import urllib.error
@@ -128,7 +130,10 @@ class ShufflerService(ThreadingHTTPServer):
         return self._clients.get(_hash(secret))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: who sent when is not written down."""
+        """Names an error that is this program's, and not who sent what when."""
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, OSError):
+            print(f"a request failed: {type(error).__name__}", file=sys.stderr)
 
     def is_server(self, secret: str) -> bool:
         """Whether the server shows this secret."""
@@ -246,8 +251,8 @@ class FarShuffler:
         attempts: How often to ask where the network fails: a report that came twice is taken once.
     """
 
-    simulated = False
-    """It is a process of its own."""
+    simulated, predictable = False, ()
+    """It is a process of its own, and its randomness is not seen from here."""
 
     def __init__(
         self, url: str, secret: str, *, certificate: str | Path | None = None, timeout: float = 60.0, attempts: int = 4
@@ -298,7 +303,9 @@ class FarShuffler:
                     return content
             except urllib.error.HTTPError as error:
                 kind = (errors or {}).get(error.code, ValueError)
-                raise kind(f"the shuffler answers {error.code}: {error.read().decode(errors='replace')}") from None
+                with contextlib.suppress(OSError, http.client.HTTPException):  # the code says enough
+                    raise kind(f"the shuffler answers {error.code}: {error.read().decode(errors='replace')}") from None
+                raise kind(f"the shuffler answers {error.code}, and no more of it came") from None
             except (OSError, http.client.HTTPException) as error:
                 if not left:
                     raise ConnectionError(f"no shuffler at {self.url} after {self.attempts} attempts: {error!r}") from error

@@ -257,6 +257,28 @@ def test_bad_input_is_named(call, named):
         call()
 
 
+def test_a_shuffler_with_a_generator_of_one_s_own_is_no_secret_as_its_report_says():
+    shuffler = Shuffler(GAUSSIAN, torch.Generator().manual_seed(0))
+    ledger = Ledger(GAUSSIAN, shuffler, delta=1e-5)
+    run_once(ledger)
+    assert "not private: whoever knows the generator of the shuffler" in str(ledger.report())
+    assert not ledger.report().to_dict()["private"]
+
+
+def test_a_result_that_the_caller_changes_later_is_the_book_s_own(tmp_path):
+    ledger = Ledger(GAUSSIAN, Shuffler(GAUSSIAN), delta=1e-5, path=tmp_path / "book")
+    kept = torch.zeros(3)
+    ledger.run(lambda number: all_report(ledger.shuffler, number), lambda total: kept)
+    kept += 5
+    assert not ledger.result.any()
+
+
+def test_a_book_in_memory_takes_any_result_and_numpy_s_numbers_are_settings():
+    reports = GaussianReports(**{**COMMON, "num_users": np.int64(6)}, noise_multiplier=np.float64(1), min_reports=np.int64(6))
+    assert json.loads(json.dumps(reports.settings)) == reports.settings
+    assert reports.fingerprint == GAUSSIAN.fingerprint
+
+
 # The network
 
 

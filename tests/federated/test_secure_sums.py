@@ -211,6 +211,30 @@ def test_a_ledger_with_other_settings_opens_no_round():
         Ledger(other, Aggregation().sums, delta=1e-5).open()
 
 
+def test_a_client_without_the_mod_sends_nothing():
+    aggregation = Aggregation()
+    context = Context(run_id=0, node_id=2, node_config={"partition-id": 0}, state=RecordDict(), run_config={})
+    client = SecureSumClient(aggregation.sums, context, lambda weights: weights, max_rounds=1, book=None)
+    with pytest.raises(ValueError, match=r"mods=\[sums\.mod\]"):
+        client.fit([np.zeros(D)], {"round": 1})
+
+
+def test_no_round_begins_before_enough_nodes_are_there():
+    """Two are there when the server asks for the first time, and all of them from the third time on."""
+    aggregation, asked = Aggregation(), []
+    nodes = aggregation.grid.get_node_ids
+
+    def some_nodes():
+        asked.append(len(aggregation.ledger.accountant))
+        return nodes()[:2] if len(asked) < 3 else nodes()
+
+    aggregation.grid.get_node_ids = some_nodes
+    aggregation.run()
+    assert not any(asked[:3])
+    assert len(aggregation.sent) == CLIENTS
+    assert len(aggregation.ledger.accountant) == 1
+
+
 def test_a_client_answers_a_round_once():
     aggregation = Aggregation(max_rounds=1)
     aggregation.run(2)

@@ -1,10 +1,12 @@
-"""What clients on Flower have in common, with a shuffler or with secure aggregation: their book, and their update."""
+"""What both ways of training on Flower have in common, by a shuffler and by secure aggregation: a client's book and update."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from logging import WARNING
+import time
+from collections.abc import Callable, Collection
+from logging import INFO, WARNING
+from typing import Any
 
 import torch
 from flwr.app import ConfigRecord, Context
@@ -53,6 +55,17 @@ def check_size(weights: torch.Tensor, format: ReportFormat, whose: str = "the se
     """Refuses weights of another network, before any coin is tossed."""
     if len(weights) != format.dimension:
         raise ValueError(f"{whose} {len(weights)} weights, the format has dimension={format.dimension}: change one of them")
+
+
+def enough(nodes: Callable[[], Collection[Any]], fewest: int) -> Collection[Any]:
+    """The nodes that are there, once they are so many."""
+    found = nodes()
+    if len(found) < fewest:
+        log(INFO, "waiting for %s nodes: %s are there", fewest, len(found))
+    while len(found) < fewest:
+        time.sleep(0.2)
+        found = nodes()
+    return found
 
 
 def trained_update(train: Callable[[], torch.Tensor], received: torch.Tensor) -> torch.Tensor:

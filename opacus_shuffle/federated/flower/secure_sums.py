@@ -8,6 +8,7 @@ a loss: every client sends whole numbers, and the average that the workflow comp
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Sequence
 from logging import INFO, WARNING
 from typing import Any
@@ -20,12 +21,13 @@ from flwr.client import NumPyClient
 from flwr.client.mod import secaggplus_mod
 from flwr.common import FitIns, Parameters, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.common.logger import log
+from flwr.common.secure_aggregation.secaggplus_constants import Key, Stage
 from flwr.server.strategy import Strategy
 from flwr.server.workflow import SecAggPlusWorkflow
 
 from opacus_shuffle.core.validation import boolean, instance_of, integer, positive
 from opacus_shuffle.federated.bit_sums import BitSums
-from opacus_shuffle.federated.flower.clients import Books, check_size, reporter_of, trained_update
+from opacus_shuffle.federated.flower.clients import Books, check_size, enough, reporter_of, trained_update
 from opacus_shuffle.federated.flower.records import ROUND
 from opacus_shuffle.federated.ledger import Ledger
 from opacus_shuffle.federated.shuffler import Released, UnknownRoundError
@@ -47,16 +49,16 @@ class SecureSums:
         modulus: M, which masked counts travel by.
 
     Formal Guarantees:
-        The server sees each coordinate's sum of counts modulo M: no more than the round of ``shuffled_sums`` that ``format``
-        accounts for, **as far as SecAgg+ hides everything else**. Flower's own hides it from a server that follows the protocol
-        and does not search: the server hands out the clients' public keys, and masks are drawn from 32 bits of a shared secret
-        (Flower 1.42). :meth:`mod` has a client unmask no sum of fewer than ``format.fewest_reports`` clients. A client that
-        drops out once it has shared its keys takes its noise with it, as with a shuffler; one that is gone before halts the
-        round, which stays accounted.
+        Against a server that **follows the protocol** SecAgg+ shows each coordinate's sum of counts modulo M, and no more: the
+        round of ``shuffled_sums`` that ``format`` accounts for. Flower's own (1.42) does not hold against another one: the
+        server hands out the clients' public keys, masks are drawn from 32 bits of a shared secret, and clients never compare
+        what they were told. :meth:`mod` refuses a server that is set up otherwise than agreed or says what no honest one
+        says; one that lies to each client differently can still have the sum of fewer than ``format.fewest_reports``. A client
+        that drops out once it has shared its keys takes its noise with it, as with a shuffler; one that is gone before halts
+        the round, which stays accounted.
 
     Raises:
-        ValueError: If the format is not one of counts, or so many clients may be missing that a server could show some of them
-            one half of the others and some the other half.
+        ValueError: If the format is not one of counts, or half of the clients may be missing.
     """
 
     def __init__(self, format: BitSums, *, largest_coordinate: float | None = None, simulated: bool = False) -> None:
@@ -67,20 +69,29 @@ class SecureSums:
         if 2 * format.fewest_reports <= format.num_users + dishonest:
             raise ValueError(
                 f"format has min_reports={format.fewest_reports} of {format.num_users} clients, {dishonest} of which may be "
-                "dishonest: more than half must be there, and the dishonest ones besides"
+                "dishonest: more than half must be there, and the dishonest ones besides, or two sums could be unmasked"
             )
-        self.simulated = boolean("simulated", simulated)
+        self.simulated, self.predictable = boolean("simulated", simulated), ()
         self._levels = 1 << max(1, format.bits.bit_length())  # more than any count
         fewest = smallest_modulus(format.protocol, largest_coordinate)
         # Flower asks for a modulus above the levels, and divides by the number of clients modulo it.
         self.modulus = max(fewest, 2 * self._levels, 1 << format.num_users.bit_length())
+        self._masked = contextvars.ContextVar("masked", default=False)
         self._open: int | None = None
         self._released: Released | None = None
 
     # What a client does
 
     def arrays_of(self, report: bytes) -> Arrays:
-        """The counts of a report as the weights that SecAgg+ rounds to these very counts."""
+        """The counts of a report as the weights that SecAgg+ rounds to these very counts.
+
+        Raises:
+            ValueError: If nothing would mask them.
+        """
+        if not self._masked.get():
+            raise ValueError(
+                "nothing masks what this client sends: make its app with ClientApp(client_fn=..., mods=[sums.mod])"
+            )
         counts = self.format.counts_of(self.format.open(report).numbers)
         return [(counts - self._levels / 2) * self._levels]
 
@@ -93,15 +104,20 @@ class SecureSums:
         """
         for record in message.content.config_records.values():
             asked: dict[str, Any] = dict(record)
-            if asked.get("stage") == "setup":
+            stage = asked.get(Key.STAGE)
+            if stage == Stage.SETUP:
                 self._check_settings(asked)
-            elif asked.get("stage") == "collect_masked_vectors":
-                self._check_clients("whose keys were shared", [*asked.get("srcs", ()), message.metadata.dst_node_id])
-            elif asked.get("stage") == "unmask":
-                self._check_clients("in the sum", asked.get("active_nids", ()))
-                if both := set(asked.get("active_nids", ())) & set(asked.get("dead_nids", ())):
+            elif stage == Stage.COLLECT_MASKED_VECTORS:
+                self._check_clients("whose keys were shared", [*asked[Key.SOURCE_LIST], message.metadata.dst_node_id])
+            elif stage == Stage.UNMASK:
+                self._check_clients("in the sum", asked[Key.ACTIVE_NODE_ID_LIST])
+                if both := set(asked[Key.ACTIVE_NODE_ID_LIST]) & set(asked[Key.DEAD_NODE_ID_LIST]):
                     raise ValueError(f"the server says of {len(both)} clients that they are there and that they are not")
-        answer: Message = secaggplus_mod(message, context, call_next)
+        masked = self._masked.set(True)
+        try:
+            answer: Message = secaggplus_mod(message, context, call_next)
+        finally:
+            self._masked.reset(masked)
         return answer
 
     def _check_clients(self, which: str, clients: Sequence[int]) -> None:
@@ -113,20 +129,20 @@ class SecureSums:
 
     def _check_settings(self, asked: dict[str, Any]) -> None:
         expected = {
-            "clipping_range": self._levels / 2,
-            "target_range": self._levels,
-            "mod_range": self.modulus,
-            "max_weight": float(self._levels),
-            "share_num": asked.get("sample_num"),  # everyone is everyone's neighbour, and sees how many are there
+            Key.CLIPPING_RANGE: self._levels / 2,
+            Key.TARGET_RANGE: self._levels,
+            Key.MOD_RANGE: self.modulus,
+            Key.MAX_WEIGHT: float(self._levels),
+            Key.SHARE_NUMBER: asked.get(Key.SAMPLE_NUMBER),  # everyone is everyone's neighbour, and sees how many are there
         }
         for name, value in expected.items():
             if asked.get(name) != value:
                 raise ValueError(
                     f"the server asks for {name}={asked.get(name)}, this client agreed to {value}: it sends nothing"
                 )
-        if asked["sample_num"] > self.format.most_reports or asked.get("threshold", 0) < self.format.fewest_reports:
+        if asked[Key.SAMPLE_NUMBER] > self.format.most_reports or asked[Key.THRESHOLD] < self.format.fewest_reports:
             raise ValueError(
-                f"the server would unmask the sum of {asked.get('threshold')} of {asked['sample_num']} clients, this one "
+                f"the server would unmask the sum of {asked[Key.THRESHOLD]} of {asked[Key.SAMPLE_NUMBER]} clients, this one "
                 f"agreed to {self.format.fewest_reports} of {self.format.most_reports}: it sends nothing"
             )
 
@@ -231,6 +247,7 @@ class SecureSumStrategy(Strategy):
         ledger: The book of the run, with a :class:`SecureSums` as its shuffler.
         weights: Where training starts, if the book does not say.
         learning_rate: What the mean is multiplied by: the sum over the expected number of clients that take part.
+        min_nodes: Nodes to wait for before a round; by default as many as a round needs.
         evaluate_fn: Gets the weights after each round, returns a loss and metrics, on data of the server's own.
 
     Formal Guarantees:
@@ -243,11 +260,13 @@ class SecureSumStrategy(Strategy):
         weights: Arrays,
         *,
         learning_rate: float = 1.0,
+        min_nodes: int | None = None,
         evaluate_fn: Callable[[Arrays], tuple[float, dict[str, Any]]] | None = None,
     ) -> None:
         self.ledger = instance_of("ledger", ledger, (Ledger,))
         self.sums = instance_of("ledger.shuffler", ledger.shuffler, (SecureSums,))
         self.learning_rate, self.evaluate_fn = positive("learning_rate", learning_rate), evaluate_fn
+        self.min_nodes = ledger.format.fewest_reports if min_nodes is None else integer("min_nodes", min_nodes)
         self.weights = weights if ledger.result is None else _like(ledger.result["weights"], weights)
         check_size(_flat(self.weights), ledger.format, "the model has")
 
@@ -264,10 +283,16 @@ class SecureSumStrategy(Strategy):
         if not self.ledger.affords_another():
             log(INFO, "target epsilon is reached after %s rounds: nobody is asked any more", self.ledger.round)
             return []
+        clients = list(enough(lambda: client_manager.all().values(), self.min_nodes))
+        if len(clients) > self.ledger.format.most_reports:
+            raise ValueError(
+                f"{len(clients)} nodes are there, num_users={self.ledger.format.most_reports} were agreed on: every client "
+                "would refuse; end the others"
+            )
         number = self.ledger.open()
         self.ledger.begin()
         asked = FitIns(ndarrays_to_parameters(self.weights), {ROUND: number})
-        return [(client, asked) for client in client_manager.all().values()]
+        return [(client, asked) for client in clients]
 
     def aggregate_fit(
         self, server_round: int, results: list[Any], failures: list[Any]

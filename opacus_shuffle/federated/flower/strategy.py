@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from logging import INFO, WARNING
 from typing import Any
@@ -16,7 +15,7 @@ from flwr.serverapp.strategy import Strategy
 from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.validation import instance_of, integer, positive
-from opacus_shuffle.federated.flower.clients import check_size
+from opacus_shuffle.federated.flower.clients import check_size, enough
 from opacus_shuffle.federated.flower.local_grid import LocalGrid
 from opacus_shuffle.federated.flower.records import ARRAYS, ROUND, SETTINGS, as_arrays, as_vector
 from opacus_shuffle.federated.ledger import Ledger
@@ -69,26 +68,20 @@ class ShuffledStrategy(Strategy):
             return []
         if self.ledger.begun:  # by a process that was killed: its reports are at the shuffler
             return []
-        nodes = self._nodes(grid)
+        nodes = self.ledger.format.ask(self._nodes(grid))
         number = self.ledger.open()
         settings = ConfigRecord({**config, ROUND: number})
         content = RecordDict({ARRAYS: self.arrays, SETTINGS: settings})
         return [
-            Message(content=content, message_type=MessageType.TRAIN, dst_node_id=node, group_id=str(number))
-            for node in self.ledger.format.ask(nodes)
+            Message(content=content, message_type=MessageType.TRAIN, dst_node_id=node, group_id=str(number)) for node in nodes
         ]
 
     def _nodes(self, grid: Grid) -> list[int]:
         """Those that are there, once they are enough."""
-        nodes = list(grid.get_node_ids())
-        if isinstance(grid, LocalGrid) and len(nodes) < self.min_nodes:
-            raise ValueError(f"min_nodes={self.min_nodes} never are on a LocalGrid of {len(nodes)}: give it as many clients")
-        if len(nodes) < self.min_nodes:
-            log(INFO, "waiting for %s nodes: %s are there", self.min_nodes, len(nodes))
-        while len(nodes) < self.min_nodes:
-            time.sleep(0.2)
-            nodes = list(grid.get_node_ids())
-        return nodes
+        there = len(list(grid.get_node_ids()))
+        if isinstance(grid, LocalGrid) and there < self.min_nodes:
+            raise ValueError(f"min_nodes={self.min_nodes} never are on a LocalGrid of {there}: give it as many clients")
+        return list(enough(lambda: list(grid.get_node_ids()), self.min_nodes))
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Accounts for the round, takes it from the shuffler, and moves the weights."""
@@ -108,7 +101,7 @@ class ShuffledStrategy(Strategy):
         self.ledger.finish({"weights": as_vector(self.arrays)})
         metrics: dict[str, Any] = {"reports": released.num_reports, "rounds": self.ledger.round}
         taking_part = self.ledger.format.taking_part(released.mixed)
-        if taking_part is not None:
+        if taking_part is not None and not released.dropped:
             metrics["taking-part"] = taking_part
         if server_round % self.epsilon_every == 0 or not self.ledger.affords_another():
             metrics |= self.spent()
