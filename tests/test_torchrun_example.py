@@ -14,6 +14,7 @@ EXAMPLE = Path(__file__).parent.parent / "tutorials" / "distributed" / "train.py
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
 
+@pytest.mark.zoo
 def test_two_processes_train_and_one_of_them_says_what_it_cost():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run([*torchrun, str(EXAMPLE), "--epochs", "2"], capture_output=True, text=True, timeout=600, check=False)

@@ -196,7 +196,7 @@ def worker(folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.zoo), 3], ids="{} ranks".format)
 def ranks(request, tmp_path_factory) -> list[dict[str, Any]]:
     """What each rank found."""
     return found_on_ranks(worker, size=request.param, folder=tmp_path_factory.mktemp("ranks"))

@@ -168,6 +168,7 @@ def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     return found_on_ranks(worker, size=2, folder=tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("name", RUNS)
 def test_sharded_networks_train_as_in_opacus_bit_by_bit(ranks, name):
     for found in (each[name] for each in ranks):
@@ -180,6 +181,7 @@ def test_sharded_networks_train_as_in_opacus_bit_by_bit(ranks, name):
         assert not torch.equal(ours["weights"], torch.cat([each.detach().flatten() for each in network().parameters()]))
 
 
+@pytest.mark.zoo
 def test_a_rank_without_a_record_steps_along(ranks):
     """Opacus leaves such a batch out on the rank that has it, and the ranks then add up sums of different batches."""
     found = [each["a few records"] for each in ranks]
@@ -192,6 +194,7 @@ def test_a_rank_without_a_record_steps_along(ranks):
         assert torch.equal(each["weights"], found[0]["weights"])
 
 
+@pytest.mark.zoo
 def test_a_batch_that_was_left_does_not_join_the_next(ranks):
     found = [each["left"] for each in ranks]
     batch, left = ({int(record - FAR) for each in found for record in each[which]} for which in ("batch", "left"))

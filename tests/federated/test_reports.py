@@ -135,7 +135,7 @@ def test_a_gaussian_report_that_no_honest_client_sends_is_not_taken(value):
 def test_honest_gaussian_reports_are_taken():
     reports = GaussianReports(**GAUSSIAN)
     for number in range(2000):
-        reports.open(reports.encode(number, torch.full((5,), 100.0)))
+        assert reports.open(reports.encode(number, torch.full((5,), 100.0))).round == number
 
 
 def test_counts_of_more_ones_than_bits_are_not_taken():

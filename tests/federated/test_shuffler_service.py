@@ -1,0 +1,159 @@
+"""A shuffler behind its network interface is the shuffler itself, to those who show their secret, and over TLS."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import socket
+import threading
+
+import pytest
+import torch
+from helpers.federation import CLIENTS, GAUSSIAN, SERVER, SUMS, all_report, ledger_of
+
+from opacus_shuffle.federated import RefusedReportError, Reporter, Shuffler
+from opacus_shuffle.federated.shuffler import UnknownRoundError
+from opacus_shuffle.federated.shuffler_service import FarShuffler, ShufflerService, packed, unpacked
+
+
+@pytest.fixture
+def service():
+    with ShufflerService(Shuffler(SUMS), clients=CLIENTS, server=SERVER) as found:
+        yield found.start()
+        found.shutdown()
+
+
+def test_a_far_shuffler_is_a_near_one(service):
+    server = FarShuffler(service.url, SERVER)
+    ledger = ledger_of(SUMS, server)
+
+    def collect(number: int) -> None:
+        def answer(secret: str) -> None:
+            Reporter(SUMS, max_rounds=5).answer(number, lambda: torch.ones(3), FarShuffler(service.url, secret).submit)
+
+        threads = [threading.Thread(target=answer, args=(each,)) for each in CLIENTS]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+
+    for _ in range(2):
+        released = ledger.run(collect, lambda total: total)
+        assert released.num_reports == 20
+        assert ledger.result.shape == (3,)
+    assert len(ledger.accountant) == 2
+
+
+def test_a_far_shuffler_says_why_it_takes_nothing(service):
+    server, client = FarShuffler(service.url, SERVER), FarShuffler(service.url, CLIENTS[0])
+    with pytest.raises(RefusedReportError, match="the open one is None"):
+        client.submit(SUMS.encode(1, None))
+    server.open_round(1, SUMS.fingerprint)
+    with pytest.raises(RefusedReportError, match="bytes"):
+        client.submit(b"junk")
+    with pytest.raises(ValueError, match="413"):
+        client.submit(b"junk" * 1000)
+    for forbidden in (lambda: client.close_round(1), lambda: FarShuffler(service.url, "x" * 20).submit(SUMS.encode(1, None))):
+        with pytest.raises(ValueError, match="403"):
+            forbidden()
+    with pytest.raises(ValueError, match="403"):
+        server.submit(SUMS.encode(1, None))
+    with pytest.raises(UnknownRoundError, match="round 9 is not open"):
+        server.close_round(9)
+    with pytest.raises(ValueError, match="400"):
+        server.open_round(0, SUMS.fingerprint)
+
+
+def test_what_the_server_gets_names_no_sender(service):
+    """Not their secrets, nor hashes of these, nor the order in which they came."""
+    server = FarShuffler(service.url, SERVER)
+    server.open_round(1, SUMS.fingerprint)
+    for secret in CLIENTS:
+        FarShuffler(service.url, secret).submit(SUMS.encode(1, None))
+    released = server.close_round(1)
+    assert len(released.mixed) == 1
+    assert len(released.mixed[0]) == 8 * 3  # one sum per coordinate, whoever reported
+    assert service.shuffler._digests == {}
+    assert service.shuffler._held == []
+
+
+def test_packing_is_undone_by_unpacking():
+    shuffler = Shuffler(GAUSSIAN)
+    shuffler.open_round(1)
+    all_report(shuffler, 1)
+    released = shuffler.close_round(1)
+    assert unpacked(1, packed(released)) == released
+    with pytest.raises(ValueError, match="announced"):
+        unpacked(1, packed(released)[:-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"clients": ["short", *CLIENTS[:15]]}, "each of clients must be a secret"),
+        ({"clients": ["with a blank in it", *CLIENTS[:15]]}, "each of clients must be a secret"),
+        ({"clients": CLIENTS[:10] * 2}, "no two the same"),
+        ({"clients": [SERVER, *CLIENTS[:15]]}, "no two the same"),
+        ({"clients": CLIENTS[:9]}, "clients must be 10 to 20 secrets"),
+        ({"clients": [*CLIENTS, "the-secret-of-one-more"]}, "clients must be 10 to 20 secrets"),
+        ({"clients": CLIENTS, "certificate": "shuffler.crt"}, "certificate"),
+        ({"clients": CLIENTS, "certificate": "no.crt", "key": "no.key"}, "cannot be used"),
+        ({"clients": CLIENTS, "host": "0.0.0.0"}, "host='0.0.0.0' takes a certificate"),
+        ({"clients": CLIENTS, "port": -1}, "port"),
+    ],
+)
+def test_a_service_with_bad_secrets_is_refused(options, named):
+    with pytest.raises(ValueError, match=named):
+        ShufflerService(Shuffler(SUMS), server=SERVER, **options)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://example.org:9095", "http://127.0.0.1:9095@example.org", "ftp://127.0.0.1", "127.0.0.1"]
+)
+def test_reports_do_not_travel_in_the_open(url):
+    with pytest.raises(ValueError, match="https"):
+        FarShuffler(url, SERVER)
+
+
+def certificate_of_this_machine(folder) -> tuple[str, str]:
+    """Files of a certificate that it has signed itself, and of its key."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.timezone.utc)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem, nothing = serialization.Encoding.PEM, serialization.NoEncryption()
+    (folder / "crt").write_bytes(made.public_bytes(pem))
+    (folder / "key").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, nothing))
+    return str(folder / "crt"), str(folder / "key")
+
+
+def test_over_tls_a_certificate_is_asked_for_and_silent_clients_hold_up_nobody(tmp_path):
+    certificate, key = certificate_of_this_machine(tmp_path)
+    with ShufflerService(Shuffler(SUMS), clients=CLIENTS, server=SERVER, certificate=certificate, key=key) as service:
+        service.start()
+        assert service.url.startswith("https://")
+        silent = [socket.create_connection(service.server_address[:2]) for _ in range(5)]
+        server = FarShuffler(service.url, SERVER, certificate=certificate)
+        server.open_round(1, SUMS.fingerprint)
+        for secret in CLIENTS:
+            FarShuffler(service.url, secret, certificate=certificate).submit(SUMS.encode(1, None))
+        assert server.close_round(1).num_reports == len(CLIENTS)
+        with pytest.raises(OSError, match="certificate"):
+            FarShuffler(service.url, SERVER, attempts=1).open_round(2, SUMS.fingerprint)
+        for each in silent:
+            each.close()
+        service.shutdown()

@@ -1,0 +1,21 @@
+"""Small formats of reports, the secrets of their clients and server, and rounds in which all report."""
+
+from __future__ import annotations
+
+import torch
+
+from opacus_shuffle.federated import BitSums, GaussianReports, Ledger, Shuffler
+
+GAUSSIAN = GaussianReports(dimension=3, max_norm=1.0, noise_multiplier=1.0, num_users=6)
+SUMS = BitSums(dimension=3, max_norm=1.0, noise_multiplier=2.0, num_users=20, sample_rate=0.3, delta=1e-6, min_reports=10)
+CLIENTS = [f"the-secret-of-client-{number}" for number in range(20)]
+SERVER = "the-secret-of-the-server"
+
+
+def all_report(shuffler: Shuffler, number: int, count: int | None = None) -> None:
+    for sender in range(shuffler.format.most_reports if count is None else count):
+        shuffler.submit(str(sender), shuffler.format.encode(number, torch.zeros(3)))
+
+
+def ledger_of(reports, shuffler=None, **options) -> Ledger:
+    return Ledger(reports, shuffler or Shuffler(reports), **{"delta": 1e-5, **options})
