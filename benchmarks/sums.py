@@ -19,8 +19,7 @@ import torch
 from opacus import GradSampleModule
 from opacus.optimizers import DPOptimizer
 
-from opacus_shuffle.core.randomness import secret_generator
-from opacus_shuffle.core.system_randomness import SystemGenerator
+from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.engine.optimizers import VectorSumOptimizer
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
@@ -42,7 +41,7 @@ def stepper(kind: str, samples: torch.Tensor, users: int) -> Callable[[], float]
             sgd,
             aggregator=protocol,
             everyone_reports=True,
-            generator=SystemGenerator() if kind == "sums, secure" else secret_generator("cpu"),
+            generator=SecretGenerator(secure=kind == "sums, secure"),
             **{**keywords, "noise_multiplier": protocol.noise_multiplier},
         )
 

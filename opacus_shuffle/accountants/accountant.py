@@ -18,7 +18,7 @@ import copy
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from opacus.optimizers import DPOptimizer
@@ -32,8 +32,11 @@ from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyAssumptionWarning, PrivacyBound
 from opacus_shuffle.core.opacus_compat import POISSON_SAMPLERS, stock_engine_call
+from opacus_shuffle.core.randomness import is_secret
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.validation import finite_number, one_of, open_unit_interval, renyi_orders
+
+_STOCK_GENERATOR = "the state of the generator of opacus.PrivacyEngine's noise, which is no cipher,"
 
 
 class ShuffleAccountant(RecordedRounds):
@@ -113,8 +116,20 @@ class ShuffleAccountant(RecordedRounds):
         """
         return compute_bound(self.rounds, delta=delta, **options)
 
-    def report(self, delta: float, *, adjacency: str = "zero_out") -> PrivacyReport:
-        """Returns every bound, and what the same noise would give under other trust models; needs at least one round."""
+    def report(
+        self,
+        delta: float,
+        *,
+        adjacency: str = "zero_out",
+        max_grad_norm: float | Sequence[float] | None = None,
+    ) -> PrivacyReport:
+        """Returns every bound, and what the same noise would give under other trust models; needs at least one round.
+
+        Args:
+            delta: δ in (0, 1).
+            adjacency: ``"zero_out"`` or ``"replace"``.
+            max_grad_norm: C, for the statement, as no bound depends on it.
+        """
         simulated = self.mechanism_class.shuffled
         return PrivacyReport(
             self.rounds,
@@ -124,6 +139,8 @@ class ShuffleAccountant(RecordedRounds):
             emulated=self.emulated,
             rewound=self.rewound,
             predictable=self.predictable,
+            max_grad_norm=max_grad_norm,
+            num_users=self.num_users,
         )
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[DPOptimizer], None]:
@@ -167,6 +184,8 @@ class ShuffleAccountant(RecordedRounds):
                 if self.emulated and not stepped and (sentence := little_noise(each, sigma)):
                     warnings.warn(sentence, stacklevel=4)  # the hook is called by the optimizer's step
             stepped = True
+            if not is_secret(optimizer.generator):
+                self.predictable = tuple(dict.fromkeys((*self.predictable, _STOCK_GENERATOR)))
             self.step(noise_multiplier=sigma, sample_rate=rate)
 
         return record

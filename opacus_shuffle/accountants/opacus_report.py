@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from opacus.accountants import GaussianAccountant, IAccountant, PRVAccountant, R
 from opacus_shuffle.accountants.bounds.registry import STYLES, Style
 from opacus_shuffle.accountants.report import POINTS, PrivacyReport, first_rounds
 from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Adjacency, Guarantee, PrivacyBound
-from opacus_shuffle.core.validation import integer, open_unit_interval
+from opacus_shuffle.core.validation import boolean, integer, open_unit_interval
 
 _POISSON = "DP-SGD of Poisson samples, by Opacus's accountant of"
 MEANINGS: dict[type[IAccountant], tuple[Guarantee, str]] = {
@@ -60,6 +61,9 @@ class OpacusReport(PrivacyReport):
         poisson: Whether every batch was a Poisson sample, without which no ε of these accountants is a guarantee.
         rewound: As :class:`~opacus_shuffle.accountants.report.PrivacyReport`'s.
         predictable: Likewise.
+        max_grad_norm: Likewise.
+        num_users: Likewise.
+        pytorch_noise: The noise came from PyTorch's own generator, as in Opacus.
 
     Raises:
         ValueError: If the accountant is another one, an argument is out of range, nothing ran, ``gdp`` has seen several kinds
@@ -74,6 +78,9 @@ class OpacusReport(PrivacyReport):
         poisson: bool = True,
         rewound: int = 0,
         predictable: Sequence[str] = (),
+        pytorch_noise: bool = False,
+        max_grad_norm: float | Sequence[float] | None = None,
+        num_users: int | None = None,
     ) -> None:
         if type(accountant) not in MEANINGS:
             raise ValueError(
@@ -93,7 +100,8 @@ class OpacusReport(PrivacyReport):
         self.delta, self.adjacency = open_unit_interval("delta", delta), Adjacency.ZERO_OUT
         self.simulated = self.clients = self.selected = self.emulated = False
         self.rewound, self.predictable = integer("rewound", rewound, minimum=0), tuple(predictable)
-        self.orders, self.sent = None, None
+        self.orders, self.sent, self.pytorch_noise = None, None, boolean("pytorch_noise", pytorch_noise)
+        self.max_grad_norm, self.num_users = max_grad_norm, num_users
         self._accountant, self._poisson = copy.deepcopy(accountant), poisson
         self.bounds = (self._bound(sum(steps for _, steps in self.rounds)),)
 
@@ -140,6 +148,9 @@ class OpacusReport(PrivacyReport):
             adversary="sees the noised sum of every round",
             meaning=meaning,
         )
+
+    def _cited(self) -> str:
+        return f"opacus {version('opacus')}, accountant {self.best.bound!r}"
 
     def _noise(self) -> str:
         return ""  # it is what was asked for

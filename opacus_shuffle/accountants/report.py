@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from opacus_shuffle._version import __version__
 from opacus_shuffle.accountants.bounds.registry import Rounds, Style, baselines_of, bounds_of, find_bound, kind_of, ladder
 from opacus_shuffle.accountants.communication import Communication, sent_per_user
 from opacus_shuffle.accountants.origins import rewound_sentence
@@ -25,7 +26,7 @@ from opacus_shuffle.core import extras
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound, finite
 from opacus_shuffle.core.rounding import round_down, round_up
 from opacus_shuffle.core.tables import html_table, paragraph, text_table
-from opacus_shuffle.core.validation import boolean, integer, open_unit_interval
+from opacus_shuffle.core.validation import boolean, instance_of, integer, open_unit_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,6 +45,8 @@ HOW_IT_RAN = {
     "simulated": "by one run, which sees every record and plays the records' owners and the shuffler",
     "clients": "what is called a record is a client, with all that it holds",
     "selected": "the server drew who takes part, so that no gain from sampling holds against that server",
+    "pytorch_noise": "the noise is PyTorch's own, as in Opacus; on a CPU its generator gives its state away to whoever sees "
+    "enough noise alone; secure_mode=True, and every accountant of this package, draws from a cipher",
     "emulated": "the noise was added once to the sum, not to each report, in batches of the expected size",
 }
 
@@ -52,6 +55,9 @@ POINTS = 9
 
 _COMPARABLE = ("mechanism", "rounds", "delta", "adjacency", "adversary", "trusted")
 """What two values must have in common to speak of the same thing."""
+
+QUOTED = {"noise_multiplier": "noise multiplier", "num_users": "users", "sample_rate": "sampling rate"}
+"""The fields of mechanisms that a statement tells, and how it calls them."""
 
 HEAD = ("trusted", "bound", "epsilon", "holds for", "status")
 
@@ -71,6 +77,8 @@ class PrivacyReport:
         predictable: Seeds and generators that a user has passed, with which others can draw the noise again.
         sent: What one user has sent; by default what the mechanism says.
         rewound: Rounds that ran besides and were left out, because a checkpoint was loaded with ``allow_rewind=True``.
+        max_grad_norm: C, or one per layer, for the statement; None if it is not known.
+        num_users: n, of the whole data set; by default the users of a round.
 
     Attributes:
         bounds: The ladder's rungs, from the least trust to the most.
@@ -94,6 +102,8 @@ class PrivacyReport:
         sent: Communication | None = None,
         rewound: int = 0,
         predictable: Sequence[str] = (),
+        max_grad_norm: float | Sequence[float] | None = None,
+        num_users: int | None = None,
     ) -> None:
         self.kind = kind_of(rounds)
         self.rounds = tuple((mechanism, integer("number of rounds", count)) for mechanism, count in rounds)
@@ -102,6 +112,8 @@ class PrivacyReport:
         self.simulated, self.clients = boolean("simulated", simulated), boolean("clients", clients)
         self.selected = boolean("selected", selected)
         self.emulated = boolean("emulated", emulated)
+        self.pytorch_noise, self.max_grad_norm = False, max_grad_norm
+        self.num_users = None if num_users is None else integer("num_users", num_users)
         self.rewound = integer("rewound", rewound, minimum=0)
         self.predictable = tuple(predictable)
         self.orders = orders if orders is None else tuple(orders)
@@ -120,13 +132,62 @@ class PrivacyReport:
         """The round with the most noise on its mean gradient."""
         return max((mechanism for mechanism, _ in self.rounds), key=lambda mechanism: mechanism.noise_of_mean)
 
-    def statement(self) -> str:
-        """One sentence to quote, of the proved ε, and what must be said beside it."""
-        notes = [not_private(self.predictable)] if self.predictable else []
-        notes += [f"{name.capitalize()}: {text}." for name, text in HOW_IT_RAN.items() if getattr(self, name)]
-        notes.append(rewound_sentence(self.rewound))
-        said = ", ".join(self._title().split(", ")[:2]) + ", is "
-        return " ".join(filter(None, [f"{said}{promise(self.best)}, against an adversary who {self.best.adversary}.", *notes]))
+    def statement(self, model: str = "The model") -> str:
+        """Writes what a paper or a model card should say: the ε to quote, its meaning, its proof, and what voids it.
+
+        Args:
+            model: What the paper calls the trained model; it begins the sentence.
+        """
+        best = self.best
+        ran = f"{instance_of('model', model, (str,))} was trained by {best.rounds:,} rounds of {self.kind.name} "
+        ran += f"({self._settings()})."
+        if best.guarantee is Guarantee.PROVED:
+            subject = "With secret randomness, this training would be" if self.predictable else "This training is"
+            promised = f"{subject} {promise(best)}, against an adversary who {best.adversary}"
+            promised += f": compared with a run in which {self._changed()} ({best.bound}; {self._cited()})."
+        else:
+            promised = f"Its epsilon = {round_up(best.epsilon)} at delta = {best.delta:.3g} ({best.bound}) is "
+            promised += f"{best.guarantee.value}: it is about {best.covers}, trusting {best.trusted}."
+        notes = [f"An epsilon above {WEAK:g} protects next to nothing." if best.epsilon > WEAK else ""]
+        notes += [f"{name.replace('_', ' ').capitalize()}: {text}." for name, text in HOW_IT_RAN.items() if getattr(self, name)]
+        notes += [self._delta_note(), rewound_sentence(self.rewound)]
+        warning = not_private(self.predictable) if self.predictable else ""
+        return " ".join(filter(None, [ran, warning, promised, *notes]))
+
+    def _settings(self) -> str:
+        """The numbers that a reader needs to repeat the accounting, each with its range where it changed."""
+        said = []
+        for field in dataclasses.fields(self.rounds[0][0]):
+            values = sorted({getattr(mechanism, field.name) for mechanism, _ in self.rounds}) if field.name in QUOTED else []
+            if values:
+                numbers = [f"{each:,}" if isinstance(each, int) else f"{each:.6g}" for each in values]
+                said.append(f"{QUOTED[field.name]} {' to '.join(dict.fromkeys([numbers[0], numbers[-1]]))}")
+        if self.num_users and self.num_users != max(getattr(each, "num_users", 0) for each, _ in self.rounds):
+            said.append(f"a data set of {self.num_users:,} records")
+        clipped = self.max_grad_norm
+        if clipped is not None:
+            norms = clipped if isinstance(clipped, Sequence) else [clipped]
+            said.append(f"each record's gradient clipped to norm {' and '.join(f'{each:g}' for each in norms)}")
+        return ", ".join(said)
+
+    def _cited(self) -> str:
+        """Where the proof of the ε to quote is written down."""
+        cites = find_bound(self.kind, self.best.bound).cites
+        return ", ".join(filter(None, [self.best.proof, cites, f"opacus_shuffle {__version__}"]))
+
+    def _changed(self) -> str:
+        """What the adjacency compares with."""
+        return self.kind.zeroed if self.adjacency is Adjacency.ZERO_OUT else "one record is any other record"
+
+    def _delta_note(self) -> str:
+        """A sentence where δ is so large that it allows to publish a record outright; else nothing."""
+        users = self.num_users or max(getattr(mechanism, "num_users", 1) for mechanism, _ in self.rounds)
+        if users <= 1 or self.delta <= 1 / users:
+            return ""
+        return (
+            f"delta = {self.delta:.3g} is above 1/n = {1 / users:.3g}: it would allow a run to publish a random record; ask "
+            "for an epsilon at a smaller delta."
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -141,6 +202,7 @@ class PrivacyReport:
             "clients": self.clients,
             "selected": self.selected,
             "emulated": self.emulated,
+            "pytorch_noise": self.pytorch_noise,
             "rewound": self.rewound,
             "private": not self.predictable,
             "predictable": list(self.predictable),
@@ -277,7 +339,7 @@ class PrivacyReport:
         found.insert(0, rewound_sentence(self.rewound))
         if self.predictable:
             found.insert(0, not_private(self.predictable))
-        found += [self._noise(), str(self.sent or "")]
+        found += [self._delta_note(), self._noise(), str(self.sent or "")]
         return [sentence for sentence in found if sentence]
 
     def _noise(self) -> str:
@@ -301,8 +363,7 @@ class PrivacyReport:
             terms.append((bound.bound, text))
         if left_out := self._left_out():
             terms.append((", ".join(left_out), f"left out: no value for {self.adjacency} adjacency"))
-        changed = self.kind.zeroed if self.adjacency is Adjacency.ZERO_OUT else "one record is any other record"
-        terms.append((self.adjacency, f"compared with a run in which {changed}"))
+        terms.append((self.adjacency, f"compared with a run in which {self._changed()}"))
         used = {bound.guarantee for bound in self.bounds}
         terms += [(guarantee.name, guarantee.value) for guarantee in Guarantee if guarantee in used]
         return terms + [(name, text) for name, text in HOW_IT_RAN.items() if getattr(self, name)]

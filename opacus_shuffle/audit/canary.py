@@ -36,7 +36,7 @@ from opacus.optimizers import (
     FSDPOptimizerFastGradientClipping,
 )
 
-from opacus_shuffle.core.randomness import check_generator, secret_generator
+from opacus_shuffle.core.randomness import SecretGenerator, check_generator
 from opacus_shuffle.core.validation import instance_of, positive
 from opacus_shuffle.engine.optimizers import BatchClipping
 
@@ -115,7 +115,7 @@ class GradientCanary:
         self.trials: list[CanaryTrial] = []
         self._optimizer, self._parameter, self._number = optimizer, parameter, numbers[0]
         self._size = None if size is None else positive("size", size)
-        self._coins = secret_generator("cpu") if generator is None else generator
+        self._coins = SecretGenerator() if generator is None else generator
         self._attached = True
         self._shadowed = optimizer.__dict__.get("add_noise")
         self._add_noise = optimizer.add_noise

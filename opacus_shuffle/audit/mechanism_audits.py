@@ -25,7 +25,7 @@ from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.audit.lower_bounds import audit_scores, epsilon_lower_bound
 from opacus_shuffle.audit.result import AuditResult, Claim, Finding
 from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Adjacency, Guarantee, NotCovered, PrivacyBound
-from opacus_shuffle.core.randomness import check_generator, secret_generator
+from opacus_shuffle.core.randomness import SecretGenerator, check_generator
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.validation import finite_number, integer, noise_level, open_unit_interval
 
@@ -168,7 +168,7 @@ def audit_shuffle_gauss(
 def numpy_generator(generator: torch.Generator | None) -> np.random.Generator:
     """Returns NumPy's faster generator, keyed by 256 bits drawn from the torch one (from a secret one if it is None)."""
     check_generator("generator", generator)
-    source = secret_generator("cpu") if generator is None else generator
+    source = SecretGenerator() if generator is None else generator
     return np.random.default_rng(torch.randint(0, 2**32, (8,), dtype=torch.int64, generator=source).tolist())
 
 

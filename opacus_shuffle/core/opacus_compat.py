@@ -35,7 +35,8 @@ from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSample
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_shuffle.core.system_randomness import SystemGenerator, system_noise
+from opacus_shuffle.core.gaussian_noise import draw_noise
+from opacus_shuffle.core.randomness import SecretGenerator
 
 POISSON_SAMPLERS = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 """Opacus's batch samplers in which every record flips a coin of its own."""
@@ -56,17 +57,17 @@ refuse_used = _check_processed_flag
 
 @functools.wraps(_generate_noise)
 def gaussian_noise(std: float, reference: torch.Tensor, generator: Any = None, secure_mode: bool = False) -> Any:
-    """Noise of the reference's shape: Opacus's, or the system's where that is asked for."""
-    if isinstance(generator, SystemGenerator) or (secure_mode and generator is None):
-        return system_noise(float(std), reference, generator) if std else torch.zeros_like(reference)
+    """Noise of the reference's shape: from our stream where that is the generator, else Opacus's own."""
+    if isinstance(generator, SecretGenerator):
+        return draw_noise(float(std), reference, generator)
     return _generate_noise(std=std, reference=reference, generator=generator, secure_mode=secure_mode)
 
 
-def let_optimizers_draw_system_noise() -> None:
-    """From now on Opacus's optimizers take a ``SystemGenerator``; to others nothing changes."""
-    for module in (value for name, value in sys.modules.items() if name.startswith("opacus.optimizers.")):
-        if getattr(module, "_generate_noise", None) is _generate_noise:
-            module._generate_noise = gaussian_noise  # type: ignore[attr-defined]
+# Opacus's optimizers call it by its name in their own modules. There it must be ours wherever a SecretGenerator can be, or
+# they would draw from the Twister inside of it; for every other generator it is Opacus's, bit by bit.
+for _name, _module in list(sys.modules.items()):
+    if _name.startswith("opacus.optimizers.") and getattr(_module, "_generate_noise", None) is _generate_noise:
+        _module._generate_noise = gaussian_noise  # type: ignore[attr-defined]
 
 
 class OpenEngine(opacus.PrivacyEngine):

@@ -1,6 +1,8 @@
-"""Who takes part: every record by a coin of its own, or so many of all. Exact to 2⁻⁵³.
+"""Who takes part: every record by a coin of its own, or so many of all, in the time that the batch takes.
 
-A number of 24 bits, which is what ``torch.rand`` draws, is below a rate of 10⁻⁹ with a chance of 2⁻²⁴, sixty times as often.
+Where few take part, coins are not tossed one by one: how many show heads is binomial, and given that
+number all subsets of its size are equally likely. So a batch of 1,000 out of ten million records
+costs a thousand numbers.
 
 >>> heads(5, 1.0, None), heads(5, 0.0, None), sorted(subset(5, 5, None))
 ([0, 1, 2, 3, 4], [], [0, 1, 2, 3, 4])
@@ -11,44 +13,52 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from opacus_shuffle.core.system_randomness import SystemGenerator
+from opacus_shuffle.core.exact_binomials import exact_binomials
+from opacus_shuffle.core.randomness import SecretGenerator, stream_of
 
-_COARSE, _FINE = 2**24, 2**29
+_OFTEN = 1 / 16
 
 
 def heads(count: int, rate: float, generator: torch.Generator | None) -> list[int]:
-    """Which of so many coins show heads; each does with a chance of at most ``rate``, and less than 2⁻⁵³ below it.
+    """Tosses so many coins and returns which of them show heads, in order.
 
-    The first 24 bits decide all coins but one in 16 million; the other 29 are drawn where they matter.
+    Args:
+        count: Number of coins.
+        rate: Chance of each, in [0, 1]; exact to 2⁻⁵³.
+        generator: See :func:`~opacus_shuffle.core.randomness.stream_of`.
     """
-    if isinstance(generator, SystemGenerator):
+    stream = stream_of(generator)
+    if rate > _OFTEN:  # then to toss them all is faster
         limit = np.uint64(math.floor(rate * 2.0**53))  # exact, as all products with powers of two
-        return np.flatnonzero((generator.words(count) >> np.uint64(11)) < limit).tolist()
-    coarse = math.floor(rate * _COARSE)
-    fine = math.floor((rate * _COARSE - coarse) * _FINE) / _FINE
-    drawn = torch.rand(count, generator=generator, dtype=torch.float32)
-    (shown,) = (drawn <= coarse / _COARSE).nonzero(as_tuple=True)
-    tied = drawn[shown] == coarse / _COARSE
-    rest = torch.rand(int(tied.sum()), generator=generator, dtype=torch.float64)
-    tied[tied.clone()] = rest >= fine
-    return shown[~tied].tolist()
+        return np.flatnonzero((stream.words(count) >> np.uint64(11)) < limit).tolist()
+    (shown,) = exact_binomials(count, rate, 1, stream)
+    return _chosen(count, int(shown), stream).tolist()
 
 
 def subset(count: int, size: int, generator: torch.Generator | None) -> list[int]:
-    """So many of 0, …, ``count`` − 1 in random order, by the first steps of Fisher and Yates's shuffle.
+    """Draws so many of 0, …, ``count`` − 1, in random order: all choices and orders are equally likely.
 
-    63 bits decide each step, where ``torch.randperm`` takes 32.
+    Numbers of 64 bits are taken modulo ``count``, so none is likelier than another by more than
+    ``count``/2⁶⁴, relatively.
     """
-    if isinstance(generator, SystemGenerator):
-        keys = (generator.words(size) >> np.uint64(1)).astype(np.int64)
-    else:
-        keys = torch.empty(size, dtype=torch.int64).random_(generator=generator).numpy()
-    steps = np.arange(size)
-    moved: dict[int, int] = {}
-    drawn = []
-    for step, place in enumerate((steps + keys % (count - steps)).tolist()):
-        drawn.append(moved.get(place, place))
-        moved[place] = moved.get(step, step)
+    stream = stream_of(generator)
+    if 2 * size > count:
+        return permutation(count, stream)[:size].tolist()
+    return _chosen(count, size, stream)[permutation(size, stream)].tolist()
+
+
+def permutation(count: int, generator: torch.Generator | None) -> npt.NDArray[np.int64]:
+    """Draws a random order of 0, …, ``count`` − 1: shape (count,); exact but for ties of 64 bits."""
+    return np.argsort(stream_of(generator).words(count))
+
+
+def _chosen(count: int, size: int, stream: SecretGenerator) -> npt.NDArray[np.int64]:
+    """Draws numbers until so many different ones are there, and sorts them."""
+    drawn = np.empty(0, np.int64)
+    while missing := size - len(drawn):  # never more than are missing, so that none is thrown away
+        more = (stream.words(missing) % np.uint64(count)).astype(np.int64)
+        drawn = np.unique(np.concatenate([drawn, more]))
     return drawn

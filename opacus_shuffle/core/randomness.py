@@ -1,43 +1,67 @@
-"""Secret randomness: generators seeded by the operating system, so that ``torch.manual_seed`` never predicts the noise.
+"""Secret randomness: AES-256 in counter mode, keyed by the operating system, for all that hides people.
 
-PyTorch's CPU generator is a Mersenne Twister whose ``manual_seed`` keeps 32 bits, few enough to try them all; so its whole
-state of 19,968 bits is filled. It is still no cryptographic generator: whoever learns enough of its raw output can predict the
-rest (``secure_mode`` is the answer to that, see :mod:`opacus_shuffle.core.system_randomness`).
+PyTorch's generator on a CPU is a Mersenne Twister, which gives its state away: from 25,600 numbers
+of noise that are seen alone (coordinates in which every gradient is zero) its state follows by
+linear algebra, and with it all other noise and who took part. So noise, participation,
+permutations, shuffling and bits are drawn from :class:`SecretGenerator`, whose output tells
+nothing of the rest of it as long as AES holds.
 
-A process that forks copies its memory, and with it every generator; parent and child would draw the same noise, which is then
-no secret of either. So all that was seeded by the operating system is seeded anew in the child. What was seeded by a user is
-left as it is, to be repeatable. A copied or pickled secret is a fresh one, too.
+A process that forks copies its memory, and parent and child would draw the same noise, which is
+then no secret of either. So every secret stream is keyed anew in the child, and so is every copy
+and every unpickled one. What a user has seeded stays repeatable, and says that it is no secret.
 
->>> torch.equal(torch.randn(4, generator=secret_generator("cpu")), torch.randn(4, generator=secret_generator("cpu")))
+>>> stream = SecretGenerator()
+>>> stream.secret, round(float(stream.normals(100_000).std()), 1)
+(True, 1.0)
+>>> seeded_generator("cpu", 0, "noise").words(1) == seeded_generator("cpu", 0, "noise").words(1)
+array([ True])
+>>> seeded_generator("cpu", 0, "noise").secret
 False
->>> torch.equal(*(torch.randn(4, generator=seeded_generator("cpu", 0, "noise")) for _ in range(2)))
-True
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import math
 import os
-import secrets
-import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from opacus_shuffle.core.validation import instance_of
 
-# Where PyTorch keeps the Twister's 624 words, 64 bits each, behind its seed, counters and position.
-_FIRST, _WORDS = 24, 624
+KEY_BYTES = 32
+"""AES-256."""
+_BLOCK_BYTES = 16
+BYTES_PER_KEY = 2**32 * _BLOCK_BYTES
+"""After so many bytes a key is replaced: far more blocks of one key would differ from random ones."""
+_ZEROS = memoryview(bytes(2**18))
+"""What is encrypted: the cipher adds its stream to it."""
+_NUMBERS = 2**15
+"""Normal numbers that are made at a time, by NumPy, in what a processor's cache holds: PyTorch would
+start threads for so many, for which a forked process waits for ever."""
+_SMALLEST = 2.0**-33
+"""The middle of the interval [0, 2⁻³²] of uniform numbers that one word of 32 bits stands for."""
+_RADIANS = 2 * math.pi * 2.0**-32
+_DRAWS, _TURNS = 4, 2**12
+_ANGLES = np.arange(_TURNS) * (2 * math.pi / _TURNS)
+_COARSE = np.cos(_ANGLES), np.sin(_ANGLES)
+_FINE = np.cos(_ANGLES / _TURNS), np.sin(_ANGLES / _TURNS)
+_NONE = torch.empty(0)
 
 
 class _Secret(Protocol):
     """What must not be the same in two processes."""
 
     def renew(self) -> None:
-        """Draws a new secret from the operating system, so that a forked process has one of its own."""
+        """Draws a new secret from the operating system, so that a forked process has its own."""
 
 
 _LIVE: weakref.WeakSet[_Secret] = weakref.WeakSet()
@@ -46,11 +70,11 @@ _seed_of_parent: int | None = None  # of PyTorch's own generator, in a forked pr
 
 
 def _renew_all() -> None:
-    """In a process that was just forked: no secret of the parent's is used again."""
+    """Gives every secret of a process that was just forked a new key."""
     global _seed_of_parent
     _seed_of_parent = torch.initial_seed()
     for secret in list(_LIVE):
-        # A CUDA generator may refuse here; so does CUDA itself then, in all that it is asked for in a forked process.
+        # CUDA refuses here, as it refuses everything in a forked process.
         with contextlib.suppress(Exception):
             secret.renew()
     for owner, device in list(_WITHOUT.items()):
@@ -64,11 +88,11 @@ def renew_after_fork(secret: _Secret) -> None:
 
 
 def secret_after_fork(owner: Any, device: torch.device) -> None:
-    """Gives a generator to what draws from PyTorch's own, in every forked process, unless it has seeded that one anew."""
+    """Gives a secret generator, after a fork, to what draws from PyTorch's own unless that is seeded anew."""
     if owner.generator is None:
         _WITHOUT[owner] = device
         if _seed_of_parent == torch.initial_seed():
-            owner.generator = secret_generator(device)
+            owner.generator = SecretGenerator(device)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
@@ -76,87 +100,252 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
 
 
 class SecretGenerator(torch.Generator):
-    """A generator seeded by the operating system, again after every fork; copies and pickles are seeded by themselves.
+    """A stream of AES-256 in counter mode, where PyTorch and Opacus expect a generator.
+
+    Forked processes, copies and pickles get a fresh key from the operating system; a key is replaced by its
+    hash every 2³² blocks and at every :meth:`next_key`, so that a key tells nothing that was drawn
+    by the keys before it. As a ``torch.Generator`` it has a seed from its own stream: on a CPU what
+    PyTorch draws by that (seeds of workers, say) hides nobody; on a GPU it is the 64-bit key of
+    PyTorch's Philox generator, which draws the noise there and is no cipher.
 
     Args:
         device: Where it lives.
+        key: 32 bytes; by default from the operating system.
+        secret: Whether the key is nobody's choice.
+        secure: Noise is the sum of four draws in double precision, on a grid (``secure_mode``).
+
+    Attributes:
+        secret: Whether nobody can draw the same numbers again. ``manual_seed`` and ``set_state``
+            make the stream repeatable, and this False.
+        secure: As above.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:  # PyTorch reads the device before
-        self.renew()
+    def __new__(cls, device: torch.device | str = "cpu", **keywords: Any) -> SecretGenerator:
+        """Makes PyTorch's part, which knows the device alone."""
+        return super().__new__(cls, device)
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        key: bytes | None = None,
+        secret: bool = True,
+        secure: bool = False,
+    ) -> None:
+        self.secret, self.secure = secret, secure
+        self._start(os.urandom(KEY_BYTES) if key is None else key)
         renew_after_fork(self)
 
+    @functools.cached_property
+    def _buffer(self) -> bytearray:
+        """Memory that random words are drawn into."""
+        return bytearray(4 * _NUMBERS + _BLOCK_BYTES)
+
+    @functools.cached_property
+    def _room(self) -> npt.NDArray[np.float64]:
+        """Memory that numbers are worked on in: asking for it each time costs more than the work."""
+        return np.empty(_NUMBERS)
+
+    def _start(self, key: bytes) -> None:
+        """Begins the stream of a key."""
+        self._key = key
+        self._stream: CipherContext = Cipher(algorithms.AES(key), modes.CTR(bytes(_BLOCK_BYTES))).encryptor()
+        self._left = BYTES_PER_KEY
+        self._ready: dict[type[np.floating], torch.Tensor] = {}  # normal numbers that nobody has had
+        seed = bytearray(8 + _BLOCK_BYTES)
+        self._draw_into(seed, 8)
+        super().manual_seed(int.from_bytes(seed[:8], "little"))
+
     def renew(self) -> None:
-        """Take a whole state from the operating system."""
-        if self.device.type == "cpu":
-            _fill(self, os.urandom(4 * _WORDS))
-        else:
-            self.manual_seed(secrets.randbits(64) - 2**63)  # counter-based: all 64 bits are the key
+        """Takes a key from the operating system, unless a user has seeded the stream."""
+        if self.secret:
+            self._start(os.urandom(KEY_BYTES))
+
+    def next_key(self) -> None:
+        """Replaces the key by its hash: what was drawn until now cannot be drawn again from here."""
+        ready = self._ready  # nobody has had these
+        self._start(hashlib.sha256(b"next" + self._key).digest())
+        self._ready = ready
+
+    def manual_seed(self, seed: int) -> SecretGenerator:
+        """Makes the stream repeatable, and no secret any more; as in PyTorch otherwise."""
+        return self._choose(b"seed %d" % int(seed))
+
+    def set_state(self, new_state: torch.Tensor) -> SecretGenerator:  # type: ignore[override]
+        """Makes the stream a function of this state, and no secret any more."""
+        return self._choose(b"state" + new_state.cpu().numpy().tobytes())
+
+    def _choose(self, what: bytes) -> SecretGenerator:
+        self.secret = False
+        self._start(hashlib.sha256(what).digest())
+        return self
+
+    def _draw_into(self, buffer: bytearray, count: int) -> None:
+        """Writes the next bytes of the stream into a buffer that is a block longer at least."""
+        if count > self._left:
+            self.next_key()
+        self._left -= count
+        room = memoryview(buffer)
+        for start in range(0, count, len(_ZEROS)):
+            self._stream.update_into(_ZEROS[: count - start], room[start:])
+
+    def words(self, count: int) -> npt.NDArray[np.uint64]:
+        """Draws so many times 64 random bits."""
+        drawn = bytearray(8 * count + _BLOCK_BYTES)
+        self._draw_into(drawn, 8 * count)
+        return np.frombuffer(drawn, np.uint64, count)
+
+    def uniforms(self, count: int) -> torch.Tensor:
+        """Draws multiples of 2⁻⁵³ in [0, 1), all equally likely: float64, shape (count,)."""
+        return torch.from_numpy((self.words(count) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+    def normals(self, count: int) -> torch.Tensor:
+        """Draws standard normal numbers by Box and Muller's transform: float32, shape (count,).
+
+        A word w of 32 bits is the uniform number |w|·2⁻³¹, which single precision holds with all of
+        its bits where it is small: numbers reach 6.76, as if 10⁻¹¹ of a normal distribution were
+        cut off.
+        """
+        return self._handed_out(count, np.float32, self._fill)
+
+    def precise_normals(self, count: int) -> torch.Tensor:
+        """Draws standard normal numbers, each the halved sum of four draws: float64, shape (count,).
+
+        One draw alone can only be one of 2⁶⁴ numbers, through which an adversary could go (Holohan
+        and Braghin, "Secure random sampling in differential privacy", section 5.1). Directions come
+        from tables: each of the four points of a pair has one of 4096, and their sum is turned by
+        one of 4096 finer steps between two of these. In all there are 2²⁴, and what is left of the
+        steps is a multiple of the 2²⁴th harmonic, which is nothing: a Bessel function of that order of a number below 10⁴.
+        """
+        return self._handed_out(count, np.float64, self._fill_precisely)
+
+    def _handed_out(self, count: int, kind: type[np.floating], fill: Callable[[npt.NDArray], None]) -> torch.Tensor:
+        """Takes so many numbers from those that are ready, each once; small tensors share a block."""
+        ready = self._ready.get(kind, _NONE)
+        if count > len(ready):
+            made = np.empty(max(count, _NUMBERS), kind)
+            for start in range(0, len(made), _NUMBERS):
+                fill(made[start : start + _NUMBERS])
+            ready = torch.from_numpy(made)
+        self._ready[kind] = ready[count:]
+        return ready[:count]
+
+    def _fill(self, block: npt.NDArray[np.float32]) -> None:
+        """Fills at most ``_NUMBERS`` entries with normal numbers of one draw each."""
+        half = -(-len(block) // 2)
+        rest = len(block) - half
+        bits, (radius, angle) = self._bits(2 * half), self._room.view(np.float32)[: 2 * half].reshape(2, half)
+        _radii(bits[:half], radius)
+        np.multiply(bits[half:], np.float32(_RADIANS), out=angle, casting="unsafe")
+        np.multiply(np.cos(angle, out=block[:half]), radius, out=block[:half])
+        np.multiply(np.sin(angle[:rest], out=block[half:]), radius[:rest], out=block[half:])
+
+    def _fill_precisely(self, block: npt.NDArray[np.float64]) -> None:
+        """Fills at most ``_NUMBERS`` entries with halved sums of four draws."""
+        half = -(-len(block) // 2)
+        rest = len(block) - half
+        x, y = np.zeros((2, half))
+        for _ in range(_DRAWS):
+            bits = self._bits(2 * half)
+            radius, turned = self._room[: 2 * half].reshape(2, half)
+            _radii(bits[:half], radius)
+            place = np.bitwise_and(bits[half:], _TURNS - 1, out=bits[half:])
+            for sums, table in ((x, _COARSE[0]), (y, _COARSE[1])):
+                np.take(table, place, out=turned, mode="clip")
+                sums += np.multiply(turned, radius, out=turned)
+        place = np.bitwise_and(self._bits(half), _TURNS - 1)
+        cosine, sine = _FINE[0][place], _FINE[1][place]
+        block[:half] = (x * cosine - y * sine) / _DRAWS**0.5
+        block[half:] = ((x * sine + y * cosine) / _DRAWS**0.5)[:rest]
+
+    def _bits(self, count: int) -> npt.NDArray[np.int32]:
+        """Draws random words of 32 bits, in memory that is kept for them."""
+        self._draw_into(self._buffer, 4 * count)
+        return np.frombuffer(self._buffer, np.int32, count)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self.device),)
+        return _fresh, (str(self.device), self.secure)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SecretGenerator:
-        return type(self)(self.device)
+        return _fresh(self.device, self.secure)
 
 
-def secret_generator(device: torch.device | str) -> torch.Generator:
-    """A generator on ``device`` whose state comes from the operating system."""
-    return SecretGenerator(device)
+def _radii(bits: npt.NDArray[np.int32], out: npt.NDArray[np.floating]) -> None:
+    """Turns words of 32 bits into distances of normal points of a plane from its origin."""
+    kind = out.dtype.type
+    np.abs(np.multiply(bits, kind(2.0**-31), out=out, casting="unsafe"), out=out)
+    np.log(np.maximum(out, kind(_SMALLEST), out=out), out=out)
+    np.sqrt(np.multiply(out, kind(-2), out=out), out=out)
 
 
-def seeded_generator(device: torch.device | str, seed: int, use: str) -> torch.Generator:
-    """A repeatable generator of its own for each use of one seed: no secret of anyone's."""
-    generator = torch.Generator(device=device)
-    entropy = hashlib.shake_256(f"{use} of seed {seed}".encode()).digest(4 * _WORDS)
-    if generator.device.type == "cpu":
-        return _fill(generator, entropy)
-    return generator.manual_seed(int.from_bytes(entropy[:8], "little", signed=True))
+def _fresh(device: torch.device | str, secure: bool) -> SecretGenerator:
+    """What a copy or a pickle of a generator becomes."""
+    return SecretGenerator(device, secure=secure)
+
+
+def seeded_generator(device: torch.device | str, seed: int, use: str) -> SecretGenerator:
+    """Makes a repeatable generator of its own for each use of one seed: no secret of anyone's."""
+    key = hashlib.sha256(f"{use} of seed {seed}".encode()).digest()
+    return SecretGenerator(device, key=key, secret=False)
 
 
 def check_generator(name: str, generator: Any) -> None:
-    """Refuses what no permutation can be drawn from; None is fine."""
+    """Refuses what no stream can be made of; None is fine.
+
+    Raises:
+        ValueError: If it is no generator, or one on another device than the CPU.
+    """
     if generator is not None:
         instance_of(name, generator, (torch.Generator,))
         if generator.device.type != "cpu":
             raise ValueError(f"{name} must live on the CPU, got one on {generator.device}")
 
 
-def _fill(generator: torch.Generator, entropy: bytes) -> torch.Generator:
-    """A CPU generator's whole state from these bytes."""
-    probe = 20_061_111
-    state = generator.manual_seed(probe).get_state()
-    words = state[_FIRST : _FIRST + 8 * _WORDS].view(torch.int64)
-    if len(words) != _WORDS or int(words[0]) != probe:
-        warnings.warn("this PyTorch keeps the state of its CPU generator elsewhere: only 32 bits are secret", stacklevel=3)
-        return generator.manual_seed(int.from_bytes(entropy[:4], "little"))
-    words.copy_(torch.from_numpy(np.frombuffer(entropy, np.uint32).astype(np.int64)))
-    return generator.set_state(state)
+def stream_of(generator: torch.Generator | None) -> SecretGenerator:
+    """Returns the stream to draw from for a caller's generator: one rule for all of the package.
+
+    Args:
+        generator: On the CPU. None is a fresh secret; a :class:`SecretGenerator` is itself; any
+            other one gives 256 bits of its own at every call, which key a stream that is no secret.
+
+    Raises:
+        ValueError: If it is no generator, or one on another device than the CPU.
+    """
+    check_generator("generator", generator)
+    if generator is None or isinstance(generator, SecretGenerator):
+        return SecretGenerator() if generator is None else generator
+    key = torch.randint(0, 256, (KEY_BYTES,), generator=generator, dtype=torch.uint8)
+    return SecretGenerator(key=key.numpy().tobytes(), secret=False)
+
+
+def is_secret(generator: torch.Generator | None) -> bool:
+    """Whether nobody can draw the numbers of this generator again; PyTorch's own (None) is no cipher."""
+    return isinstance(generator, SecretGenerator) and generator.secret
 
 
 class KeyChain:
     """A secret key that gives one CPU generator after another and cannot be run backwards.
 
-    Each draw replaces the key by its hash, so a key in a checkpoint tells the permutations drawn from then on, never those
-    before. After a fork the child has a key of its own, and so has a copy.
+    Each draw replaces the key by its hash, so a key in a checkpoint tells the permutations drawn
+    from then on, never those before. After a fork the child has a key of its own, and so has a copy.
 
     Args:
         key: 32 bytes; by default from the operating system.
     """
 
     def __init__(self, key: bytes | None = None) -> None:
-        self.key = os.urandom(32) if key is None else key
+        self.key = os.urandom(KEY_BYTES) if key is None else key
         renew_after_fork(self)
 
     def renew(self) -> None:
-        """Take another key from the operating system."""
-        self.key = os.urandom(32)
+        """Takes another key from the operating system."""
+        self.key = os.urandom(KEY_BYTES)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return KeyChain, ()
 
-    def next_generator(self) -> torch.Generator:
-        """A generator of its own for the next draw."""
-        entropy = hashlib.shake_256(b"draw" + self.key).digest(4 * _WORDS)
+    def next_generator(self) -> SecretGenerator:
+        """Returns a generator of its own for the next draw."""
+        drawn = hashlib.sha256(b"draw" + self.key).digest()
         self.key = hashlib.sha256(b"next" + self.key).digest()
-        return _fill(torch.Generator(), entropy)
+        return SecretGenerator(key=drawn)

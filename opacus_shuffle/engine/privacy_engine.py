@@ -31,8 +31,8 @@ from opacus_shuffle.accountants.forgotten_flags import little_noise
 from opacus_shuffle.accountants.opacus_report import OpacusReport
 from opacus_shuffle.accountants.report import PrivacyReport, not_private
 from opacus_shuffle.core.guarantees import Adjacency
-from opacus_shuffle.core.opacus_compat import ACCOUNTANTS, let_optimizers_draw_system_noise
-from opacus_shuffle.core.system_randomness import SystemGenerator
+from opacus_shuffle.core.opacus_compat import ACCOUNTANTS
+from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import boolean, instance_of, integer, one_of, open_unit_interval, reject_unknown
 from opacus_shuffle.engine.attempt import AttemptMixin
 from opacus_shuffle.engine.checkpoints import CheckpointMixin
@@ -56,6 +56,12 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
     dataset: Any  # Opacus's, untyped
     seed: int | None = None
     runs: int = 0
+    pytorch_noise: bool = False
+    """Whether a run had Opacus's own noise, from PyTorch's generator."""
+    max_grad_norm: float | list[float] | None = None
+    """C of the latest run, which its statement tells."""
+    num_users: int | None = None
+    """How many records the latest run's data set has."""
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False, seed: int | None = None, **keywords: Any) -> None:
         one_of("accountant", instance_of("accountant", accountant, (str,)), ACCOUNTANTS)
@@ -72,8 +78,7 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
             super().__init__(accountant=accountant, secure_mode=False, **keywords)  # True would look for torchcsprng
         self.secure_mode, self.seed, self.runs = secure_mode, seed, 0
         if secure_mode:
-            let_optimizers_draw_system_noise()
-            self.secure_rng = SystemGenerator()
+            self.secure_rng = SecretGenerator(secure=True)
         if seed is not None:
             warnings.warn(not_private((f"seed={seed}",)), stacklevel=2)
 
@@ -168,6 +173,7 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
             made = super(ShuffleMixin, attempt).make_private(**run.for_opacus(noise_generator))
             scheme.attach(run, made)
         self.runs += 1
+        self.max_grad_norm, self.num_users = max_grad_norm, run.sampling.num_users
         if found := [each for each in scheme.predictable(run) if not each.startswith("seed=")]:
             warnings.warn(not_private(found), stacklevel=2)
         planned = getattr(self.accountant, "planned", None)  # Opacus's own plan nothing
@@ -249,14 +255,21 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
         if not len(self.accountant):
             raise ValueError("privacy_report has nothing to report: no training step was taken yet")
         if isinstance(self.accountant, ShuffleAccountant):
-            return self.accountant.report(delta, adjacency=adjacency)
+            return self.accountant.report(delta, adjacency=adjacency, max_grad_norm=self.max_grad_norm)
         if Adjacency(adjacency) is not Adjacency.ZERO_OUT:
             raise ValueError(
                 f"accountant {self.accountant.mechanism()!r} has an epsilon for zero_out alone, got adjacency={adjacency!r}: "
                 "leave it out, or use a shuffle accountant"
             )
         return OpacusReport(
-            self.accountant, delta=delta, poisson=self.poisson, rewound=self.rewound, predictable=self.predictable
+            self.accountant,
+            delta=delta,
+            poisson=self.poisson,
+            rewound=self.rewound,
+            predictable=self.predictable,
+            pytorch_noise=self.pytorch_noise,
+            max_grad_norm=self.max_grad_norm,
+            num_users=self.num_users,
         )
 
 

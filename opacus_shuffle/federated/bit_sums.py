@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 
 from opacus_shuffle.accountants.mechanisms import ShuffledSums
+from opacus_shuffle.core.randomness import stream_of
 from opacus_shuffle.core.validation import one_of
 from opacus_shuffle.federated.report_format import ReportFormat
 from opacus_shuffle.protocols.messages import Messages, shuffled
-from opacus_shuffle.protocols.random_words import numpy_draws
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
@@ -159,7 +159,7 @@ class BitSums(ReportFormat):
             Messages(np.frombuffer(each, np.uint8).reshape(self.dimension, -1), self.bits, self.protocol.granularity)
             for each in held
         ]
-        return [shuffled(together, numpy_draws(generator)).bits.tobytes()]
+        return [shuffled(together, stream_of(generator)).bits.tobytes()]
 
     def estimate(self, mixed: Sequence[bytes], num_reports: int) -> torch.Tensor:
         """The analyzer's estimate from the numbers of ones."""

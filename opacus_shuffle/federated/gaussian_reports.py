@@ -20,7 +20,7 @@ from scipy import stats
 from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn, ShuffleGauss, SubsampledShuffle
 from opacus_shuffle.core.opacus_compat import gaussian_noise
 from opacus_shuffle.core.participation import heads, subset
-from opacus_shuffle.core.system_randomness import SystemGenerator
+from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import noise_level, one_of
 from opacus_shuffle.federated.report_format import ReportFormat
 
@@ -115,7 +115,7 @@ class GaussianReports(ReportFormat):
         """
         if not self.selected:
             return super().ask(clients)
-        count, draws = len(clients), SystemGenerator()
+        count, draws = len(clients), SecretGenerator()
         if count != self.num_users:
             raise ValueError(
                 f"server_selects={self.server_selects!r} draws from all num_users={self.num_users} clients, got {count}: "

@@ -22,8 +22,7 @@ import torch
 
 from opacus_shuffle.accountants.communication import Communication
 from opacus_shuffle.accountants.mechanism import Mechanism
-from opacus_shuffle.core.randomness import check_generator
-from opacus_shuffle.core.system_randomness import SystemGenerator
+from opacus_shuffle.core.randomness import SecretGenerator, check_generator
 from opacus_shuffle.core.validation import (
     instance_of,
     integer,
@@ -225,7 +224,7 @@ class ReportFormat(ABC):
         round_ = integer("number", number, minimum=0, maximum=LARGEST_ROUND)
         clipped = None if vector is None else self.clip(vector)
         header = _HEADER.pack(self.letters, round_, self.dimension, self.fingerprint)
-        return header + self.randomize(clipped, SystemGenerator() if generator is None else generator)
+        return header + self.randomize(clipped, SecretGenerator(secure=True) if generator is None else generator)
 
     @property
     def report_size(self) -> int:

@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from opacus_shuffle.core.randomness import SecretGenerator, check_generator
-from opacus_shuffle.core.system_randomness import SystemGenerator
+from opacus_shuffle.core.randomness import SecretGenerator, check_generator, is_secret
 from opacus_shuffle.core.validation import instance_of, integer
 from opacus_shuffle.federated.report_format import LARGEST_ROUND, ReportFormat
 
@@ -78,8 +77,8 @@ class Shuffler:
     def __init__(self, format: ReportFormat, generator: torch.Generator | None = None) -> None:
         self.format = instance_of("format", format, (ReportFormat,))
         check_generator("generator", generator)
-        self._generator = SystemGenerator() if generator is None else generator
-        self.predictable = () if isinstance(self._generator, SecretGenerator) else ("the generator of the shuffler",)
+        self._generator = SecretGenerator() if generator is None else generator
+        self.predictable = () if is_secret(self._generator) else ("the generator of the shuffler",)
         self._lock = threading.Lock()
         self._open: int | None = None
         self._last = -1

@@ -19,17 +19,15 @@ from opacus_shuffle.analysis import binomial_sums, sampled_sums
 from opacus_shuffle.analysis.binomial_sums import BinomialSum, gaussian_equivalent
 from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.core.guarantees import InconsistentBound
-from opacus_shuffle.core.system_randomness import SystemGenerator, uniforms
+from opacus_shuffle.core.randomness import SecretGenerator, stream_of
 from opacus_shuffle.core.validation import instance_of, integer, one_of
+from opacus_shuffle.protocols.binomials import alike_binomials, draw_binomials
 from opacus_shuffle.protocols.calibration import GridPlan, Promise
-from opacus_shuffle.protocols.exact_binomials import deviation_of, exact_binomials
 from opacus_shuffle.protocols.messages import Messages, shuffled
 from opacus_shuffle.protocols.random_rounding import round_at_random
-from opacus_shuffle.protocols.random_words import draws_of, numpy_draws, word_source
 from opacus_shuffle.protocols.statement import PrivacyStatement
 
 _CHUNK = 2**17  # numbers that are rounded at a time: what a processor's cache holds
-_NARROW, _MANY = 1000.0, 128  # standard deviation and number of binomials whose table costs less than it saves
 TOLERANCE = 1e-5
 """How far beyond its bound a value may lie, relatively, for the rounding of single precision; it is taken back to the bound."""
 
@@ -195,9 +193,9 @@ class GridSum(ABC):
 
     def _randomize(self, point: torch.Tensor, generator: torch.Generator | None) -> Messages:
         """One user's messages for a point of shape (1, d)."""
-        draws = draws_of(generator)
+        draws = stream_of(generator)
         rounded = round_at_random(self._place(self._checked(point))[0], draws).numpy()
-        noise = numpy_draws(draws).binomial(self.noise_bits, self.bit_probability, self.dimension)
+        noise = alike_binomials(self.noise_bits, self.bit_probability, self.dimension, draws)
         return Messages.of(rounded + noise, bits_per_report=self.granularity + self.noise_bits, granularity=self.granularity)
 
     def shuffle(self, messages: Sequence[Messages], generator: torch.Generator | None = None) -> Messages:
@@ -219,7 +217,7 @@ class GridSum(ABC):
         for each in given:
             self._check(each)
         self.check_reports(sum(each.num_reports for each in given))
-        return shuffled(given, numpy_draws(draws_of(generator)))
+        return shuffled(given, stream_of(generator))
 
     def _analyze(self, messages: Messages) -> torch.Tensor:
         """The estimate of the sum over those whose messages these are."""
@@ -261,9 +259,9 @@ class GridSum(ABC):
                 A tensor expanded from one row (stride 0) costs no more than that row.
             generator: On the CPU; by default secret.
         """
-        return self._encode(points, draws_of(generator))[0]
+        return self._encode(points, stream_of(generator))[0]
 
-    def _encode(self, points: Any, draws: torch.Generator) -> tuple[torch.Tensor, int]:
+    def _encode(self, points: Any, draws: SecretGenerator) -> tuple[torch.Tensor, int]:
         """The sum and the number of rows."""
         if isinstance(points, torch.Tensor | np.ndarray):
             points = [points]
@@ -283,7 +281,7 @@ class GridSum(ABC):
                 total += self._encode_block(numbers, draws)
         return total, rows
 
-    def _encode_block(self, block: torch.Tensor, draws: torch.Generator) -> torch.Tensor:
+    def _encode_block(self, block: torch.Tensor, draws: SecretGenerator) -> torch.Tensor:
         """The sum of one block of rows."""
         if block.layout != torch.strided:
             return self._encode_sparse(block, draws)
@@ -294,7 +292,7 @@ class GridSum(ABC):
             total += round_at_random(self._place(self._checked(rows)), draws).sum(0)
         return total
 
-    def _encode_sparse(self, block: torch.Tensor, draws: torch.Generator) -> torch.Tensor:
+    def _encode_sparse(self, block: torch.Tensor, draws: SecretGenerator) -> torch.Tensor:
         """Rows of which only some entries are not zero."""
         if block.layout == torch.sparse_coo and block.dense_dim():
             raise ValueError("X must be sparse in both dimensions, got a hybrid tensor: pass X.to_dense()")
@@ -305,17 +303,17 @@ class GridSum(ABC):
         norms = torch.zeros(len(block), dtype=torch.float64).index_add_(0, row, values**2).sqrt()
         place = self._place(self._within(values, norms[row]))
         whole = place.floor()
-        rounded = whole + (uniforms(len(place), draws) < place - whole)
+        rounded = whole + (draws.uniforms(len(place)) < place - whole)
         total = torch.zeros(self.dimension, dtype=torch.int64).index_add_(0, column, rounded.long())
         zeros = len(block) - torch.bincount(column, minlength=self.dimension)
         zero = torch.full((self.dimension,), -self._low * self.granularity / self._span, dtype=torch.float64)
         return total + self._round_copies(zero, zeros, draws)
 
     @staticmethod
-    def _round_copies(place: torch.Tensor, copies: Any, draws: torch.Generator) -> torch.Tensor:
+    def _round_copies(place: torch.Tensor, copies: Any, draws: SecretGenerator) -> torch.Tensor:
         """The sum of so many roundings of each place: coins for the same fraction are one binomial."""
         whole = place.floor()
-        coins = numpy_draws(draws).binomial(copies, (place - whole).numpy())
+        coins = draw_binomials(copies, (place - whole).numpy(), draws)
         return copies * whole.long() + torch.from_numpy(coins)
 
     def draw_noise(self, num_reports: int, generator: torch.Generator | None = None, *, part: bool = False) -> torch.Tensor:
@@ -330,11 +328,8 @@ class GridSum(ABC):
             ValueError: If so many reports are not covered, unless they are a part.
         """
         reports = integer("num_reports", num_reports, minimum=0) if part else self.check_reports(num_reports)
-        trials, draws = reports * self.noise_bits, draws_of(generator)
-        pays = self.dimension >= _MANY and deviation_of(trials, self.bit_probability) <= _NARROW
-        if pays or isinstance(draws, SystemGenerator):
-            return torch.from_numpy(exact_binomials(trials, self.bit_probability, self.dimension, word_source(draws)))
-        return torch.from_numpy(numpy_draws(draws).binomial(trials, self.bit_probability, self.dimension))
+        trials, draws = reports * self.noise_bits, stream_of(generator)
+        return torch.from_numpy(alike_binomials(trials, self.bit_probability, self.dimension, draws))
 
     def decode(self, counts: torch.Tensor, num_reports: int) -> torch.Tensor:
         """Returns the analyzer's estimate of the sum from the numbers of ones: float64, shape (d,).
@@ -352,7 +347,7 @@ class GridSum(ABC):
 
     def _simulate(self, points: Any, generator: torch.Generator | None) -> torch.Tensor:
         """A draw of the analyzer's answer."""
-        draws = draws_of(generator)
+        draws = stream_of(generator)
         counts, reports = self._encode(points, draws)
         if not reports:
             raise ValueError("X must hold one row per user, got none")

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from opacus_shuffle.core.participation import permutation
+from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import integer
 
 
@@ -50,7 +52,7 @@ class Messages:
         return np.array([np.count_nonzero(np.unpackbits(row)) for row in self.bits], np.int64)
 
 
-def shuffled(messages: Sequence[Messages], generator: np.random.Generator) -> Messages:
+def shuffled(messages: Sequence[Messages], stream: SecretGenerator) -> Messages:
     """Returns all these messages in random order."""
     first = messages[0]
     reports = sum(each.num_reports for each in messages)
@@ -60,6 +62,5 @@ def shuffled(messages: Sequence[Messages], generator: np.random.Generator) -> Me
         pooled = np.concatenate(
             [np.unpackbits(each.bits[coordinate], count=each.num_reports * each.bits_per_report) for each in messages]
         )
-        generator.shuffle(pooled)
-        bits[coordinate] = np.packbits(pooled)
+        bits[coordinate] = np.packbits(pooled[permutation(total, stream)])
     return Messages(bits, first.bits_per_report, first.granularity, reports)

@@ -6,13 +6,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from opacus_shuffle.core.system_randomness import uniforms
-from opacus_shuffle.protocols.random_words import word_source
+from opacus_shuffle.core.randomness import SecretGenerator
 
 _SIXTEEN_BITS = 2**16
 
 
-def round_at_random(place: torch.Tensor, draws: torch.Generator) -> torch.Tensor:
+def round_at_random(place: torch.Tensor, draws: SecretGenerator) -> torch.Tensor:
     """Returns ⌊place + U⌋, int64, with U uniform for every entry; ``place`` (float64, at least 0) is overwritten.
 
     The first 16 bits of U decide all but one in 65,536, and cost a quarter of what 64 do; the rest is drawn where it matters.
@@ -23,11 +22,10 @@ def round_at_random(place: torch.Tensor, draws: torch.Generator) -> torch.Tensor
     coarse.add_(torch.from_numpy(_sixteen_bits(draws, coarse.numel())).view(coarse.shape))
     sums = coarse.long()
     tied = ((sums & (_SIXTEEN_BITS - 1)) == _SIXTEEN_BITS - 1).nonzero(as_tuple=True)
-    sums[tied] += uniforms(len(tied[0]), draws) >= 1 - rest[tied]
+    sums[tied] += draws.uniforms(len(tied[0])) >= 1 - rest[tied]
     return sums >> 16
 
 
-def _sixteen_bits(draws: torch.Generator, count: int) -> npt.NDArray[np.uint16]:
+def _sixteen_bits(draws: SecretGenerator, count: int) -> npt.NDArray[np.uint16]:
     """So many whole numbers below 65,536."""
-    words = word_source(draws).words(-(-count // 4))
-    return words.copy().view(np.uint16)[:count]  # PyTorch warns of memory that is read-only
+    return draws.words(-(-count // 4)).view(np.uint16)[:count]

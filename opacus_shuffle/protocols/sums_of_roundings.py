@@ -5,10 +5,10 @@ ten bits of U decide all but two entries in a thousand: x in units of 2⁻¹⁰ 
 sum of both is within a unit of a whole number, double precision and all bits of U would say the same. The others are worked out
 so, from the ten bits that they have and 53 more. The distribution is that of rounding in double precision.
 
->>> from opacus_shuffle.protocols.random_words import word_source
->>> source = word_source(torch.Generator().manual_seed(1))
+>>> from opacus_shuffle.core.randomness import seeded_generator
+>>> source = seeded_generator("cpu", 1, "rounding")
 >>> sum_of_roundings(torch.full((1000, 3), 0.25), torch.ones(1000), granularity=8, source=source) - 4000
-tensor([253, 246, 222])
+tensor([269, 248, 224])
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from opacus_shuffle.protocols.random_words import WordSource
+from opacus_shuffle.core.randomness import SecretGenerator
 
 FINEST = 2**12
 """Grids with more steps than this do not fit into single precision."""
@@ -31,7 +31,7 @@ _ENTRIES = 2**17  # that are worked on at a time: what a processor's cache holds
 _COLUMNS = 2**11
 
 
-def sum_of_roundings(rows: torch.Tensor, steps: torch.Tensor, *, granularity: int, source: WordSource) -> torch.Tensor:
+def sum_of_roundings(rows: torch.Tensor, steps: torch.Tensor, *, granularity: int, source: SecretGenerator) -> torch.Tensor:
     """Returns the counts: int64, shape (d,).
 
     Args:
@@ -77,7 +77,7 @@ def _sum_block(
     block: npt.NDArray[np.floating],
     scale: npt.NDArray[np.float64],
     granularity: int,
-    source: WordSource,
+    source: SecretGenerator,
     room: _Room,
 ) -> npt.NDArray[np.int32]:
     """What fits into the cache."""

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from opacus_shuffle.analysis import binomial_sums
+from opacus_shuffle.core.randomness import stream_of
 from opacus_shuffle.core.validation import integer, moderate, noise_level, positive, sampling_rate
+from opacus_shuffle.protocols.binomials import alike_binomials
 from opacus_shuffle.protocols.calibration import (
     ROUNDING_SHARE,
     SMALLEST_MULTIPLIER,
@@ -26,7 +28,6 @@ from opacus_shuffle.protocols.calibration import (
 )
 from opacus_shuffle.protocols.grid_sum import TOLERANCE, GridSum, real_numbers
 from opacus_shuffle.protocols.messages import Messages
-from opacus_shuffle.protocols.random_words import draws_of, numpy_draws, word_source
 from opacus_shuffle.protocols.sums_of_roundings import FINEST, sum_of_roundings
 
 _ENTRIES = 2**24
@@ -207,22 +208,22 @@ class ShuffleVectorSum(GridSum):
             factors: What every user's pieces are multiplied by, shape (n,); then their norm is at most ``max_norm``.
             generator: On the CPU; by default secret.
         """
-        draws = draws_of(generator)
+        draws = stream_of(generator)
         rows = [piece.detach().reshape(len(piece), math.prod(piece.shape[1:])).cpu() for piece in pieces]
         if self.granularity > FINEST:
             parts = zip(*(torch.split(each, max(1, _ENTRIES // self.dimension)) for each in (*rows, factors)), strict=True)
             return self._encode(
                 (torch.cat([each.double() for each in part[:-1]], dim=1) * part[-1][:, None] for part in parts), draws
             )[0]
-        source, steps = word_source(draws), factors.cpu() * (self.granularity / self._span)
+        steps = factors.cpu() * (self.granularity / self._span)
         narrow = _joined([each if each.dtype == torch.float64 else each.float() for each in rows])
-        return torch.cat([sum_of_roundings(each, steps, granularity=self.granularity, source=source) for each in narrow])
+        return torch.cat([sum_of_roundings(each, steps, granularity=self.granularity, source=draws) for each in narrow])
 
     def encode_zeros(self, count: int, generator: torch.Generator | None = None) -> torch.Tensor:
         """Returns what :meth:`encode` does, of so many vectors of zero: a single number where zero is on the grid."""
         if self.granularity % 2 == 0:
             return torch.tensor(count * (self.granularity // 2))
-        coins = numpy_draws(draws_of(generator)).binomial(count, 0.5, self.dimension)
+        coins = alike_binomials(count, 0.5, self.dimension, stream_of(generator))
         return torch.from_numpy(coins) + count * (self.granularity // 2)
 
     def _within(self, values: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from opacus_shuffle.accountants.calibrate import smallest_noise
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.core.randomness import check_generator
+from opacus_shuffle.core.randomness import check_generator, stream_of
 from opacus_shuffle.core.validation import boolean, instance_of, integer, not_negative, one_of, open_unit_interval, positive
 from opacus_shuffle.protocols.calibration import CALIBRATIONS
-from opacus_shuffle.protocols.random_words import draws_of
 from opacus_shuffle.sco.accelerated_sgd import AcceleratedSGD
 from opacus_shuffle.sco.acceleration import AcceleratedIterates
 from opacus_shuffle.sco.bounded_gradients import BoundedGradients
@@ -200,7 +199,7 @@ class PanPrivateAcceleratedSGD:
     def _draw(self) -> Tensor:
         """Returns a noise vector."""
         dimension = self._reported.objective.dimension
-        return self._noise * torch.randn(dimension, generator=draws_of(self._generator), dtype=torch.float64)
+        return self._noise * stream_of(self._generator).precise_normals(dimension)
 
 
 class PanPrivate(AcceleratedSGD):

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from opacus_shuffle.core.participation import permutation
 from opacus_shuffle.core.progress import enter_phase, progress
 from opacus_shuffle.core.validation import boolean, instance_of, integer, one_of, positive
 from opacus_shuffle.protocols.calibration import noise_variance
-from opacus_shuffle.protocols.random_words import draws_of
 from opacus_shuffle.protocols.statement import PrivacyStatement
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 from opacus_shuffle.sco.bounded_gradients import BoundedGradients
@@ -150,7 +150,7 @@ class Solver(ABC):
 
     def order(self, users: Tensor) -> Tensor:
         """Returns these users in the order in which they take part: at random."""
-        return users[torch.randperm(len(users), generator=draws_of(self.problem.generator))]
+        return users[torch.from_numpy(permutation(len(users), self.problem.generator))]
 
     def solve(self) -> Estimate:
         """Runs one phase on everyone."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import multiprocessing
 import os
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from helpers.toy import make_toy
+from scipy import stats
 
 from opacus_shuffle import PrivacyEngine
-from opacus_shuffle.core.randomness import KeyChain, secret_generator, seeded_generator
+from opacus_shuffle.core import randomness
+from opacus_shuffle.core.randomness import KeyChain, SecretGenerator, is_secret, seeded_generator, stream_of
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 on_cuda = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"))
@@ -35,12 +39,15 @@ def in_child(function):
 
 
 def drawn(generator):
+    """Numbers that hide people, of a stream of ours; else PyTorch's."""
+    if isinstance(generator, SecretGenerator):
+        return [*generator.words(4).tolist(), *generator.normals(4).tolist()]
     return torch.randint(2**62, (4,), generator=generator).tolist()
 
 
 @forks
 def test_a_forked_child_has_secrets_of_its_own_and_two_children_differ():
-    secret, chain = secret_generator("cpu"), KeyChain()
+    secret, chain = SecretGenerator(), KeyChain()
     draws = [in_child(lambda: (drawn(secret), drawn(chain.next_generator()))) for _ in range(2)]
     draws.append((drawn(secret), drawn(chain.next_generator())))
     for kind in zip(*draws, strict=True):
@@ -59,14 +66,6 @@ def test_a_fork_leaves_the_generators_of_users_and_of_seeds_alone():
     assert in_child(lambda: (drawn(own), drawn(seeded))) == (drawn(own), drawn(seeded))
 
 
-@forks
-def test_the_parent_keeps_its_state_when_it_forks():
-    secret = secret_generator("cpu")
-    state = secret.get_state()
-    in_child(lambda: 0)
-    assert torch.equal(secret.get_state(), state)
-
-
 def _draw_in(queue, generator):
     queue.put(drawn(generator))
 
@@ -74,7 +73,7 @@ def _draw_in(queue, generator):
 @pytest.mark.parametrize("method", [pytest.param("fork", marks=forks), pytest.param("spawn", marks=pytest.mark.slow)])
 def test_processes_of_multiprocessing_share_no_secret(method):
     context = multiprocessing.get_context(method)
-    secret, queue = secret_generator("cpu"), context.SimpleQueue()
+    secret, queue = SecretGenerator(), context.SimpleQueue()
     processes = [context.Process(target=_draw_in, args=(queue, secret)) for _ in range(2)]
     for process in processes:
         process.start()
@@ -126,10 +125,11 @@ def test_after_a_fork_opacus_own_accountants_draw_from_secrets_unless_seeded_ane
 @pytest.mark.parametrize("device", ["cpu", on_cuda])
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_a_copy_of_a_secret_generator_is_another_secret(device, duplicate):
-    secret = secret_generator(device)
+    secret = SecretGenerator(device)
     other = duplicate(secret)
     assert other.device == secret.device
-    assert not torch.equal(torch.randn(4, generator=other, device=device), torch.randn(4, generator=secret, device=device))
+    assert drawn(other) != drawn(secret)
+    assert other.initial_seed() != secret.initial_seed()  # on a GPU, the key of the noise
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
@@ -141,16 +141,100 @@ def test_a_copy_of_a_key_chain_has_another_key(duplicate):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @forks
 def test_a_generator_on_cuda_has_another_seed_after_a_fork():
-    secret = secret_generator("cuda")
+    secret = SecretGenerator("cuda")
     seeds = [in_child(secret.initial_seed) for _ in range(2)] + [secret.initial_seed()]
     assert len(set(seeds)) == 3
 
 
-@pytest.mark.parametrize("device", ["cpu", on_cuda])
-def test_uses_of_one_seed_have_streams_of_their_own(device):
-    draws = [
-        tuple(torch.randn(4, generator=seeded_generator(device, seed, use), device=device).tolist())
-        for seed in (0, 1, 10)
-        for use in ("noise", "sampling", "1 noise")
-    ]
-    assert len(set(draws)) == 9
+def test_uses_of_one_seed_have_streams_of_their_own():
+    uses = [(seed, use) for seed in (0, 1, 10) for use in ("noise", "sampling", "1 noise")]
+    assert len({tuple(drawn(seeded_generator("cpu", *each))) for each in uses}) == 9
+
+
+def test_the_stream_is_that_of_aes_256_in_counter_mode():
+    """The known answer of FIPS 197's cipher for a key and a block of zeros; the first half is PyTorch's seed."""
+    block = bytes.fromhex("dc95c078a2408989ad48a21492842087")
+    generator = SecretGenerator(key=bytes(32), secret=False)
+    assert generator.initial_seed() == int.from_bytes(block[:8], "little")
+    assert generator.words(1).tobytes() == block[8:]
+
+
+def test_a_key_is_replaced_by_its_hash_before_it_has_served_too_long(monkeypatch):
+    monkeypatch.setattr(randomness, "BYTES_PER_KEY", 64)
+    key = bytes(range(32))
+    generator = SecretGenerator(key=key, secret=False)
+    first = generator.words(7).tolist()  # with PyTorch's seed, all of its 64 bytes
+    after = SecretGenerator(key=hashlib.sha256(b"next" + key).digest(), secret=False).words(2)
+    assert generator.words(2).tolist() == after.tolist()
+    monkeypatch.undo()
+    assert SecretGenerator(key=key, secret=False).words(7).tolist() == first
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 2**15, 2**15 + 3])
+def test_normal_numbers_are_box_and_muller_s_of_the_stream(count):
+    """By NumPy in double precision, from the same words; what is made beyond the count waits for the next call."""
+    generator = SecretGenerator(key=bytes(32), secret=False)
+    found = torch.cat([generator.normals(count), generator.normals(5)])[: 2**15].double()
+    words = SecretGenerator(key=bytes(32), secret=False).words(2**14).view(np.int32).astype(np.float64)
+    uniform, angle = np.abs(words[: 2**14]) * 2.0**-31, words[2**14 :] * 2 * np.pi * 2.0**-32
+    radius = np.sqrt(-2 * np.log(uniform))
+    expected = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
+    # Single precision turns by 2^-24 of half a turn at most, and knows radii of up to 6.8 to 2^-22.
+    assert np.abs(found.numpy() - expected[: len(found)]).max() < 7 * np.pi * 2.0**-22
+
+
+@pytest.mark.parametrize("draw", ["normals", "precise_normals"])
+def test_numbers_are_independent_and_normal_to_their_fourth_moment(draw):
+    generator = SecretGenerator()
+    x = torch.cat([getattr(generator, draw)(count) for count in (3, 2**16, 2**16 - 3, 10**5)]).double()
+    assert stats.kstest(x.numpy(), "norm").pvalue > 1e-7
+    for power in (1, 2):  # by seven standard errors: neighbours, and both numbers of a pair
+        values = (x**power - float(power == 2)) / (1, 2**0.5)[power - 1]
+        for lag in (1, 2**14):
+            assert abs(float((values[lag:] * values[:-lag]).mean())) < 7 * len(x) ** -0.5
+
+
+class ConstantCipher:
+    """Encrypts everything to the same 64 bits."""
+
+    def __init__(self, bits):
+        self.bits = bits.to_bytes(8, "little")
+
+    def encryptor(self):
+        return self
+
+    def update_into(self, data, buffer):
+        buffer[: len(data)] = self.bits * (len(data) // 8)
+
+
+@pytest.mark.parametrize("bits", [0, 2**64 - 1, 2**31, 2**63 | 2**31, 1])
+def test_extreme_words_give_finite_numbers(bits, monkeypatch):
+    monkeypatch.setattr(randomness, "Cipher", lambda *_: ConstantCipher(bits))
+    generator = SecretGenerator()
+    for found in (generator.normals(8), generator.precise_normals(8)):
+        assert bool(torch.isfinite(found).all())
+        assert float(found.abs().max()) < 14  # two radii of 6.8
+
+
+@pytest.mark.parametrize("choose", [lambda each: each.manual_seed(0), lambda each: each.set_state(each.get_state() * 0 + 1)])
+def test_a_seed_or_a_state_makes_the_stream_repeatable_and_no_secret(choose):
+    streams = [SecretGenerator(), SecretGenerator()]
+    assert all(map(is_secret, streams))
+    for each in streams:
+        each.normals(5)  # the rest of what was made is not handed out any more
+        choose(each)
+    assert drawn(streams[0]) == drawn(streams[1])
+    assert not any(map(is_secret, streams))
+
+
+def test_a_stream_of_somebody_s_generator_is_no_secret_and_another_one_each_time():
+    own = torch.Generator().manual_seed(0)
+    first, second = stream_of(own), stream_of(own)
+    assert drawn(first) != drawn(second)
+    assert drawn(stream_of(torch.Generator().manual_seed(0))) == drawn(stream_of(torch.Generator().manual_seed(0)))
+    assert not is_secret(first)
+    assert is_secret(stream_of(None))
+    secret = SecretGenerator()
+    assert stream_of(secret) is secret
+    assert not is_secret(None)
+    assert not is_secret(torch.Generator())

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from opacus_shuffle import PrivacyEngine, WeightShuffling
-from opacus_shuffle.core.randomness import secret_generator
-from opacus_shuffle.core.system_randomness import SystemGenerator
+from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.engine.privacy_engine import ShuffleMixin
 
 ACCOUNTANTS = ["shuffle_gauss", "subsampled_shuffle", "shuffled_checkin", "shuffled_fw", "shuffled_sums", "rdp"]
@@ -92,7 +91,7 @@ def test_a_generator_of_the_user_is_said_to_make_the_run_predictable(which):
 def test_a_secret_run_is_private_and_warns_of_nothing():
     engine = PrivacyEngine(accountant="shuffled_checkin")
     toy = make_toy()
-    toy["data_loader"] = DataLoader(toy["data_loader"].dataset, batch_size=6, generator=secret_generator("cpu"))
+    toy["data_loader"] = DataLoader(toy["data_loader"].dataset, batch_size=6, generator=SecretGenerator())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model, optimizer, loader = engine.make_private(**toy, noise_multiplier=2.0)
@@ -136,8 +135,8 @@ def test_bad_seeds_are_refused_by_name(arguments, match):
 def test_secure_mode_trains_and_draws_noise_and_participation_from_the_system(accountant, monkeypatch):
     engine = PrivacyEngine(accountant=accountant, secure_mode=True)
     model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0)
-    assert isinstance(optimizer.generator, SystemGenerator)
-    assert isinstance(loader.batch_sampler.generator, SystemGenerator)
+    assert isinstance(optimizer.generator, SecretGenerator)
+    assert isinstance(loader.batch_sampler.generator, SecretGenerator)
 
     def refuse(*_, **__):
         raise AssertionError("PyTorch's own generator was asked")

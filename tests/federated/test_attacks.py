@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import math
+import os
 import socket
 import threading
 
@@ -13,7 +14,6 @@ import pytest
 import torch
 
 import opacus_shuffle
-from opacus_shuffle.core.system_randomness import SystemGenerator
 from opacus_shuffle.federated import (
     BitSums,
     FarShuffler,
@@ -48,8 +48,8 @@ def test_all_randomness_is_the_operating_system_s(reports, monkeypatch):
     """With the same system's bytes everything is the same, whatever PyTorch's generator is at."""
     found = []
     for _ in range(2):
-        bits = np.random.PCG64(8)
-        monkeypatch.setattr(SystemGenerator, "words", lambda self, count, bits=bits: bits.random_raw(count).astype(np.uint64))
+        system = np.random.default_rng(8)
+        monkeypatch.setattr(os, "urandom", lambda count, system=system: system.bytes(count))
         shuffler, sent = Shuffler(reports), []
         shuffler.open_round(1)
         for sender in range(6):
@@ -65,8 +65,8 @@ def test_a_server_s_selection_is_the_operating_system_s(monkeypatch):
     reports = GaussianReports(**COMMON, noise_multiplier=1.0, server_selects="fixed_size")
     asked = []
     for _ in range(2):
-        bits = np.random.PCG64(8)
-        monkeypatch.setattr(SystemGenerator, "words", lambda self, count, bits=bits: bits.random_raw(count).astype(np.uint64))
+        system = np.random.default_rng(8)
+        monkeypatch.setattr(os, "urandom", lambda count, system=system: system.bytes(count))
         asked.append([reports.ask(range(6)) for _ in range(5)])
     assert asked[0] == asked[1]
 

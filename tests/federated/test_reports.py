@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from opacus_shuffle import ShuffledCheckIn, ShuffledSums, ShuffleGauss, ShuffleVectorSum, SubsampledShuffle
-from opacus_shuffle.core.system_randomness import SystemGenerator
+from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.federated import BitSums, GaussianReports, ReportFormat
 
 GAUSSIAN = {"dimension": 5, "max_norm": 2.0, "noise_multiplier": 1.5, "num_users": 40, "sample_rate": 0.5}
@@ -28,7 +28,7 @@ def mixed(reports: ReportFormat, sent: list[bytes]) -> list[bytes]:
     held: list = []
     for each in sent:
         reports.keep(held, each)
-    return reports.mix(held, SystemGenerator())
+    return reports.mix(held, SecretGenerator())
 
 
 every_format = pytest.mark.parametrize("reports", formats(), ids=["gaussian", "counts", "bits"])

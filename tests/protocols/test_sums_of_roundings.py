@@ -12,8 +12,7 @@ from helpers.count_distributions import PLAN, assert_of_distribution, count_dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opacus_shuffle.core.system_randomness import SystemGenerator
-from opacus_shuffle.protocols.random_words import SeededWords
+from opacus_shuffle.core.randomness import SecretGenerator, stream_of
 from opacus_shuffle.protocols.sums_of_roundings import FINEST, sum_of_roundings
 
 WIDE = 2000
@@ -67,7 +66,7 @@ def test_scaled_pieces_have_the_exact_distribution(granularity, dtype):
     if dtype == torch.float16:
         pieces[1] = pieces[1].double()  # parameters need not be of one type
     values = (given.double() * factors).tolist()
-    generators = (torch.Generator().manual_seed(5), SystemGenerator())
+    generators = (torch.Generator().manual_seed(5), SecretGenerator())
     counts = [
         protocol.encode_scaled(pieces, factors, generator) + protocol.draw_noise(4, generator)
         for generator in generators
@@ -78,7 +77,7 @@ def test_scaled_pieces_have_the_exact_distribution(granularity, dtype):
 
 
 def test_scales_that_single_precision_does_not_hold_are_worked_out_in_double():
-    source = SeededWords(torch.Generator().manual_seed(1))
+    source = stream_of(torch.Generator().manual_seed(1))
     rows = torch.tensor([[1e-38] * 4000, [1e38] * 4000])
     found = sum_of_roundings(rows, torch.tensor([2e37, -2e-38], dtype=torch.float64), granularity=8, source=source)
     # 4 + 0.2 and 4 - 2: between 6 and 7, on average 6.2 within five standard errors
@@ -89,7 +88,7 @@ def test_scales_that_single_precision_does_not_hold_are_worked_out_in_double():
 @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (5000, 3), (70, 5000), (2, 300_000)])
 def test_rows_of_whole_steps_are_summed_exactly_whatever_the_shape(shape):
     rows = torch.randint(-60, 61, shape, generator=torch.Generator().manual_seed(2)).float()
-    source = SeededWords(torch.Generator().manual_seed(1))
+    source = stream_of(torch.Generator().manual_seed(1))
     found = sum_of_roundings(rows, torch.ones(shape[0]), granularity=120, source=source)
     assert torch.equal(found, rows.long().sum(0) + 60 * shape[0])
 

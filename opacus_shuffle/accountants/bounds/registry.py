@@ -89,6 +89,7 @@ class Bound:
         baseline: It is about another trust model with the same noise.
         zero_out_only: It has no value for replacement.
         uses_orders: It takes Rényi orders.
+        cites: Where its proof is written down, for statements.
         rough: About its ε in next to no time, where calibration starts; None if there is no such thing.
     """
 
@@ -103,6 +104,7 @@ class Bound:
     adversary: str = ADVERSARY
     zero_out_only: bool = False
     uses_orders: bool = False
+    cites: str = ""
     rough: RoughFunction | None = None
 
     def __post_init__(self) -> None:

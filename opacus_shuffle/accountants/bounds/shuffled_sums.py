@@ -97,6 +97,7 @@ def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     meaning="Gaussian mechanisms that cover the binomial noise, composed exactly",
     legend="exact composition",
     adversary=MESSAGES,
+    cites="docs/proofs, pages 2, 3 and 8",
     guarantee=Guarantee.PROVED,
 )
 def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:

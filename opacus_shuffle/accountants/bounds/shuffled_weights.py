@@ -127,6 +127,7 @@ def _pair(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterabl
     meaning="DP-SGD at the same noise (its privacy loss composed numerically); weight shuffling takes nothing off it",
     trusted=SERVER,
     adversary=ALL,
+    cites="docs/proofs, page 6",
     guarantee=Guarantee.PROVED,
 )
 def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:

@@ -8,6 +8,7 @@ from typing import Any
 from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.core.opacus_compat import OpenOptimizer, drop_partial_batch, drop_sum, refuse_used, rows_waiting
+from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.engine.optimizers.logical_batch import LogicalBatch
 from opacus_shuffle.engine.optimizers.released_only import GUARD, Leave, look_at_all_steps
 from opacus_shuffle.engine.sampling.tickets import TicketBook
@@ -109,6 +110,8 @@ class TicketedSteps(OpenOptimizer):
             self._account(self)
         if self.tickets is not None:
             self.tickets.release()
+        if isinstance(self.generator, SecretGenerator) and self.generator.device.type != "cpu":
+            self.generator.next_key()  # Philox is no cipher: no two steps are drawn by one key of it
         super().add_noise()
         self._leave.released = True
 

@@ -19,7 +19,7 @@ from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSample
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from opacus_shuffle.core.participation import heads, subset
-from opacus_shuffle.core.randomness import secret_generator
+from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import integer
 from opacus_shuffle.engine.ranks import Ranks
 from opacus_shuffle.engine.sampling.tickets import Part, Ticket
@@ -112,7 +112,10 @@ class DistributedPoissonSampler(TicketedSampler, DistributedUniformWithReplaceme
             order = torch.randperm(self.total_size, generator=torch.Generator().manual_seed(self.shuffle_seed + self.epoch))
         here = order[self.rank :: self.num_replicas]
         for _ in range(self.num_batches):
-            yield here[torch.rand(len(here), generator=self.generator) < self.sample_rate].tolist()
+            if isinstance(self.generator, SecretGenerator):
+                yield [int(here[place]) for place in heads(len(here), self.sample_rate, self.generator)]
+            else:  # as Opacus draws
+                yield here[torch.rand(len(here), generator=self.generator) < self.sample_rate].tolist()
 
 
 class FixedSizeSampler(TicketedSampler, BatchSampler):
@@ -149,7 +152,7 @@ class FixedSizeSampler(TicketedSampler, BatchSampler):
         self.ranks = ranks
         super().__init__(SequentialSampler(range(self.num_samples)), int(batch_size), drop_last=True)
         self.steps = integer("steps", steps)
-        self.generator = secret_generator("cpu") if generator is None else generator
+        self.generator = SecretGenerator() if generator is None else generator
 
     def __len__(self) -> int:
         return self.steps

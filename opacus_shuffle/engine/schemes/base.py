@@ -25,8 +25,9 @@ from torch.utils.data import DataLoader
 from opacus_shuffle.accountants.accountant import assumption
 from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.mechanisms import Mechanism
+from opacus_shuffle.accountants.report import not_private
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning
-from opacus_shuffle.core.randomness import KeyChain, SecretGenerator, secret_generator, seeded_generator
+from opacus_shuffle.core.randomness import KeyChain, SecretGenerator, is_secret, seeded_generator
 from opacus_shuffle.core.validation import noise_level, one_of, refuse_taken
 from opacus_shuffle.engine.optimizers import GhostLogicalBatch, TicketedSteps, optimizer_class
 from opacus_shuffle.engine.optimizers.released_only import own_gradients
@@ -79,6 +80,7 @@ class Scheme:
         self.engine = engine
         self.accountant: Any = engine.accountant
         self.name: str = engine.accountant.mechanism()
+        self.told: list[torch.Generator | None] = []
 
     @staticmethod
     def of_mechanism(mechanism: type[Mechanism]) -> type[Scheme]:
@@ -293,7 +295,12 @@ class Scheme:
     def fresh_generator(self, use: str, device: torch.device | str = "cpu") -> torch.Generator:
         """A secret generator, or where the engine has a seed a repeatable one for this use."""
         seed, runs = self.engine.seed, self.engine.runs
-        return secret_generator(device) if seed is None else seeded_generator(device, seed, f"{use} of run {runs}")
+        return SecretGenerator(device) if seed is None else seeded_generator(device, seed, f"{use} of run {runs}")
+
+    @property
+    def tells_of_generators(self) -> Any:
+        """What keeps the names of generators that are no secret, for every report."""
+        return self.accountant
 
     def predictable(self, run: Run) -> tuple[str, ...]:
         """What a user has passed that lets whoever knows it draw the run's randomness again."""
@@ -301,9 +308,9 @@ class Scheme:
         if self.engine.seed is not None:
             found.append(f"seed={self.engine.seed}")
         loader, secure = asked.data_loader.generator, self.engine.secure_mode
-        if not (loader is None or secure or run.sampling.kind == "own" or isinstance(loader, SecretGenerator)):
+        if not (loader is None or secure or run.sampling.kind == "own" or is_secret(loader)):
             found.append("the generator of data_loader")
-        if not (asked.noise_generator is None or isinstance(asked.noise_generator, SecretGenerator)):
+        if not (asked.noise_generator is None or is_secret(asked.noise_generator)):
             found.append("noise_generator")
         return tuple(found)
 
@@ -360,6 +367,8 @@ class Scheme:
         watch_inputs(run.request.module, module, tickets)
         if isinstance(optimizer, TicketedSteps):
             own_gradients(run.request.module.parameters(), optimizer)
+            optimizer.tickets = tickets
+            self.told = [generator for _, generator in _no_secrets(optimizer)]  # by :meth:`predictable`
             optimizer.account_with(self.accountant, self.account(run), tickets)
         else:
             optimizer.attach_step_hook(self.account(run))
@@ -379,9 +388,22 @@ class Scheme:
         run = dataclasses.replace(run, request=dataclasses.replace(run.request, data_loader=loader))
 
         def record(optimizer: DPOptimizer) -> None:
+            scheme.name_generators(optimizer)
             scheme.accountant.record(scheme.round(run, optimizer))
 
         return record
+
+    def name_generators(self, optimizer: Any) -> None:
+        """Names, wherever ε is told, what draws this round and is no secret: looked up at every step, as all may be replaced.
+
+        What was passed to ``make_private`` has been named by :meth:`predictable` already.
+        """
+        for name, generator in _no_secrets(optimizer):
+            if generator not in self.told:
+                self.told.append(generator)
+                keeper = self.tells_of_generators
+                keeper.predictable = tuple(dict.fromkeys((*keeper.predictable, name)))
+                warnings.warn(not_private((name,)), stacklevel=2)
 
     def round(self, run: Run, optimizer: DPOptimizer) -> Mechanism:
         """The round that an optimizer is about to release.
@@ -396,3 +418,13 @@ class Scheme:
     def covers_drop_outs(self, run: Run) -> bool:
         """Whether fewer records than were drawn may report."""
         return False
+
+
+def _no_secrets(optimizer: Any) -> list[tuple[str, torch.Generator | None]]:
+    """What draws the noise and the batches of an optimizer, if others can draw the same, each with its name."""
+    tickets = optimizer.tickets if isinstance(optimizer, TicketedSteps) else None
+    sampler = getattr(tickets and tickets.loader(), "batch_sampler", None)
+    drawing = [("optimizer.generator", optimizer.generator)]
+    if hasattr(sampler, "generator"):
+        drawing.append(("the generator of the data loader's sampler", sampler.generator))
+    return [(name, generator) for name, generator in drawing if not is_secret(generator)]

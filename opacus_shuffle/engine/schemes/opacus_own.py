@@ -7,6 +7,7 @@ come in silence. With a flag of this package, such as ``shuffle_weights``, noise
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 import weakref
@@ -113,6 +114,11 @@ class OpacusOwn(Scheme):
         """Whether nothing was asked for that Opacus does not have."""
         return request.shuffling.groups is False and not self.engine.secure_mode and self.engine.seed is None
 
+    @property
+    def tells_of_generators(self) -> Any:
+        """The engine: Opacus's accountants know nothing of generators."""
+        return self.engine
+
     def predictable(self, run: Run) -> tuple[str, ...]:
         """As Opacus, all is: there nothing is said of it."""
         return () if self.is_opacus(run.request) else super().predictable(run)
@@ -159,6 +165,7 @@ class OpacusOwn(Scheme):
         """Warns where batches are not what Opacus's accountants assume; all else they learn from the step hook."""
         engine = self.engine
         engine.predictable = tuple(dict.fromkeys((*engine.predictable, *self.predictable(run))))
+        engine.pytorch_noise = engine.pytorch_noise or self.is_opacus(run.request)
         if run.sampling.kind == "own":
             engine.poisson = False
             warnings.warn(
@@ -175,7 +182,12 @@ class OpacusOwn(Scheme):
 
         accountant, engine = self.accountant, weakref.ref(self.engine)  # which knows the data, and a kept network keeps this
 
+        is_opacus, scheme = self.is_opacus(run.request), copy.copy(self)
+        scheme.engine = weakref.proxy(self.engine)
+
         def account(optimizer: DPOptimizer) -> None:
+            if not is_opacus and engine() is not None:
+                scheme.name_generators(optimizer)
             with (engine() or OpacusHistory()).another_round(accountant):
                 hook(optimizer)
 

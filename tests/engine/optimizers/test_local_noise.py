@@ -15,7 +15,6 @@ from scipy import stats
 from torch import nn
 
 from opacus_shuffle import PrivacyEngine
-from opacus_shuffle.core.randomness import secret_generator
 
 SIGMA = 3.0
 MODES = [
@@ -254,19 +253,6 @@ def test_ghost_clipping_refuses_a_parameter_thawed_later():
     with pytest.raises(ValueError, match="thawed after make_private"):
         run_epoch(model, optimizer, loader, criterion)
     assert len(engine.accountant) == 4
-
-
-def test_secret_generators_hold_more_than_a_seed():
-    import numpy as np
-
-    # The layout that secret_generator relies on: the Twister's words, as NumPy has them too.
-    words = torch.Generator().manual_seed(7).get_state()[24 : 24 + 8 * 624].view(torch.int64).numpy()
-    assert np.array_equal(words, np.random.RandomState(7).get_state()[1])
-    generator = secret_generator("cpu")
-    state = generator.get_state()[24 : 24 + 8 * 624].view(torch.int64)
-    for seed in (0, generator.initial_seed(), int(state[0])):
-        assert not torch.equal(torch.Generator().manual_seed(seed).get_state(), generator.get_state())
-    assert_standard_normal(torch.randn(200_000, generator=generator, dtype=torch.float64))
 
 
 def test_torch_manual_seed_does_not_predict_the_noise():

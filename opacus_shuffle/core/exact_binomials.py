@@ -1,11 +1,10 @@
-"""Binomial numbers by inversion of whole-number tables: the noise bits of all users, added up.
+"""Binomial numbers by inversion of whole-number tables: how many take part, and the noise bits of all users, added up.
 
 128 random bits beside the distribution's steps, which are summed in whole numbers of 192 bits. So the distribution is exact but
 for the steps' rounding to 2⁻¹²⁸, and there is no floating-point number whose last bits could tell anything. Sixteen of the bits
 decide where no step lies among the numbers that begin with them; the other 112 are drawn where one does.
 
->>> from opacus_shuffle.core.system_randomness import SystemGenerator
->>> draws = exact_binomials(1000, 0.25, 10_000, SystemGenerator())
+>>> draws = exact_binomials(1000, 0.25, 10_000, SecretGenerator())
 >>> round(float(draws.mean()), -1)
 250.0
 """
@@ -19,7 +18,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from opacus_shuffle.protocols.random_words import WordSource
+from opacus_shuffle.core.randomness import SecretGenerator
 
 _PRECISION, _BITS = 192, 128
 _WIDEST = 100_000.0
@@ -33,7 +32,7 @@ def deviation_of(trials: int, probability: float) -> float:
     return math.sqrt(trials * probability * (1 - probability))
 
 
-def exact_binomials(trials: int, probability: float, count: int, source: WordSource) -> npt.NDArray[np.int64]:
+def exact_binomials(trials: int, probability: float, count: int, source: SecretGenerator) -> npt.NDArray[np.int64]:
     """Draws so many binomial numbers.
 
     Raises:

@@ -1,49 +1,44 @@
-"""Noise of the operating system's bytes: as normal as it should be, on a grid that tells nothing of the data."""
+"""Noise for tensors: of the right size and type by default, and in secure mode on a grid that tells nothing of the data."""
 
 from __future__ import annotations
 
 import math
-import os
 
-import numpy as np
 import opacus
 import pytest
 import torch
 from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer, DPOptimizerFastGradientClipping, DPPerLayerOptimizer
 from scipy import stats
 
-from opacus_shuffle.core.opacus_compat import gaussian_noise, let_optimizers_draw_system_noise
-from opacus_shuffle.core.system_randomness import SystemGenerator, system_noise
+from opacus_shuffle.core.gaussian_noise import draw_noise
+from opacus_shuffle.core.opacus_compat import gaussian_noise
+from opacus_shuffle.core.randomness import SecretGenerator
+
+
+def secure_noise(std, reference):
+    return draw_noise(std, reference, SecretGenerator(secure=True))
 
 
 def test_the_noise_is_normal():
-    released = torch.zeros(20_001, dtype=torch.float64) + system_noise(3.0, torch.zeros(20_001))
+    released = torch.zeros(20_001, dtype=torch.float64) + secure_noise(3.0, torch.zeros(20_001))
     assert stats.kstest(released.numpy() / 3.0, "norm").pvalue > 1e-6
     halves = released[:20_000].view(2, -1)
     assert abs(float(torch.corrcoef(halves)[0, 1])) < 6 / math.sqrt(10_000)
 
 
-def test_every_number_is_the_sum_of_four_draws(monkeypatch):
-    asked = []
-    monkeypatch.setattr(os, "urandom", lambda count: asked.append(count) or bytes([7]) * count)
-    SystemGenerator.normals(SystemGenerator(), 1000)
-    asked = [count for count in asked if count != 4 * 624]  # of the generator's own state
-    assert asked == [8 * 1000] * 4
-
-
-def test_all_its_randomness_is_the_operating_systems(monkeypatch):
-    state = np.random.default_rng(0)
-    monkeypatch.setattr(os, "urandom", lambda count: state.bytes(count))
-    first = torch.zeros(100) + system_noise(1.0, torch.zeros(100), SystemGenerator())
-    state = np.random.default_rng(0)
-    assert torch.equal(first, torch.zeros(100) + system_noise(1.0, torch.zeros(100), SystemGenerator()))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_default_noise_is_normal_and_of_the_type_it_is_for(dtype):
+    noise = draw_noise(3.0, torch.zeros(100, 201, dtype=dtype), SecretGenerator())
+    assert (noise.dtype, noise.shape) == (dtype, (100, 201))
+    if dtype != torch.bfloat16:
+        assert stats.kstest(noise.double().flatten().numpy() / 3.0, "norm").pvalue > 1e-6
 
 
 @pytest.mark.parametrize("std", [1e-6, 0.7, 1.0, 5e4])
 def test_sums_lie_on_one_grid_whatever_the_data_are(std):
     for size in (0.0, 0.1 * std, 1.7 * std, 123.4 * std):
         data = torch.full((4000,), size)
-        released = (data + system_noise(std, data)).double()
+        released = (data + secure_noise(std, data)).double()
         step = 2.0 ** (math.frexp(std)[1] - 20)
         assert step < std * 2.1e-6
         units = released / step
@@ -67,20 +62,21 @@ def test_the_last_bits_of_single_precision_tell_where_no_grid_is():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_sum_keeps_its_type_and_shape(dtype):
     data = torch.ones(3, 2, dtype=dtype)
-    released = data + system_noise(1.0, data)
+    released = data + secure_noise(1.0, data)
     assert (released.dtype, released.shape) == (dtype, data.shape)
-    data += system_noise(1.0, data)
+    data += secure_noise(1.0, data)
     assert data.dtype == dtype
-    assert (2.0 + system_noise(1.0, torch.tensor(0.0))).shape == ()  # Opacus adds some to plain numbers
+    assert (2.0 + secure_noise(1.0, torch.tensor(0.0))).shape == ()  # Opacus adds some to plain numbers
 
 
 @pytest.mark.parametrize("kind", [DPOptimizer, DPPerLayerOptimizer, AdaClipDPOptimizer, DPOptimizerFastGradientClipping])
-def test_every_optimizer_of_opacus_draws_it_and_others_stay_as_they_are(kind):
-    let_optimizers_draw_system_noise()
+def test_every_optimizer_of_opacus_draws_it_and_others_stay_as_they_are(kind, monkeypatch):
     weight = torch.nn.Parameter(torch.zeros(5000))
     norm = [1.0] if kind is DPPerLayerOptimizer else 1.0
     more = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "max_clipbound": 1.0, "min_clipbound": 0.5,
             "unclipped_num_std": 1e6} if kind is AdaClipDPOptimizer else {}  # fmt: skip
+
+    monkeypatch.delattr(torch, "normal")
 
     def gradient(generator, secure):
         optimizer = kind(
@@ -92,19 +88,20 @@ def test_every_optimizer_of_opacus_draws_it_and_others_stay_as_they_are(kind):
         optimizer.add_noise()
         return weight.grad.clone()
 
-    secure = gradient(SystemGenerator(), True)
+    assert 1.8 < float(gradient(SecretGenerator(), False).std()) < 2.2
+    secure = gradient(SecretGenerator(secure=True), True)
     assert 1.8 < float(secure.std()) < 2.2
     step = 2.0 ** (2 - 20)
     assert torch.equal(secure, (secure / step).round() * step)
+    monkeypatch.undo()
     plain = gradient(torch.Generator().manual_seed(0), False)
     assert torch.equal(plain, torch.normal(0, 2.0, (5000,), generator=torch.Generator().manual_seed(0)))
 
 
 def test_no_noise_is_none():
-    assert torch.equal(gaussian_noise(0.0, torch.ones(2), SystemGenerator(), True), torch.zeros(2))
+    assert torch.equal(gaussian_noise(0.0, torch.ones(2), SecretGenerator(secure=True), True), torch.zeros(2))
 
 
 def test_a_stock_engine_s_secure_mode_still_asks_for_its_own_package():
-    let_optimizers_draw_system_noise()
     with pytest.raises(ImportError, match="torchcsprng"):
         opacus.PrivacyEngine(secure_mode=True)
