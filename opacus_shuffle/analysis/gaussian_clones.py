@@ -213,8 +213,10 @@ def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float, dis
             u = each.noise_multiplier**-2
             spread = math.expm1(min(u, 600.0)) if distance == 1 else 4 * math.sinh(min(u, 600.0))
             variance += count * math.log1p(stretch**2 * each.sample_rate**2 * spread / size)
-        found = gaussian.compute_epsilon(mu=math.sqrt(variance), delta=left)
-        return found if found > 0 else 1e-9 * (margin - 38.0)  # of the margins that cost nothing, the smallest
+        mu = math.sqrt(variance)
+        found = gaussian.compute_epsilon(mu=mu, delta=left)
+        # Of the margins that cost nothing, the one that leaves most of δ: at the edge ε would be 0 or not by chance.
+        return found if found > 0 else gaussian.log_delta(mu=mu, epsilon=0.0) - math.log(left)
 
     found = minimize_scalar(epsilon, bounds=(_SMALLEST_MARGIN, 38.0), method="bounded", options={"xatol": 1e-3})
     return float(found.x), max(float(found.fun), 0.0)
