@@ -64,7 +64,7 @@ class NotCovered(ValueError):
 
 
 class InconsistentBound(RuntimeError):
-    """An ε that cannot be right: it is NaN, negative, or below its own lower value. An error of this library."""
+    """An ε that cannot be right: NaN, negative, or contradicted by another value. An error of this library."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,10 +114,14 @@ class PrivacyBound:
             if isinstance(value, bool) or not (isinstance(value, numbers.Real) or (value is None and name == "lower")):
                 raise ValueError(f"{name} must be a number, got {value!r}")
         if not self.epsilon >= 0 or (self.lower is not None and not self.epsilon >= self.lower):
-            raise InconsistentBound(
-                f"{self.mechanism}: bound {self.bound!r} says epsilon = {self.epsilon!r}, lower = {self.lower!r} at delta = "
-                f"{self.delta!r} ({self.adjacency}); this is an error in opacus_shuffle: report it, and use no epsilon of it"
-            )
+            raise self.contradicted(f"lower = {self.lower!r}")
+
+    def contradicted(self, by: str) -> InconsistentBound:
+        """What to raise where ε cannot be right for what is said, a value that it contradicts."""
+        return InconsistentBound(
+            f"{self.mechanism}: bound {self.bound!r} says epsilon = {self.epsilon!r}, {by} at delta = {self.delta!r} "
+            f"({self.adjacency}); this is an error in opacus_shuffle: report it, and use no epsilon of it"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; infinity becomes None."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import pkgutil
 
 import pytest
 from helpers.toy import ONE_NOISE, make_toy, run_epoch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import opacus_shuffle
 from opacus_shuffle import Guarantee, PrivacyReport
-from opacus_shuffle.accountants import baselines_of, bounds_of
-from opacus_shuffle.accountants.mechanisms import MECHANISMS, ShuffledCheckIn, ShuffleGauss
+from opacus_shuffle.accountants import baselines_of, bounds_of, compute_baseline, compute_bound
+from opacus_shuffle.accountants.mechanisms import MECHANISMS, ShuffledCheckIn, ShuffledSums, ShuffledWeights, ShuffleGauss
 from opacus_shuffle.accountants.report import epsilons_over_rounds, first_rounds
+from opacus_shuffle.core.guarantees import Adjacency, InconsistentBound
 from opacus_shuffle.core.tables import WIDTH
 
 # shuffled_sums is described by its protocol (tests/accountants/test_shuffled_sums_accountant.py), the others by plain numbers.
@@ -177,6 +181,59 @@ def test_nothing_to_report_and_bad_arguments_are_refused():
             report_of("shuffled_checkin", **changes)
     with pytest.raises(ValueError, match="mechanism"):
         opacus_shuffle.privacy_report("dpsgd", noise_multiplier=1, num_users=1, steps=1, delta=0.1)
+
+
+# --- rows that contradict each other -------------------------------------------------------------------------------
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    kind=st.sampled_from([ShuffleGauss, ShuffledCheckIn, ShuffledWeights]),
+    noise=st.floats(0.3, 30),
+    users=st.integers(1, 50),
+    rate=st.floats(0.02, 1),
+    steps=st.sampled_from([1, 7, 100]),
+    delta=st.sampled_from([1e-9, 1e-5, 1e-3, 0.02, 0.0905, 0.4, 0.99]),
+)
+def test_certified_lies_between_the_pair_s_lower_value_and_what_is_seen_without_a_shuffler(
+    kind, noise, users, rate, steps, delta
+):
+    fields = {} if kind is ShuffleGauss else {"sample_rate": rate}
+    sizes = {"dimension": users} if kind is ShuffledWeights else {"num_users": users}
+    rounds = [(kind(noise_multiplier=noise, **fields, **sizes), steps)]
+    certified, pair = (compute_bound(rounds, delta=delta, bound=bound) for bound in ("certified", "pair"))
+    assert pair.lower <= certified.epsilon
+    if kind is not ShuffledWeights:
+        for adjacency in Adjacency:
+            local = compute_baseline(rounds, delta=delta, baseline="local", adjacency=adjacency)
+            assert compute_bound(rounds, delta=delta, adjacency=adjacency).epsilon <= local.epsilon
+
+
+FEW = [(ShuffledCheckIn(noise_multiplier=3.0, num_users=100, sample_rate=0.3), 5)]
+SUMS = ShuffledSums.build(noise_multiplier=1.0, num_users=100, dimension=4)
+WEIGHTS = [(ShuffledWeights(noise_multiplier=1.0, sample_rate=0.5, dimension=10), 1)]
+BOUNDS = "opacus_shuffle.accountants.bounds"
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "share", "rounds", "adjacency", "named"),
+    [
+        ("shuffle_gaussian.falling.falling_epsilon", 0.1, FEW, "zero_out", "'certified' says .*'pair' at least"),
+        ("shuffle_gaussian.falling.falling_epsilon", 100, FEW, "zero_out", "'certified' says .*'local'"),
+        ("shuffle_gaussian.falling.falling_epsilon", 100, FEW, "replace", r"'certified' says .*'local'.*\(replace\)"),
+        ("shuffle_gaussian.unshuffled_epsilon", 1e-3, FEW, "replace", "'certified' says .*'local'"),
+        ("shuffled_weights.sampled_gaussian_epsilon", 0.1, WEIGHTS, "zero_out", "'certified' says .*'pair' at least"),
+        ("shuffled_sums.unshuffled_epsilon", 0.5, [(SUMS, 3)], "zero_out", "'certified' says .*lower"),
+        ("shuffled_sums.advanced_composition.compose", 0.1, [(SUMS, 3)], "replace", "'published' says .*'certified' at least"),
+    ],
+)
+def test_a_false_bound_is_refused_where_another_row_contradicts_it(monkeypatch, spoilt, share, rounds, adjacency, named):
+    place = f"{BOUNDS}.{spoilt}"
+    true = pkgutil.resolve_name(place)
+    PrivacyReport(rounds, delta=1e-5, adjacency=adjacency)
+    monkeypatch.setattr(place, lambda *args, **options: share * true(*args, **options))
+    with pytest.raises(InconsistentBound, match=f"bound {named}"):
+        PrivacyReport(rounds, delta=1e-5, adjacency=adjacency)
 
 
 # --- the picture ---------------------------------------------------------------------------------------------------

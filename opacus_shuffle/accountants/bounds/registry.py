@@ -15,12 +15,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from opacus_shuffle.accountants.mechanism import Mechanism
-from opacus_shuffle.core.guarantees import ADVERSARY, EVERY_DATA_SET, SHUFFLER, Adjacency, Guarantee, NotCovered, PrivacyBound
+from opacus_shuffle.core.guarantees import (
+    ADVERSARY,
+    EVERY_DATA_SET,
+    SHUFFLER,
+    Adjacency,
+    Guarantee,
+    NotCovered,
+    PrivacyBound,
+)
 from opacus_shuffle.core.validation import instance_of, integer, one_of, open_unit_interval, refuse_taken
 
 Rounds = Sequence[tuple[Mechanism, int]]
@@ -199,6 +208,7 @@ def ladder(
 
     Raises:
         ValueError: If Rényi orders are given, and none of them uses any.
+        InconsistentBound: If two of them contradict each other, so that one of them is false.
     """
     found, kind = [], kind_of(rounds)
     orders = orders if orders is None else tuple(orders)
@@ -208,7 +218,23 @@ def ladder(
         with contextlib.suppress(NotCovered):
             chosen = orders if entry.uses_orders else None
             found.append(ask(entry, rounds, delta=delta, adjacency=adjacency, orders=chosen))
+    _refuse_contradictions(found, own=bounds_of(kind))
     return found
+
+
+def _refuse_contradictions(rows: Iterable[PrivacyBound], *, own: Collection[str]) -> None:
+    """Compares the rows of one ladder: what is proved for every data set holds for the pair of a lower value, too (10.16).
+
+    Raises:
+        InconsistentBound: If a proved ε of the mechanism's ``own`` bounds is below a lower value of them, or ``certified`` above
+            ``local``, whose adversary sees the same reports unshuffled.
+    """
+    for row, other in itertools.permutations(rows, 2):
+        if (row.bound, other.bound) == ("certified", "local") and row.epsilon > other.epsilon:
+            raise row.contradicted(f"'local' {other.epsilon!r}")
+        proved = row.guarantee is Guarantee.PROVED and {row.bound, other.bound} <= {*own}
+        if proved and other.lower is not None and row.epsilon < other.lower:
+            raise row.contradicted(f"{other.bound!r} at least {other.lower!r}")
 
 
 def kind_of(rounds: Rounds) -> type[Mechanism]:
