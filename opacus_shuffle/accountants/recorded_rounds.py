@@ -96,8 +96,9 @@ class RecordedRounds(IAccountant):
         if self._unread:
             self._rounds, self._unread = self.rounds, []
         steps, self._ran = integer("steps", steps), True
+        named = self._origins.rounds + steps
         append(self._rounds, mechanism, steps)
-        self._origins.reach(len(self))
+        self._origins.reach(named)
 
     def _check_kind(self, mechanism: Any) -> None:
         """Refuses all but rounds of this very mechanism: one derived from it may mean something else, with other bounds."""
@@ -115,9 +116,9 @@ class RecordedRounds(IAccountant):
         told, steps = _read((noise_multiplier, sample_rate, 1))
         if not self._unknown():
             self._round(*told)  # refuses what is no round
-        self._ran = True
+        self._ran, named = True, self._origins.rounds + steps
         append(self._unread, told, steps)
-        self._origins.reach(len(self))
+        self._origins.reach(named)
 
     def __len__(self) -> int:
         """Rounds so far."""
@@ -126,7 +127,12 @@ class RecordedRounds(IAccountant):
     @property
     def rewound(self) -> int:
         """Rounds that ran and are no longer accounted, by ``allow_rewind=True`` or a history set by hand."""
-        return self._origins.rewound
+        return self._all_origins().rewound
+
+    def _all_origins(self) -> Origins:
+        """The origins of every round, should an interrupt have come between a round and its name."""
+        self._origins.reach(len(self))
+        return self._origins
 
     @property
     def rounds(self) -> list[tuple[Mechanism, int]]:
@@ -165,7 +171,7 @@ class RecordedRounds(IAccountant):
             raise ValueError(f"history must be a list of (noise_multiplier, sample_rate, steps) triples, got {triples!r}")
         unread = [_read(triple) for triple in triples]
         origins = Origins.unknown(count(unread))
-        self._origins = self._origins.replaced_by(origins) if self._ran else origins
+        self._origins = self._all_origins().replaced_by(origins) if self._ran else origins
         self._rounds, self._unread = [], unread
 
     def _unknown(self) -> list[str]:
@@ -228,7 +234,7 @@ class RecordedRounds(IAccountant):
         if self.predictable:
             destination.update(predictable=list(self.predictable))
         if isinstance(destination, OrderedDict):
-            destination._metadata = self._origins.as_state([*rounds, *unread])  # type: ignore[attr-defined]
+            destination._metadata = self._all_origins().as_state([*rounds, *unread])  # type: ignore[attr-defined]
         return destination
 
     def load_state_dict(self, state_dict: Any, *, allow_rewind: bool = False) -> None:
@@ -261,7 +267,7 @@ class RecordedRounds(IAccountant):
         saved._fields, saved._warned, saved._ran = {**self._fields, **saved._fields}, self._warned, True
         saved.predictable = tuple(dict.fromkeys((*self.predictable, *saved.predictable)))
         if allow_rewind or not len(self):
-            saved._origins = self._origins.replaced_by(origins)
+            saved._origins = self._all_origins().replaced_by(origins)
         else:
             ran = copy.copy(saved)  # what ran here, in the light of what the state tells
             ran._rounds, ran._unread = self._rounds, self._unread
@@ -273,7 +279,7 @@ class RecordedRounds(IAccountant):
                     raise ValueError(f"what ran here cannot be merged with state_dict while {unknown} is unknown: set it first")
             loaded: list[tuple[Any, int]] = [*saved._rounds, *saved._unread]
             union: list[tuple[Any, int]]
-            saved._origins, union = self._origins.united([*ran._rounds, *ran._unread], origins, loaded)
+            saved._origins, union = self._all_origins().united([*ran._rounds, *ran._unread], origins, loaded)
             saved._rounds = [(entry, steps) for entry, steps in union if isinstance(entry, Mechanism)]
             saved._unread = [(entry, steps) for entry, steps in union if not isinstance(entry, Mechanism)]
             tell_of_kept_rounds(len(saved) - count(loaded), count(loaded))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import math
+import sys
 import warnings
 
 import numpy as np
@@ -23,7 +26,8 @@ from opacus.accountants.utils import get_noise_multiplier
 
 import opacus_shuffle
 from opacus_shuffle import Guarantee, PrivacyAssumptionWarning
-from opacus_shuffle.accountants import bounds_of
+from opacus_shuffle.accountants import ShuffledCheckInAccountant, bounds_of
+from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn
 from opacus_shuffle.analysis import composition
 from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.rounding import round_up
@@ -214,3 +218,31 @@ def test_the_certified_value_never_exceeds_the_unshuffled_gaussian_and_is_it_for
         alone = [(4.0, 1.0, 50), (5.0, 1.0, 20)]
         found = spent(accountant_class, alone, bound=bound, adjacency=adjacency, num_users=1)
         assert found == pytest.approx(exact, rel=1e-7)  # Opacus's root finder stops at about 1e-9 absolute
+
+
+@pytest.mark.parametrize("told_by_opacus", [False, True], ids=["record", "step"])
+def test_a_round_takes_as_much_work_to_record_after_many_kinds_of_rounds_as_after_few(told_by_opacus):
+    """Every round counted all rounds before it: 10,000 rounds by turns of two noises took the square of that."""
+    accountant, kinds = ShuffledCheckInAccountant(num_users=50), itertools.cycle((2.0, 3.0))
+
+    def record(rounds):
+        for sigma in itertools.islice(kinds, rounds):
+            if told_by_opacus:
+                accountant.step(noise_multiplier=sigma, sample_rate=0.5)
+            else:
+                accountant.record(ShuffledCheckIn(noise_multiplier=sigma, num_users=50, sample_rate=0.5))
+
+    def work():
+        calls = collections.Counter()
+        sys.setprofile(lambda frame, event, arg: calls.update([event]))
+        try:
+            record(2)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    record(8)
+    few = work()
+    record(500)
+    assert work() == few
+    assert len(accountant) == 512
