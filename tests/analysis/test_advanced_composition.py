@@ -99,3 +99,17 @@ def test_bad_budgets_are_named(change, named):
         steps = [(lambda delta: 1.0, arguments["sample_rate"], arguments["steps"])]
         with pytest.raises(ValueError, match=f"^{named}"):
             advanced_composition.compute_epsilon(steps, delta=arguments["delta"], delta_split=arguments["delta_split"])
+
+
+@pytest.mark.parametrize("delta_split", [0.1, 0.5, 0.9])
+def test_what_the_steps_and_the_composition_take_of_delta_add_up_to_it(delta_split):
+    """The composition's share is read off its ε: of k steps of ε₀ it is exp(−(ε/ε₀ − kε₀/2)²/2k)."""
+    shares, small, count, rate, delta = [], 1e-3, 400, 0.25, 1e-5
+
+    def step(share):
+        shares.append(share)
+        return math.log1p(math.expm1(small) / rate)  # ε₀ = 1e-3 after sampling
+
+    found = advanced_composition.compute_epsilon([(step, rate, count)], delta=delta, delta_split=delta_split)
+    slack = math.exp(-((found / small - count * small / 2) ** 2) / (2 * count))
+    assert count * rate * shares[-1] + slack == pytest.approx(delta, rel=1e-9)
