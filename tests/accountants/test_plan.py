@@ -7,8 +7,10 @@ import math
 
 import pytest
 from opacus.accountants import PRVAccountant
+from scipy.special import ndtr
 
 from opacus_shuffle.accountants.bounds.registry import compute_baseline, compute_bound
+from opacus_shuffle.accountants.calibrate import noise_within
 from opacus_shuffle.accountants.communication import sent_per_user
 from opacus_shuffle.accountants.plan import COARSE, TOLERANCE, plan
 from opacus_shuffle.commands import plan as plan_command
@@ -119,6 +121,52 @@ def test_every_row_but_the_server_s_says_what_a_user_sends(found):
     for row in rows:
         assert row.bound.meaning in printed  # what an ε counts on, such as hidden participation, stands beside it
         assert row.to_dict()["meaning"] == row.bound.meaning
+
+
+# --- ten users in every round, where all but the shuffler's row has a closed form ------------------------------------
+
+
+def gaussian_delta(mu, epsilon):
+    """δ(ε) of the Gaussian mechanism."""
+    return ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon) * ndtr(-mu / 2 - epsilon / mu)
+
+
+@pytest.fixture(scope="module")
+def of_ten():
+    return plan(num_users=10, steps=2, target_epsilon=10.0, target_delta=1e-5)
+
+
+def test_ten_users_have_a_row_for_every_kind_of_trust_and_its_noise_is_the_gaussian_mechanism_s(of_ten):
+    trusted = ["nobody", "the shuffler", "the aggregation", "the server"]
+    assert [row.trusted for row in of_ten.rows] == trusted
+    assert {row.mechanism for row in of_ten.rows} == {"shuffle_gauss"}
+    assert all(row.bound.epsilon <= 10.0 for row in of_ten.rows)
+    for row, reports in ((of_ten.rows[0], 1), *((row, 10) for row in of_ten.rows[2:])):
+        mu = math.sqrt(2 / reports) / row.round.noise_multiplier
+        assert gaussian_delta(mu, 10.0) <= 1e-5 < gaussian_delta(mu * (1 + 2 * TOLERANCE), 10.0)
+        assert row.noise_of_mean == pytest.approx(row.round.noise_multiplier / math.sqrt(10))
+        assert row.server_noise_multiplier == pytest.approx(10 * row.noise_of_mean)
+
+
+def test_trusting_nobody_takes_the_square_of_the_users_and_not_one_round_is_as_quiet_as_the_server_s(of_ten):
+    nobody, shuffler, *trusting = of_ten.rows
+    assert 100 <= nobody.users_needed <= math.ceil(100 * (1 + COARSE))
+    assert 10 < shuffler.users_needed <= nobody.users_needed
+    assert (nobody.steps_possible, shuffler.steps_possible) == (0, 0)
+    assert {(row.users_needed, row.steps_possible) for row in trusting} == {(10, 2)}
+
+
+@pytest.mark.parametrize("more", [1.0, 1 + TOLERANCE / 2])
+def test_where_one_user_is_all_there_is_every_row_is_the_server_s_and_all_rounds_are_possible(monkeypatch, more):
+    """A search may end at a little more noise than the server's, and all rounds are possible still."""
+
+    def search(entry, *args, **options):
+        return noise_within(entry, *args, **options) * (1 if entry.trusted == "the server" else more)
+
+    monkeypatch.setattr("opacus_shuffle.accountants.plan.noise_within", search)
+    rows = plan(num_users=1, steps=3, target_epsilon=2.0, target_delta=1e-5).rows
+    assert len(rows) == 4
+    assert {(row.users_needed, row.steps_possible) for row in rows} == {(1, 3)}
 
 
 @pytest.mark.parametrize(

@@ -223,11 +223,11 @@ def ladder(
 
 
 def _refuse_contradictions(rows: Iterable[PrivacyBound], *, own: Collection[str]) -> None:
-    """Compares the rows of one ladder: what is proved for every data set holds for the pair of a lower value, too (10.16).
+    """Compares the rows of one ladder: what holds for every data set holds for a pair, too (10.16).
 
     Raises:
-        InconsistentBound: If a proved ε of the mechanism's ``own`` bounds is below a lower value of them, or ``certified`` above
-            ``local``, whose adversary sees the same reports unshuffled.
+        InconsistentBound: If a proved ε of the mechanism's ``own`` bounds is below a lower value of
+            them, or ``certified`` above ``local``, whose adversary sees the same reports unshuffled.
     """
     for row, other in itertools.permutations(rows, 2):
         if (row.bound, other.bound) == ("certified", "local") and row.epsilon > other.epsilon:
