@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.accountants import create_accountant
+from scipy.special import ndtr
 
 import opacus_shuffle
 from opacus_shuffle import Guarantee, ShuffledSums, ShuffleVectorSum
 from opacus_shuffle.accountants import MECHANISMS, ShuffledSumsAccountant, bounds_of, compute_baseline, compute_bound
-from opacus_shuffle.accountants.bounds.shuffled_sums import round_epsilon
-from opacus_shuffle.analysis import gaussian
+from opacus_shuffle.accountants.bounds.shuffled_sums import gaussian_epsilons, round_epsilon
+from opacus_shuffle.analysis import binomial_sums, gaussian, sampled_sums
+from opacus_shuffle.analysis.binomial_sums import BinomialNoise, BinomialSum
+from opacus_shuffle.analysis.sampled_sums import SampledSum
 
 TIGHT = ShuffleVectorSum(50, 200, 1.0, epsilon=1.0, delta=1e-6)
 PUBLISHED = ShuffleVectorSum(50, 200, 1.0, epsilon=2.0, delta=1e-5, rounds=20, calibration="published")
@@ -122,6 +125,61 @@ def test_with_secret_coins_one_pair_of_data_sets_nearly_reaches_the_certificate(
     assert "counts on every user to draw and hide" in answer.meaning
     if adjacency == "zero_out":
         assert answer.lower >= 0.9 * answer.epsilon
+
+
+def gaussian_delta(mu, epsilon):
+    """δ(ε) of the Gaussian mechanism."""
+    return ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon) * ndtr(-mu / 2 - epsilon / mu)
+
+
+def test_with_secret_coins_a_replacement_costs_its_share_of_the_whole_distance():
+    """One round, by h of Theorem 8.2: a record that is replaced is no record that becomes zero."""
+    coins = ShuffledSums.build(noise_multiplier=1.0, num_users=500, sample_rate=0.1, dimension=20)
+
+    def spent(epsilon):
+        return 0.1 * (gaussian_delta(coins.mu, math.log1p(math.expm1(epsilon) / 0.1)) + coins.lost)
+
+    for delta in (1e-3, 1e-5, 1e-8):
+        found = compute_bound([(coins, 1)], delta=delta, adjacency="replace").epsilon
+        assert spent(found) <= delta < spent(found * (1 - 0.005))  # a grid of one report is some tenths of a percent off
+
+
+LOST = 1e-4
+"""Of δ's own size, where protocols lose a millionth of it: then it shows whether it was taken off."""
+
+
+@pytest.mark.parametrize("adjacency", ["zero_out", "replace"])
+def test_what_the_tails_of_all_rounds_lose_is_taken_off_delta_wherever_rounds_are_sums(adjacency):
+    steps, lost, delta = 3, TIGHT.lost, 3.6 * TIGHT.lost  # 0.6 of which are left for three rounds
+    distance = {"zero_out": 0.5, "replace": 1.0}[adjacency]
+    mu = mechanism_of(TIGHT, 50).mu
+    found = bound_of(TIGHT, users=50, steps=steps, delta=delta, adjacency=adjacency).epsilon
+    assert gaussian_delta(distance * mu * math.sqrt(steps), found) <= delta - steps * lost
+    one = round_epsilon(mechanism_of(TIGHT, 50), 1.2 * lost)
+    assert gaussian_delta(mu, one) <= 0.2 * lost * (1 + 1e-6)
+    everyone = [(SampledSum(mu=0.7, lost=LOST), steps)]
+    found = sampled_sums.compute_epsilon(everyone, delta=3.6 * LOST, zeroed=adjacency == "zero_out")
+    assert gaussian_delta(distance * 0.7 * math.sqrt(steps), found) <= 0.6 * LOST
+    sums = BinomialSum(noise=BinomialNoise(trials=40_000, probability=0.5), shift=70, dimension=2)
+    slope, share = binomial_sums.gaussian_equivalent(sums, lost=binomial_sums.LOST_SHARE * LOST / steps)
+    found = binomial_sums.compute_epsilon([(sums, steps)], delta=LOST, distance=distance)
+    assert gaussian_delta(distance * slope * math.sqrt(steps), found) <= LOST - steps * share
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_of_a_sample_what_is_lost_is_taken_off_delta_too(seen):
+    """A sample that is seen loses all of it; of one that is not, what its share is."""
+    rounds, none = ([(SampledSum(mu=1.0, sample_rate=0.5, lost=lost), 2)] for lost in (LOST, 0.0))
+    if seen:
+        found, less = (
+            gaussian_epsilons(each, delta=delta)["samples that are seen"] for each, delta in ((rounds, 3 * LOST), (none, LOST))
+        )
+    else:
+        found, less = (
+            sampled_sums.compute_epsilon(each, delta=delta) for each, delta in ((rounds, 3 * LOST), (none, 2 * LOST))
+        )
+    # The share that clipping may take of δ, and of the slack of the other round, is 1e-4 of each; ε falls with log δ or slower.
+    assert found == pytest.approx(less, rel=1e-3)
 
 
 def test_a_protocol_of_everyone_says_how_its_users_come_in():
