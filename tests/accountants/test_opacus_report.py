@@ -85,6 +85,7 @@ def test_a_seed_is_told_and_so_are_rounds_that_were_left_out():
     assert "not private" in repr(report)
     left_out = OpacusReport(trained("rdp").accountant, delta=1e-5, rewound=3)
     assert "3 rounds that ran are left out" in " ".join(str(left_out).split())
+    assert "3 rounds that ran are left out" in left_out.statement()
 
 
 def test_rounds_that_were_set_away_by_hand_are_told_by_the_engine_s_report():

@@ -168,6 +168,21 @@ def test_emulated_noise_is_said():
     assert "added once to the sum" not in str(PrivacyReport(CHECK_IN, delta=1e-5))
 
 
+@pytest.mark.parametrize(("rewound", "said"), [(0, None), (1, "1 round that ran is"), (5, "5 rounds that ran are")])
+def test_whatever_is_quoted_of_a_rewound_account_says_so(rewound, said):
+    accountant = opacus_shuffle.accountants.ShuffledCheckInAccountant(num_users=100, local_noise=True)
+    accountant.record(FEW[0][0])
+    state = accountant.state_dict()
+    if rewound:
+        accountant.record(FEW[0][0], rewound)
+        accountant.load_state_dict(state, allow_rewind=True)
+    report = accountant.report(1e-5)
+    assert report.bounds[0].rounds == 1
+    for quoted in (report.statement(), " ".join(str(report).split()), report._repr_html_()):
+        assert ("left out of this account" in quoted) == (said is not None)
+        assert (said or "") in quoted
+
+
 def test_nothing_to_report_and_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="nothing to report"):
         PrivacyReport([], delta=1e-5)

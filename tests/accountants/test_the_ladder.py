@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -73,6 +74,18 @@ def test_the_sum_of_a_round_by_coins_has_the_noise_of_the_reports_that_it_has(ro
         assert sums.guarantee is Guarantee.PROVED
         assert exact_delta(run, rounds, sums.epsilon) <= delta * (1 + 1e-9)
         assert sums.epsilon <= compute_baseline([(run, rounds)], delta=delta, baseline="local").epsilon
+
+
+@pytest.mark.parametrize(("users", "rate", "sigma", "delta"), [(50, 0.7, 0.5, 0.01), (200, 0.5, 1.0, 1e-3)])
+def test_the_sum_of_a_round_by_coins_costs_what_is_left_of_delta_for_as_few_reports_as_there_may_be(users, rate, sigma, delta):
+    """A hundredth of δ is for rounds of fewer than k reports; 99 of them are for k, of which a grid takes 0.3 at most."""
+    run = [(ShuffledCheckIn(noise_multiplier=sigma, num_users=users, sample_rate=rate), 1)]
+    others = scipy.stats.binom(users - 1, rate)
+    fewest = max(k for k in range(1, users + 1) if rate * others.cdf(k - 2) <= 0.01 * delta)
+    epsilon = compute_baseline(run, delta=delta, baseline="secure_aggregation").epsilon
+    mu, normal = 1 / (sigma * math.sqrt(fewest)), scipy.stats.norm
+    spent = rate * (normal.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * normal.cdf(-mu / 2 - epsilon / mu))
+    assert 0.987 * delta < spent <= 0.99 * delta
 
 
 @settings(max_examples=50)
