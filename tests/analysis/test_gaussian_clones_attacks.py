@@ -90,13 +90,22 @@ def test_the_attack_agrees_with_brute_force_for_random_participants(sampling):
     assert attacked == pytest.approx(hockey_stick(moved, still, epsilon), rel=0.043**2)
 
 
-@pytest.mark.zoo
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("users", [50, 1000, 10_000])
+@pytest.mark.parametrize(
+    ("users", "sigmas", "deltas"),
+    [
+        # Without the clones' slack δ would be three times as large here, or more.
+        (50, (1.0,), (1e-3,)),
+        *(
+            pytest.param(users, (0.8, 1.0, 3.0, 10.0), (1e-2, 1e-3, 1e-5), marks=pytest.mark.zoo)
+            for users in (50, 1000, 10_000)
+        ),
+    ],
+)
 @both_kinds
-def test_no_attack_on_identical_others_beats_the_certificate(users, sampling, clones):
+def test_no_attack_on_identical_others_beats_the_certificate(users, sigmas, deltas, sampling, clones):
     rate = 1.0 if sampling is None else 0.3
-    for sigma, delta in itertools.product((0.8, 1.0, 3.0, 10.0), (1e-2, 1e-3, 1e-5)):
+    for sigma, delta in itertools.product(sigmas, deltas):
         rounds = one_round(sigma, users, rate, sampling)
         epsilon = compute_epsilon(rounds, delta=delta, clones=clones)
         if epsilon == unshuffled_epsilon(rounds, delta=delta):
