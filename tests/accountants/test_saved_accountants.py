@@ -33,37 +33,45 @@ def test_state_survives_and_shares_nothing(accountant_class):
     assert accountant.history == [(2.0, 0.1, 5)]
 
 
+def with_round(**changes):
+    """Spoils the only round."""
+    return lambda state: {**state, "rounds": [({**state["rounds"][0][0], **changes}, 5)]}
+
+
 @every_accountant
 @pytest.mark.parametrize(
-    "spoil",
+    ("spoil", "named"),
     [
-        lambda state: {},
-        lambda state: None,
-        lambda state: {**state, "mechanism": "rdp"},
-        lambda state: {**state, "unread": [((2.0,), 1)]},
-        lambda state: {**state, "unread": [(1, 2)]},
-        lambda state: {**state, "rounds": [({**state["rounds"][0][0], "noise_multiplier": math.nan}, 5)]},
-        lambda state: {**state, "rounds": [({**state["rounds"][0][0], "sigma": 1.0}, 5)]},
-        lambda state: {**state, "rounds": [({"noise_multiplier": 2.0}, 5)]},
-        lambda state: {**state, "rounds": [(state["rounds"][0][0], 0)]},
-        lambda state: {**state, "rounds": [3]},
-        lambda state: {**state, "planned": {"noise_multiplier": 2.0}},
-        lambda state: {**state, "fields": {"sigma": 1.0}},
-        lambda state: {**state, "fields": {3: 1.0}},
-        lambda state: {**state, "num_users": 999},
-        lambda state: {**state, "num_users": "x"},
-        lambda state: {**state, "batch_size": -1},
-        lambda state: {**state, "emulated": not state["emulated"]},
-        lambda state: {**state, "emulated": "no"},
-        lambda state: {name: value for name, value in state.items() if name != "rounds"},
-        lambda state: {**state, "more": 1},
+        (lambda state: {}, r"must hold mechanism, rounds"),
+        (lambda state: None, r"must hold mechanism, rounds, .* got None"),
+        (lambda state: {**state, "mechanism": "rdp"}, r"mechanism in state_dict must be one of"),
+        (lambda state: {**state, "unread": [((2.0,), 1)]}, r"unread in state_dict must be"),
+        (lambda state: {**state, "unread": [(1, 2)]}, r"unread in state_dict must be"),
+        (with_round(noise_multiplier=math.nan), r"noise_multiplier must be a finite number, got nan"),
+        (with_round(sigma=1.0), r"a round of .* must hold noise_multiplier, num_users, .*'sigma'"),
+        (
+            lambda state: {**state, "rounds": [({"noise_multiplier": 2.0}, 5)]},
+            r"a round of .* must hold noise_multiplier, num_users",
+        ),
+        (lambda state: {**state, "rounds": [(state["rounds"][0][0], 0)]}, r"steps must be a whole number"),
+        (lambda state: {**state, "rounds": [3]}, r"rounds in state_dict must be a list of pairs"),
+        (lambda state: {**state, "planned": {"noise_multiplier": 2.0}}, r"a round of .* must hold"),
+        (lambda state: {**state, "fields": {"sigma": 1.0}}, r"unknown keyword.*sigma=1.0"),
+        (lambda state: {**state, "fields": {3: 1.0}}, r"unknown keyword.*3=1.0"),
+        (lambda state: {**state, "num_users": 999}, r"state_dict speaks of num_users=999"),
+        (lambda state: {**state, "num_users": "x"}, r"num_users must be a number, got 'x'"),
+        (lambda state: {**state, "batch_size": -1}, r"batch_size must be a whole number of at least 1"),
+        (lambda state: {**state, "emulated": not state["emulated"]}, r"state_dict speaks of .*emulated=True"),
+        (lambda state: {**state, "emulated": "no"}, r"emulated must be True or False, got 'no'"),
+        (lambda state: {name: value for name, value in state.items() if name != "rounds"}, r"must hold mechanism, rounds"),
+        (lambda state: {**state, "more": 1}, r"must hold mechanism, rounds, .*'more'"),
     ],
 )
-def test_a_spoilt_state_is_refused_and_changes_nothing(accountant_class, spoil):
+def test_a_spoilt_state_is_refused_and_changes_nothing(accountant_class, spoil, named):
     accountant = accountant_of(accountant_class, [(2.0, 0.1, 5)])
     assert accountant.rounds[0][1] == 5
     before = copy.deepcopy(accountant.__dict__)
-    with pytest.raises(ValueError):  # noqa: PT011 - Opacus words half of these
+    with pytest.raises(ValueError, match=named):
         accountant.load_state_dict(spoil(accountant.state_dict()))
     assert accountant.__dict__ == before
 
