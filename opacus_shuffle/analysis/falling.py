@@ -1,8 +1,9 @@
-r"""ε near zero, at δ that no longer mean much, where the numerical search for it may waver: chords cut off what wavers upwards.
+r"""ε near zero, at δ that no longer mean much, where its search may waver: chords cut off the spikes.
 
-Every pair's δ is a convex function of e^ε, so what holds at two δ holds between them on the chord in e^ε, and what holds at a
-smaller δ holds at a larger one. From :data:`FIRST` on, an ε below :data:`SMALL` is therefore at most what such chords between
-fixed points give, twice as large each (10.1 to 10.3 of docs/proofs/10_from_one_epsilon_to_another.md).
+Every pair's δ is a convex function of e^ε, so what holds at two δ holds between them on the chord in
+e^ε, and what holds at a smaller δ holds at a larger one. From :data:`FIRST` on, an ε below
+:data:`SMALL` is therefore at most what such chords between fixed points give, twice as large each
+(10.1 to 10.3 of docs/proofs/10_from_one_epsilon_to_another.md).
 
 >>> def wavering(delta):
 ...     return {0.256: 2e-6, 0.3: 9e-3, 0.5: 2.5e-6, 0.512: 3e-6, 0.6: 0.0}.get(delta, 1e-3)
@@ -22,7 +23,7 @@ _POINTS = [FIRST * 2.0**power for power in range(10)]
 
 
 def falling_epsilon(epsilon: Callable[[float], float], delta: float) -> float:
-    """Returns a valid ε at δ, at most the one that is given: what wavers upwards near zero is cut off by a chord.
+    """Returns a valid ε at δ, at most the one that is given: a chord cuts off what wavers upwards.
 
     Args:
         epsilon: A valid ε at any δ in (0, 1), for every pair of data sets that it is about.

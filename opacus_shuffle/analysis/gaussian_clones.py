@@ -215,7 +215,8 @@ def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float, dis
             variance += count * math.log1p(stretch**2 * each.sample_rate**2 * spread / size)
         mu = math.sqrt(variance)
         found = gaussian.compute_epsilon(mu=mu, delta=left)
-        # Of the margins that cost nothing, the one that leaves most of δ: at the edge ε would be 0 or not by chance.
+        # Of the margins that cost nothing, the one that leaves most of δ: at the edge ε would be 0 or
+        # not by chance (10.4).
         return found if found > 0 else gaussian.log_delta(mu=mu, epsilon=0.0) - math.log(left)
 
     found = minimize_scalar(epsilon, bounds=(_SMALLEST_MARGIN, 38.0), method="bounded", options={"xatol": 1e-3})

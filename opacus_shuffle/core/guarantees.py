@@ -64,7 +64,7 @@ class NotCovered(ValueError):
 
 
 class InconsistentBound(RuntimeError):
-    """An ε that cannot be right: NaN, negative, or contradicted by another value. An error of this library."""
+    """An ε that cannot be right, an error of this library: NaN, negative, or contradicted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +119,9 @@ class PrivacyBound:
     def contradicted(self, by: str) -> InconsistentBound:
         """What to raise where ε cannot be right for what is said, a value that it contradicts."""
         return InconsistentBound(
-            f"{self.mechanism}: bound {self.bound!r} says epsilon = {self.epsilon!r}, {by} at delta = {self.delta!r} "
-            f"({self.adjacency}); this is an error in opacus_shuffle: report it, and use no epsilon of it"
+            f"{self.mechanism}: bound {self.bound!r} says epsilon = {self.epsilon!r}, {by} at delta = "
+            f"{self.delta!r} ({self.adjacency}); this is an error in opacus_shuffle: report it, and use "
+            "no epsilon of it"
         )
 
     def to_dict(self) -> dict[str, Any]:

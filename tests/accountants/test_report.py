@@ -201,7 +201,7 @@ def test_nothing_to_report_and_bad_arguments_are_refused():
 # --- rows that contradict each other -------------------------------------------------------------------------------
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     kind=st.sampled_from([ShuffleGauss, ShuffledCheckIn, ShuffledWeights]),
     noise=st.floats(0.3, 30),
