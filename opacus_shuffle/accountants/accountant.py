@@ -141,6 +141,7 @@ class ShuffleAccountant(RecordedRounds):
             predictable=self.predictable,
             max_grad_norm=max_grad_norm,
             num_users=self.num_users,
+            unchecked=self.unchecked,
         )
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[DPOptimizer], None]:

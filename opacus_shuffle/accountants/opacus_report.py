@@ -64,6 +64,7 @@ class OpacusReport(PrivacyReport):
         max_grad_norm: Likewise.
         num_users: Likewise.
         pytorch_noise: The noise came from PyTorch's own generator, as in Opacus.
+        unchecked: Likewise.
 
     Raises:
         ValueError: If the accountant is another one, an argument is out of range, nothing ran, ``gdp`` has seen several kinds
@@ -81,6 +82,7 @@ class OpacusReport(PrivacyReport):
         pytorch_noise: bool = False,
         max_grad_norm: float | Sequence[float] | None = None,
         num_users: int | None = None,
+        unchecked: Sequence[str] = (),
     ) -> None:
         if type(accountant) not in MEANINGS:
             raise ValueError(
@@ -99,7 +101,8 @@ class OpacusReport(PrivacyReport):
             )
         self.delta, self.adjacency = open_unit_interval("delta", delta), Adjacency.ZERO_OUT
         self.simulated = self.clients = self.selected = self.emulated = False
-        self.rewound, self.predictable = integer("rewound", rewound, minimum=0), tuple(predictable)
+        self.rewound = integer("rewound", rewound, minimum=0)
+        self.predictable, self.unchecked = tuple(predictable), tuple(unchecked)
         self.orders, self.sent, self.pytorch_noise = None, None, boolean("pytorch_noise", pytorch_noise)
         self.max_grad_norm, self.num_users = max_grad_norm, num_users
         self._accountant, self._poisson = copy.deepcopy(accountant), poisson

@@ -13,11 +13,14 @@ from opacus.accountants import IAccountant
 
 from opacus_shuffle.accountants.mechanism import Mechanism
 from opacus_shuffle.accountants.origins import Origins, append, count, tell_of_kept_rounds
+from opacus_shuffle.core.plain_values import plain
 from opacus_shuffle.core.validation import boolean, instance_of, integer, noise_level, one_of, reject_unknown, sampling_rate
 
 Triple = tuple[float, float, int]
 """Opacus's record of equal steps: noise multiplier, sample rate, number of steps."""
 _TOLD_BY_OPACUS = ("noise_multiplier", "num_users", "sample_rate")
+_SAID = ("predictable", "unchecked")
+"""What a state holds where there is something to say."""
 
 
 class RecordedRounds(IAccountant):
@@ -35,6 +38,7 @@ class RecordedRounds(IAccountant):
         planned: What every round of a run is, but for its noise; None until :meth:`plan` says it.
         emulated: Whether the noise of the reports is added once to their sum: ε describes the protocol that is emulated.
         predictable: What a user has passed that lets others draw the run's randomness again: then it is not private.
+        unchecked: Files whose word for the rounds that they brought is all there is.
     """
 
     mechanism_class: ClassVar[type[Mechanism]]
@@ -55,6 +59,7 @@ class RecordedRounds(IAccountant):
         self._origins = Origins()
         self._ran = False  # else all rounds were set as a history, as calibration does, and none was released
         self.predictable: tuple[str, ...] = ()
+        self.unchecked: tuple[str, ...] = ()
         self._warned = False
         super().__init__()
         if fields and kind.trains_on_stock_engines and self._unknown() in ([], ["num_users"]):
@@ -123,6 +128,11 @@ class RecordedRounds(IAccountant):
     def __len__(self) -> int:
         """Rounds so far."""
         return count([*self._rounds, *self._unread])
+
+    @property
+    def origins(self) -> Origins:
+        """Which releases the rounds are."""
+        return self._origins
 
     @property
     def rewound(self) -> int:
@@ -216,8 +226,9 @@ class RecordedRounds(IAccountant):
     def state_dict(self, destination: Any = None) -> Any:
         """Returns plain values: every round by the fields of its mechanism, and what else this accountant knows.
 
-        Its attribute ``_metadata``, as that of a module's state, says which releases these rounds are; it travels with it
-        through ``copy``, ``pickle`` and ``torch.save``.
+        Its attribute ``_metadata``, as that of a module's state, says which releases these rounds are, and holds a digest of
+        all of the state; it travels with it through ``copy``, ``pickle`` and ``torch.save``. Without it, as in ``dict(state)``,
+        a state cannot be loaded.
         """
         destination = OrderedDict() if destination is None else destination
         rounds, unread = (self._rounds, list(self._unread)) if self._unknown() else (self.rounds, [])
@@ -229,12 +240,12 @@ class RecordedRounds(IAccountant):
             emulated=self.emulated,
             num_users=self.num_users,
             batch_size=self.batch_size,
-            fields=dict(self._fields),
+            fields=plain(self._fields, set()),
         )
-        if self.predictable:
-            destination.update(predictable=list(self.predictable))
+        destination.update({name: list(getattr(self, name)) for name in _SAID if getattr(self, name)})
         if isinstance(destination, OrderedDict):
-            destination._metadata = self._all_origins().as_state([*rounds, *unread])  # type: ignore[attr-defined]
+            whole = [*rounds, *unread, _rest(destination)]
+            destination._metadata = self._all_origins().as_state(whole)  # type: ignore[attr-defined]
         return destination
 
     def load_state_dict(self, state_dict: Any, *, allow_rewind: bool = False) -> None:
@@ -242,7 +253,7 @@ class RecordedRounds(IAccountant):
 
         What ran here was released, whatever is loaded. So afterwards this accountant holds every round that it has recorded
         *and* every round of the state, each once: going back to an earlier state of the same run leaves its later rounds in
-        the history, and a state that another engine saved, or that says nothing of its origins, is added in full.
+        the history, and a state that another engine saved is added in full.
 
         Args:
             state_dict: From :meth:`state_dict` of this mechanism's accountant.
@@ -260,12 +271,17 @@ class RecordedRounds(IAccountant):
                 f"state_dict speaks of {_run(saved)}, this accountant of {_run(self)}: load it into an engine made private "
                 "with the same data set and the same kind of noise"
             )
-        # Without its origins the state may be of any run with the same numbers: then nothing in it is known from elsewhere.
         metadata = getattr(state_dict, "_metadata", None)
-        origins = Origins.unknown(count(history)) if metadata is None else Origins.from_state(metadata, history)
+        if metadata is None:
+            raise ValueError(
+                f"state_dict of {self.mechanism()} has lost its _metadata, which says which releases its {count(history)} "
+                "rounds are, and whether it was changed: load what state_dict() returned, or a copy by copy.deepcopy"
+            )
+        origins = Origins.from_state(metadata, [*history, _rest(state_dict)])
         saved.planned, saved.batch_size = self.planned or saved.planned, saved.batch_size or self.batch_size
         saved._fields, saved._warned, saved._ran = {**self._fields, **saved._fields}, self._warned, True
-        saved.predictable = tuple(dict.fromkeys((*self.predictable, *saved.predictable)))
+        for name in _SAID:
+            setattr(saved, name, tuple(dict.fromkeys((*getattr(self, name), *getattr(saved, name)))))
         if allow_rewind or not len(self):
             saved._origins = self._all_origins().replaced_by(origins)
         else:
@@ -287,8 +303,8 @@ class RecordedRounds(IAccountant):
 
     def _parsed(self, state_dict: Any) -> tuple[RecordedRounds, list[tuple[Any, int]]]:
         """An accountant that holds what a state says, and its history as it is written there; refuses what is no state."""
-        keys = [key for key in self.state_dict() if key != "predictable"]  # which is there if there is something to say
-        if not isinstance(state_dict, dict) or set(state_dict) - {"predictable"} != set(keys):
+        keys = [key for key in self.state_dict() if key not in _SAID]
+        if not isinstance(state_dict, dict) or set(state_dict) - {*_SAID} != set(keys):
             got = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else repr(state_dict)
             raise ValueError(f"state_dict of {self.mechanism()} must hold {', '.join(keys)}, got {got}")
         one_of("mechanism in state_dict", state_dict["mechanism"], [self.mechanism()])
@@ -298,8 +314,9 @@ class RecordedRounds(IAccountant):
         saved._rounds = [
             (self._restored(fields), integer("steps", steps)) for fields, steps in _pairs("rounds", state_dict["rounds"])
         ]
-        said = instance_of("predictable in state_dict", state_dict.get("predictable", []), (list,))
-        saved.predictable = tuple(instance_of("predictable in state_dict", each, (str,)) for each in said)
+        for name in _SAID:
+            said = instance_of(f"{name} in state_dict", state_dict.get(name, []), (list,))
+            setattr(saved, name, tuple(instance_of(f"{name} in state_dict", each, (str,)) for each in said))
         unread = _pairs("unread", state_dict["unread"])
         saved._unread = [_read((*_pairs("unread", [told])[0], steps)) for told, steps in unread]
         if state_dict["planned"] is not None:
@@ -354,6 +371,11 @@ def _read(triple: Any) -> tuple[tuple[float, float], int]:
         raise ValueError(f"history must hold (noise_multiplier, sample_rate, steps) triples, got {triple!r}")
     sigma, rate, steps = triple
     return (noise_level("noise_multiplier", sigma), sampling_rate("sample_rate", rate)), integer("steps", steps)
+
+
+def _rest(state_dict: dict[str, Any]) -> tuple[Any, int]:
+    """What a state says besides its rounds, as an entry of none, for the digest."""
+    return sorted((key, repr(value)) for key, value in state_dict.items() if key not in ("rounds", "unread")), 0
 
 
 def optional_count(name: str, value: Any) -> int | None:

@@ -79,6 +79,7 @@ class PrivacyReport:
         rewound: Rounds that ran besides and were left out, because a checkpoint was loaded with ``allow_rewind=True``.
         max_grad_norm: C, or one per layer, for the statement; None if it is not known.
         num_users: n, of the whole data set; by default the users of a round.
+        unchecked: Files from which rounds were loaded that nothing but these files vouches for.
 
     Attributes:
         bounds: The ladder's rungs, from the least trust to the most.
@@ -104,6 +105,7 @@ class PrivacyReport:
         predictable: Sequence[str] = (),
         max_grad_norm: float | Sequence[float] | None = None,
         num_users: int | None = None,
+        unchecked: Sequence[str] = (),
     ) -> None:
         self.kind = kind_of(rounds)
         self.rounds = tuple((mechanism, integer("number of rounds", count)) for mechanism, count in rounds)
@@ -115,7 +117,7 @@ class PrivacyReport:
         self.pytorch_noise, self.max_grad_norm = False, max_grad_norm
         self.num_users = None if num_users is None else integer("num_users", num_users)
         self.rewound = integer("rewound", rewound, minimum=0)
-        self.predictable = tuple(predictable)
+        self.predictable, self.unchecked = tuple(predictable), tuple(unchecked)
         self.orders = orders if orders is None else tuple(orders)
         self.sent = sent_per_user(self.rounds) if sent is None else sent
         self.bounds = tuple(ladder(self.rounds, delta=delta, adjacency=adjacency, orders=self.orders))
@@ -150,7 +152,7 @@ class PrivacyReport:
             promised += f"{best.guarantee.value}: it is about {best.covers}, trusting {best.trusted}."
         notes = [f"An epsilon above {WEAK:g} protects next to nothing." if best.epsilon > WEAK else ""]
         notes += [f"{name.replace('_', ' ').capitalize()}: {text}." for name, text in HOW_IT_RAN.items() if getattr(self, name)]
-        notes += [self._delta_note(), rewound_sentence(self.rewound)]
+        notes += [self._delta_note(), rewound_sentence(self.rewound), on_trust(self.unchecked)]
         warning = not_private(self.predictable) if self.predictable else ""
         return " ".join(filter(None, [ran, warning, promised, *notes]))
 
@@ -206,6 +208,7 @@ class PrivacyReport:
             "rewound": self.rewound,
             "private": not self.predictable,
             "predictable": list(self.predictable),
+            "unchecked": list(self.unchecked),
             "quote": self.best.bound,
             "noise_of_sum": self.noisiest.noise_of_sum,
             "noise_of_mean": self.noisiest.noise_of_mean,
@@ -336,7 +339,7 @@ class PrivacyReport:
     def _notes(self) -> list[str]:
         """What was left out, estimates that are below what one pair of data sets has for certain, and what users send."""
         found = [contradiction(estimate, pair) for estimate in self.bounds for pair in self.bounds]
-        found.insert(0, rewound_sentence(self.rewound))
+        found[:0] = [rewound_sentence(self.rewound), on_trust(self.unchecked)]
         if self.predictable:
             found.insert(0, not_private(self.predictable))
         found += [self._delta_note(), self._noise(), str(self.sent or "")]
@@ -394,6 +397,13 @@ def not_private(predictable: Sequence[str]) -> str:
         f"This run is not private: whoever knows {' or '.join(predictable)} can draw its randomness again and take it off. "
         "Every ε of it is that of the same run with secret randomness: for experiments alone."
     )
+
+
+def on_trust(unchecked: Sequence[str]) -> str:
+    """The sentence to say of an account whose rounds were loaded from files that may say anything; empty if there are none."""
+    if not unchecked:
+        return ""
+    return f"Rounds of this account were loaded from {' and from '.join(unchecked)}: every epsilon here takes that on trust."
 
 
 def contradiction(estimate: PrivacyBound, pair: PrivacyBound) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
+import errno
 import os
-import pickle
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -15,34 +14,36 @@ import opacus
 import torch
 
 from opacus_shuffle.accountants import PrivacyAssumptionWarning, ShuffleAccountant
-from opacus_shuffle.accountants.origins import rewound_sentence
+from opacus_shuffle.accountants.origins import Origins, rewound_sentence
 from opacus_shuffle.core.atomic_file import replacing
+from opacus_shuffle.core.plain_values import fingerprint, plain
 from opacus_shuffle.core.validation import boolean, instance_of
 from opacus_shuffle.engine.opacus_history import OpacusHistory
 from opacus_shuffle.engine.optimizers.released_only import private_optimizers
 from opacus_shuffle.engine.unchanged import unchanged_if_refused
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
 
-_SHUFFLER, _ORIGINS, _UNFIT = "opacus_shuffle", "opacus_shuffle_origins", "opacus_shuffle_unfit"
-_NEEDED = ("module_state_dict", "privacy_accountant_state_dict")
+_SHUFFLER, _ACCOUNT = "opacus_shuffle", "opacus_shuffle_account"
+_WEIGHTS, _ROUNDS = "module_state_dict", "privacy_accountant_state_dict"
+_TOLD = ("origins", "poisson", "predictable", "unchecked")
+STOCK = "a checkpoint of Opacus's own engine, which says neither how its batches were drawn nor whether it was changed"
+PICKLED = "a file read with allow_pickle=True, which could run code, and so change anything"
 
 
-def _check_parts(path: Any, keywords: dict[str, Any]) -> None:
-    """Refuses what is no file, no network or no optimizer; that one is missing Opacus says itself."""
-    if not isinstance(path, str | os.PathLike) and not hasattr(path, "read") and not hasattr(path, "write"):
-        raise ValueError(f"path must be the name of a file or an open one, got {path!r}")
-    for name, kinds in (("module", (torch.nn.Module,)), ("optimizer", (torch.optim.Optimizer, type(None)))):
-        if name in keywords:
-            instance_of(name, keywords[name], kinds)
+def _check_path(path: Any) -> None:
+    """Refuses what is no file and can be none."""
+    if hasattr(path, "read") or hasattr(path, "write"):
+        return
+    name = os.fsdecode(path) if isinstance(path, str | os.PathLike) else ""
+    if not name or "\0" in name or os.path.isdir(name):
+        raise ValueError(f"path must be the name of a file or an open one, got {path!r}: pass one such as 'run.pt'")
 
 
-def _unfit(saved: dict[str, Any]) -> tuple[bool, list[str]]:
-    """What a checkpoint says of why an ε of Opacus's own accountants is no guarantee of its run; mostly nothing."""
-    told = saved.get(_UNFIT, {"poisson": True, "predictable": []})
-    if not isinstance(told, dict) or told.keys() != {"poisson", "predictable"} or not isinstance(told["predictable"], list):
-        raise ValueError(f"{_UNFIT} in the checkpoint must hold poisson and predictable, got {told!r}: it was changed")
-    predictable = [instance_of("predictable in the checkpoint", each, (str,)) for each in told["predictable"]]
-    return boolean("poisson in the checkpoint", told["poisson"]), predictable
+def _check_parts(path: Any, module: Any, optimizer: Any) -> None:
+    """Refuses what is no file, no network or no optimizer."""
+    _check_path(path)
+    instance_of("module", module, (torch.nn.Module,))
+    instance_of("optimizer", optimizer, (torch.optim.Optimizer, type(None)))
 
 
 class CheckpointMixin(opacus.PrivacyEngine):
@@ -52,102 +53,175 @@ class CheckpointMixin(opacus.PrivacyEngine):
         shuffler: Permutes the weights of the latest ``make_private``; None without ``shuffle_weights``.
         poisson: Whether all batches of runs by Opacus's own accountants were Poisson samples.
         predictable: What was passed to such runs that lets others draw their randomness again.
+        unchecked: Files whose word for the rounds that they brought into such an account is all there is.
     """
 
     shuffler: WeightShuffler | None = None
-    poisson: bool = True  # ours know both themselves
+    poisson: bool = True  # ours know these three themselves
     predictable: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
     accountant: Any  # Opacus's, untyped
     _opacus_history: OpacusHistory | None = None
+    _loading: bool = False
 
-    def save_checkpoint(self, *, path: Any, checkpoint_dict: dict[str, Any] | None = None, **keywords: Any) -> None:
-        """As :meth:`opacus.PrivacyEngine.save_checkpoint`, whole or not at all.
+    def save_checkpoint(  # type: ignore[override]
+        self,
+        *,
+        path: Any,
+        module: torch.nn.Module,
+        optimizer: Any = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        checkpoint_dict: dict[str, Any] | None = None,
+        module_state_dict_kwargs: dict[str, Any] | None = None,
+        torch_save_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """As :meth:`opacus.PrivacyEngine.save_checkpoint`, whole or not at all, and read back without running code.
 
         A file is written beside ``path``, flushed to the disk and renamed, so that a process killed at any moment leaves the
         earlier checkpoint or the new one. Weights and accounting are in the same file: keep no weights without theirs
         (docs/checkpoints.rst). With ``shuffle_weights`` it holds the secret of the permutations to come, too. That secret says
         nothing about the permutations so far (a generator of your own does). Still, publish ``module.state_dict()``, not
-        checkpoints.
+        checkpoints. NumPy's numbers are written as Python's; functions of schedulers are not written.
 
         Args:
             path: As Opacus's; a file object is written to directly.
-            checkpoint_dict: As Opacus's.
-            **keywords: As Opacus's.
+            module: As Opacus's.
+            optimizer: As Opacus's.
+            noise_scheduler: As Opacus's.
+            grad_clip_scheduler: As Opacus's.
+            checkpoint_dict: As Opacus's; it stays as it is.
+            module_state_dict_kwargs: As Opacus's.
+            torch_save_kwargs: As Opacus's.
+
+        Warns:
+            UserWarning: If ``checkpoint_dict`` or another part holds what :meth:`load_checkpoint` will not read by default.
 
         Raises:
             ValueError: If another engine accounts for the module's steps; or if training went on meanwhile, so that the weights
                 might hold more than their accounting. The earlier checkpoint stays.
         """
-        self._refuse_of_another_engine(keywords.get("module"))
-        accounted = copy.copy(self.accountant.history)
-        _check_parts(path, keywords)
-        checkpoint_dict = {} if checkpoint_dict is None else instance_of("checkpoint_dict", checkpoint_dict, (dict,))
+        self._refuse_of_another_engine(module)
+        accounted, foreign = copy.copy(self.accountant.history), set[str]()
+        _check_parts(path, module, optimizer)
+        saved = {**({} if checkpoint_dict is None else instance_of("checkpoint_dict", checkpoint_dict, (dict,)))}
+        # Draws a permutation if one is due, before the secret is written down.
+        saved[_WEIGHTS] = module.state_dict(**(module_state_dict_kwargs or {}))
+        saved[_ROUNDS] = self.accountant.state_dict()
+        if optimizer is not None:
+            saved["optimizer_state_dict"] = optimizer.state_dict()
+        for name, scheduler in (("noise_scheduler", noise_scheduler), ("grad_clip_scheduler", grad_clip_scheduler)):
+            if scheduler is not None:
+                state = scheduler.state_dict().items()
+                saved[f"{name}_state_dict"] = {key: value for key, value in state if not callable(value)}
         if self.shuffler is not None:
-            if "module" in keywords:  # draws a permutation if one is due, before the secret is written down
-                keywords["module"].state_dict()
-            checkpoint_dict[_SHUFFLER] = self.shuffler.state_dict()
+            saved[_SHUFFLER] = self.shuffler.state_dict()
+        told: dict[str, Any] = dict.fromkeys(_TOLD)
+        told.update(poisson=self.poisson, predictable=list(self.predictable), unchecked=list(self.unchecked))
         if not isinstance(self.accountant, ShuffleAccountant):  # ours say it themselves
             self._opacus_history = self._opacus_history or OpacusHistory()
-            if (origins := self._opacus_history.state(self.accountant)) is not None:
-                checkpoint_dict[_ORIGINS] = origins
-            if self.predictable or not self.poisson:
-                checkpoint_dict[_UNFIT] = {"poisson": self.poisson, "predictable": list(self.predictable)}
+            told["origins"] = self._opacus_history.state(self.accountant)
+        saved = plain(saved, foreign)
+        saved[_ACCOUNT] = {**told, "digest": fingerprint(saved[_WEIGHTS], saved[_ROUNDS], told)}
         with replacing(path) as file:
-            super().save_checkpoint(path=file, checkpoint_dict=checkpoint_dict, **keywords)
+            torch.save(saved, file, **(torch_save_kwargs or {}))
             if self.accountant.history != accounted:
                 raise ValueError(
                     "a step was taken while the checkpoint was written, which its weights may hold, and its accounting does "
                     "not: save between steps, in the thread that trains"
                 )
+        if foreign:
+            warnings.warn(
+                f"the checkpoint holds {', '.join(sorted(foreign))}, which load_checkpoint reads with allow_pickle=True alone: "
+                "put tensors, numbers, strings, lists and dictionaries into it",
+                stacklevel=2,
+            )
 
-    def load_checkpoint(self, *, path: Any, allow_rewind: bool = False, **keywords: Any) -> dict[str, Any]:
+    def load_checkpoint(
+        self,
+        *,
+        path: Any,
+        module: torch.nn.Module,
+        optimizer: Any = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        module_load_dict_kwargs: dict[str, Any] | None = None,
+        torch_load_kwargs: dict[str, Any] | None = None,
+        allow_rewind: bool = False,
+        allow_pickle: bool = False,
+    ) -> dict[str, Any]:
         """As :meth:`opacus.PrivacyEngine.load_checkpoint`, refused whole, and without forgetting what this engine released.
+
+        No code of the file runs: it is read by PyTorch's reader of tensors and plain values, whatever ``torch_load_kwargs``
+        says, and what needs more is refused. So is what was changed after :meth:`save_checkpoint` has written it, if the change
+        does not write a new digest.
 
         An engine that has run nothing holds the checkpoint's accounting afterwards, as Opacus's does. One that has run holds
         every round that ran *and* every round of the checkpoint, each once: going back to an earlier checkpoint of this run
         leaves the rounds since in the account, because they were released; the rounds of another run are added to those that
-        ran here. A checkpoint of Opacus's own engine does not say which rounds it holds; it counts as another run's. A warning
-        names the rounds that stay. Permutations of weights go on from where the saved run was. Gradients that
-        wait for a step are forgotten: they belong to the weights of before.
+        ran here. A checkpoint of Opacus's own engine does not say which rounds it holds; it counts as another run's, and
+        reports say that its word was taken. A warning names the rounds that stay. Permutations of weights go on from where the
+        saved run was. Gradients that wait for a step are forgotten: they belong to the weights of before.
 
         Args:
             path: As Opacus's.
+            module: As Opacus's.
+            optimizer: As Opacus's.
+            noise_scheduler: As Opacus's.
+            grad_clip_scheduler: As Opacus's.
+            module_load_dict_kwargs: As Opacus's.
+            torch_load_kwargs: As Opacus's, but for ``weights_only`` and ``pickle_module``, which ``allow_pickle`` is about.
             allow_rewind: Account for the checkpoint's rounds alone. That is right only if nobody ever saw anything of the
                 others, be it weights, losses or predictions. Reports and :meth:`get_epsilon` say how many were left out.
-            **keywords: As Opacus's.
+            allow_pickle: Let the file run any code, as Opacus does: for one that holds other objects, from someone you trust.
+                Reports say so from then on.
+
+        Returns:
+            As Opacus's.
 
         Raises:
-            ValueError: If the checkpoint misses a part, was changed, or is of another run than this engine accounts for; what
-                Opacus and PyTorch raise besides. Whatever it is: modules, optimizers, schedulers, accounting and shuffling are
-                as before.
+            ValueError: If the file cannot be read, needs more than ``allow_pickle=False`` lets it do, misses a part, was
+                changed, or is of another run than this engine accounts for; what PyTorch raises besides. Whatever it is:
+                modules, optimizers, schedulers, accounting and shuffling are as before.
+            FileNotFoundError: If there is no such file.
         """
         boolean("allow_rewind", allow_rewind)
-        _check_parts(path, keywords)
-        options = keywords.get("torch_load_kwargs") or {}
-        owners = [keywords.get(name) for name in ("module", "optimizer", "noise_scheduler", "grad_clip_scheduler")]
-        with _one_file(path, by_name=bool(options.get("mmap"))) as file:
-            saved, name = _read(file, options)
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                accountant, history = self._accounting(saved, name, allow_rewind)
-            poisson, predictable = _unfit(saved)
+        boolean("allow_pickle", allow_pickle)
+        _check_parts(path, module, optimizer)
+        saved = _read(path, torch_load_kwargs or {}, allow_pickle)
+        told, name = _told(saved)
+        unchecked = (*told["unchecked"], *([PICKLED] if allow_pickle else []))
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            accountant, history = self._accounting(saved[_ROUNDS], told["origins"], name, allow_rewind)
+        if self.shuffler is not None and _SHUFFLER in saved:
+            self.shuffler.check_state_dict(saved[_SHUFFLER])
+        self._refuse_of_another_engine(module)
+        parts = {"optimizer": optimizer, "noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
+        with unchanged_if_refused(module, *parts.values(), self.shuffler, self.accountant), self._load():
+            self.accountant.__dict__.update(accountant.__dict__)  # before the weights, should this be interrupted
+            module.load_state_dict(saved[_WEIGHTS], **(module_load_dict_kwargs or {}))
+            for each, part in parts.items():
+                state = saved.pop(f"{each}_state_dict", {})
+                if part is not None and len(state):
+                    part.load_state_dict(state)
+                elif each == "optimizer" and (part is not None or len(state)):
+                    given = "not" if part is None else ""
+                    warnings.warn(
+                        f"optimizer_state_dict has {len(state)} items but optimizer is {given} provided.", stacklevel=2
+                    )
             if self.shuffler is not None and _SHUFFLER in saved:
-                self.shuffler.check_state_dict(saved[_SHUFFLER])
-            self._refuse_of_another_engine(keywords.get("module"))
-            del saved
-            with unchanged_if_refused(*owners, self.shuffler, self.accountant), self._with_another_accountant() as own:
-                own.__dict__.update(accountant.__dict__)  # before the weights, should this be interrupted
-                checkpoint: dict[str, Any] = super().load_checkpoint(path=file, **keywords)
-                if self.shuffler is not None and _SHUFFLER in checkpoint:
-                    self.shuffler.load_state_dict(checkpoint[_SHUFFLER])
-                for each in told:
-                    warnings.warn(each.message, stacklevel=2)
-                for optimizer in private_optimizers(keywords["module"]):
-                    optimizer.forget_batch()
+                self.shuffler.load_state_dict(saved[_SHUFFLER])
+            for message in heard:
+                warnings.warn(message.message, stacklevel=2)
+            for private in private_optimizers(module):
+                private.forget_batch()
         self._opacus_history = history
-        self.poisson = self.poisson and poisson
-        self.predictable = tuple(dict.fromkeys((*self.predictable, *predictable)))
-        return checkpoint
+        self.poisson = self.poisson and told["poisson"]
+        self.predictable = tuple(dict.fromkeys((*self.predictable, *told["predictable"])))
+        knows = self.accountant if isinstance(self.accountant, ShuffleAccountant) else self
+        knows.unchecked = tuple(dict.fromkeys((*knows.unchecked, *unchecked)))
+        return saved
 
     def _refuse_of_another_engine(self, module: Any) -> None:
         """Refuses weights whose steps this engine does not account for."""
@@ -176,66 +250,84 @@ class CheckpointMixin(opacus.PrivacyEngine):
         """What copies and pickles take along: the account, and neither the data set nor what trains."""
         return {**self.__dict__, "dataset": None, "shuffler": None}
 
-    @contextlib.contextmanager
-    def _with_another_accountant(self) -> Iterator[Any]:
-        """Has Opacus load into an accountant that is thrown away; gives the engine's own."""
-        own = self.accountant
-        self.__dict__["accountant"] = type(own)() if isinstance(own, ShuffleAccountant) else copy.deepcopy(own)
-        try:
-            yield own
-        finally:
-            self.__dict__["accountant"] = own
+    def known_origins(self) -> Origins | None:
+        """Which releases are accounted; None while a checkpoint is loaded, whose account comes with it."""
+        if self._loading:
+            return None
+        if isinstance(self.accountant, ShuffleAccountant):
+            return self.accountant.origins
+        return self._opacus_history.origins if self._opacus_history else Origins()
 
-    def _accounting(self, saved: dict[str, Any], name: str, allow_rewind: bool) -> tuple[Any, OpacusHistory | None]:
+    @contextlib.contextmanager
+    def _load(self) -> Iterator[None]:
+        """While weights come with their account."""
+        self._loading = True
+        try:
+            yield
+        finally:
+            self._loading = False
+
+    def _accounting(self, state: Any, origins: Any, name: str, allow_rewind: bool) -> tuple[Any, OpacusHistory | None]:
         """What the accountant is after a load, and what follows its history; refuses what does not fit."""
-        state = saved["privacy_accountant_state_dict"]
         if isinstance(self.accountant, ShuffleAccountant):
             accountant = copy.deepcopy(self.accountant)
             accountant.load_state_dict(state, allow_rewind=allow_rewind)
             return accountant, None
         history = self._opacus_history or OpacusHistory()
-        return history.loaded(self.accountant, state, saved.get(_ORIGINS), name=name, allow_rewind=allow_rewind)
+        return history.loaded(self.accountant, state, origins, name=name, allow_rewind=allow_rewind)
 
 
-@contextlib.contextmanager
-def _one_file(path: Any, *, by_name: bool) -> Iterator[Any]:
-    """The file to load, opened once, so that what was looked at is what is loaded even if another one takes its place."""
-    if by_name or not isinstance(path, str | os.PathLike):
-        yield path
-    else:
-        with open(path, "rb") as file:
-            yield file
-
-
-def _read(file: Any, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """A checkpoint's parts but for its tensors, and a name for its content; the file is left where it was."""
-    begin = file.tell() if hasattr(file, "seek") else None
-    try:
-        saved = torch.load(file, **{**options, "map_location": "cpu", "weights_only": False})
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:  # RuntimeError: half a file
+def _read(path: Any, options: dict[str, Any], allow_pickle: bool) -> dict[str, Any]:
+    """A checkpoint, read once, so that what was looked at is what is loaded."""
+    options = dict(instance_of("torch_load_kwargs", options, (dict,)))
+    if options.pop("weights_only", None) not in (None, not allow_pickle) or ("pickle_module" in options and not allow_pickle):
         raise ValueError(
-            f"path must be a checkpoint that engine.save_checkpoint has written, got a file that PyTorch cannot read: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        ) from error
-    missing = [each for each in _NEEDED if not isinstance(saved, dict) or each not in saved]
+            f"torch_load_kwargs must leave it to allow_pickle={allow_pickle} whether the file may run code: leave out "
+            "weights_only and pickle_module, or pass allow_pickle=True if you trust whoever has written the file"
+        )
+    if isinstance(path, str | os.PathLike) and not os.path.exists(path):
+        words = "no such file (path must be a checkpoint that engine.save_checkpoint has written)"
+        raise FileNotFoundError(errno.ENOENT, words, os.fspath(path))
+    by_name = hasattr(path, "read") or bool(options.get("mmap"))
+    with contextlib.nullcontext(path) if by_name else open(path, "rb") as file:
+        try:
+            saved = torch.load(file, **options, weights_only=not allow_pickle)
+        except Exception as error:  # there is nothing that a damaged file does not raise
+            *_, reason = str(error).split("WeightsUnpickler error:")
+            raise ValueError(
+                f"path must be a checkpoint that engine.save_checkpoint has written, got {path!r}, which PyTorch cannot read "
+                f"as tensors and plain values ({type(error).__name__}: {reason.strip().partition(chr(10))[0]}): load an "
+                "earlier one if it is damaged; if it holds other objects and you trust whoever has written it, pass "
+                "allow_pickle=True, which lets it run any code"
+            ) from error
+    missing = [each for each in (_WEIGHTS, _ROUNDS) if not isinstance(saved, dict) or each not in saved]
     if missing:
         raise ValueError(
-            f"the checkpoint holds no {' and no '.join(missing)}: load one that engine.save_checkpoint has written (weights "
-            "alone go by module.load_state_dict, and bring no accounting with them)"
+            f"path={path!r} is a checkpoint with no {' and no '.join(missing)}: load one that engine.save_checkpoint has written "
+            "(weights alone go by module.load_state_dict, and bring no accounting with them)"
         )
-    name = "" if _ORIGINS in saved else _name_of(file, begin)
-    if begin is not None:
-        file.seek(begin)
-    return {each: saved[each] for each in (_SHUFFLER, _ORIGINS, _UNFIT, _NEEDED[1]) if each in saved}, name
+    return saved
 
 
-def _name_of(file: Any, begin: int | None) -> str:
-    """A name for the content of a checkpoint that says nothing of its origins: the same file again is the same rounds."""
-    if begin is None:
-        with open(file, "rb") as opened:
-            return _name_of(opened, 0)
-    file.seek(begin)
-    found = hashlib.sha256()
-    while part := file.read(2**20):
-        found.update(part)
-    return found.hexdigest()[:32]
+def _told(saved: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """What a checkpoint says of its account besides the accountant's state, and a name for what it holds.
+
+    Raises:
+        ValueError: If it is not as it was saved.
+    """
+    told = saved.get(_ACCOUNT)
+    if told is None and _SHUFFLER not in saved:  # nothing of ours
+        name = fingerprint(saved[_WEIGHTS], saved[_ROUNDS])
+        return {"origins": None, "poisson": True, "predictable": [], "unchecked": [STOCK]}, name
+    digest = told.get("digest") if isinstance(told, dict) else None
+    told = {key: told[key] for key in _TOLD if key in told} if isinstance(told, dict) else {}
+    if len(told) < len(_TOLD) or digest != fingerprint(saved[_WEIGHTS], saved[_ROUNDS], told):
+        raise ValueError(
+            "the checkpoint's weights, privacy_accountant_state_dict and opacus_shuffle_account do not belong together: it was "
+            "changed after it was saved; load it as it was (weights alone go by module.load_state_dict)"
+        )
+    boolean("poisson in the checkpoint", told["poisson"])
+    for name in ("predictable", "unchecked"):
+        for each in instance_of(f"{name} in the checkpoint", told[name], (list,)):
+            instance_of(f"{name} in the checkpoint", each, (str,))
+    return told, digest

@@ -39,7 +39,9 @@ from opacus_shuffle.engine.checkpoints import CheckpointMixin
 from opacus_shuffle.engine.run import Budget, Request
 from opacus_shuffle.engine.schemes import scheme_of
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
+from opacus_shuffle.engine.weights_alone import tell_of_weights_alone
 from opacus_shuffle.permutation import PermutationSpec
+from opacus_shuffle.permutation.network import unwrap
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
@@ -174,6 +176,7 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
             scheme.attach(run, made)
         self.runs += 1
         self.max_grad_norm, self.num_users = max_grad_norm, run.sampling.num_users
+        tell_of_weights_alone(unwrap(module), self.known_origins)
         if found := [each for each in scheme.predictable(run) if not each.startswith("seed=")]:
             warnings.warn(not_private(found), stacklevel=2)
         planned = getattr(self.accountant, "planned", None)  # Opacus's own plan nothing
@@ -270,6 +273,7 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
             pytorch_noise=self.pytorch_noise,
             max_grad_norm=self.max_grad_norm,
             num_users=self.num_users,
+            unchecked=self.unchecked,
         )
 
 

@@ -1,0 +1,71 @@
+"""Plain values: what is read back from a file without running code that the file brings along.
+
+``torch.load(..., weights_only=True)`` reads tensors and these types alone. NumPy's numbers are others, so they become Python's.
+
+>>> import numpy as np
+>>> foreign: set[str] = set()
+>>> plain({"rate": np.float64(0.5), "rounds": [np.int64(3)], "when": np.zeros(1)}, foreign)
+{'rate': 0.5, 'rounds': [3], 'when': array([0.])}
+>>> foreign
+{'numpy.ndarray'}
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections import Counter, OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, set, torch.Size, torch.dtype, torch.device)
+
+
+def plain(value: Any, foreign: set[str]) -> Any:
+    """Returns a value with Python's numbers for NumPy's; tensors are the same ones, containers are new.
+
+    Args:
+        value: Lists, tuples and dictionaries of anything.
+        foreign: Gets the names of the types that would not be read back.
+    """
+    kind = type(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if kind in (list, tuple):
+        return kind(plain(each, foreign) for each in value)
+    if kind in (dict, OrderedDict, Counter):
+        found = copy.copy(value)  # and the metadata of a state dict
+        found.update((key, plain(each, foreign)) for key, each in value.items())
+        return found
+    if not isinstance(value, torch.Tensor) and kind not in (*_PLAIN, *torch.serialization.get_safe_globals()):
+        foreign.add(f"{kind.__module__}.{kind.__qualname__}")
+    return value
+
+
+def fingerprint(*values: Any) -> str:
+    """A digest of plain values and tensors' contents: the same wherever the tensors are, and after saving and loading."""
+    found = hashlib.sha256()
+    for each in values:
+        _feed(found, each)
+    return found.hexdigest()
+
+
+def _feed(found: Any, value: Any) -> None:
+    kind = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        part = value.to_local() if hasattr(value, "to_local") else value  # what this process has of a sharded one
+        found.update(f"tensor {part.dtype} {tuple(part.shape)};".encode())
+        if part.layout is torch.strided and not part.is_quantized and not part.is_meta:
+            found.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    elif isinstance(value, dict):
+        found.update(f"{kind} {len(value)};".encode())
+        for each in (*value.items(), getattr(value, "_metadata", None)):
+            _feed(found, each)
+    elif isinstance(value, list | tuple):
+        found.update(f"{kind} {len(value)};".encode())
+        for each in value:
+            _feed(found, each)
+    else:  # another object's words may be about where it is in memory
+        found.update(f"{kind} {value!r};".encode() if isinstance(value, _PLAIN) else f"{kind};".encode())
