@@ -37,9 +37,11 @@ def plain(value: Any, foreign: set[str]) -> Any:
         return kind(plain(each, foreign) for each in value)
     if kind in (dict, OrderedDict, Counter):
         found = copy.copy(value)  # and the metadata of a state dict
-        found.update((key, plain(each, foreign)) for key, each in value.items())
+        for key, each in value.items():
+            found[key] = plain(each, foreign)
         return found
-    if not isinstance(value, torch.Tensor) and kind not in (*_PLAIN, *torch.serialization.get_safe_globals()):
+    read = isinstance(value, torch.Tensor) or kind in (*_PLAIN, *torch.serialization.get_safe_globals())
+    if not read or (kind is bytes and not value):  # which the reader does not know
         foreign.add(f"{kind.__module__}.{kind.__qualname__}")
     return value
 

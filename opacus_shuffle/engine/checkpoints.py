@@ -303,8 +303,8 @@ def _read(path: Any, options: dict[str, Any], allow_pickle: bool) -> dict[str, A
     missing = [each for each in (_WEIGHTS, _ROUNDS) if not isinstance(saved, dict) or each not in saved]
     if missing:
         raise ValueError(
-            f"path={path!r} is a checkpoint with no {' and no '.join(missing)}: load one that engine.save_checkpoint has written "
-            "(weights alone go by module.load_state_dict, and bring no accounting with them)"
+            f"path={path!r} is a checkpoint with no {' and no '.join(missing)}: load one that engine.save_checkpoint has "
+            "written (weights alone go by module.load_state_dict, and bring no accounting with them)"
         )
     return saved
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections import OrderedDict
 
 import pytest
 from helpers.accountants import (
@@ -12,6 +13,8 @@ from helpers.accountants import (
     accountant_of,
     every_accountant,
 )
+
+from opacus_shuffle.accountants import ShuffledCheckInAccountant
 
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
 
@@ -71,8 +74,13 @@ def test_a_spoilt_state_is_refused_and_changes_nothing(accountant_class, spoil, 
     accountant = accountant_of(accountant_class, [(2.0, 0.1, 5)])
     assert accountant.rounds[0][1] == 5
     before = copy.deepcopy(accountant.__dict__)
+    state = accountant.state_dict()
+    spoilt = spoil(state)
+    if isinstance(spoilt, dict):
+        spoilt = OrderedDict(spoilt)
+        spoilt._metadata = state._metadata
     with pytest.raises(ValueError, match=named):
-        accountant.load_state_dict(spoil(accountant.state_dict()))
+        accountant.load_state_dict(spoilt)
     assert accountant.__dict__ == before
 
 
@@ -103,3 +111,28 @@ def test_a_saved_run_keeps_what_its_accountant_was_told_or_is_refused(accountant
             accountant.load_state_dict(other)
     accountant.load_state_dict(accountant_class().state_dict())
     assert (accountant.batch_size, accountant.state_dict()["fields"]) == (60, told)
+
+
+@pytest.mark.parametrize("change", [{"num_users": 10**9}, {"emulated": False}, {"batch_size": 10**6}])
+def test_what_turns_steps_into_rounds_cannot_be_changed_where_they_are_not_yet_rounds(change):
+    accountant = ShuffledCheckInAccountant()  # of a stock engine, which has not said how many users there are
+    accountant.step(noise_multiplier=2.0, sample_rate=0.1)
+    state = accountant.state_dict()
+    assert (state["rounds"], len(state["unread"])) == ([], 1)
+    ShuffledCheckInAccountant().load_state_dict(copy.deepcopy(state))
+    state.update(change)
+    with pytest.raises(ValueError, match="changed after it was saved"):
+        ShuffledCheckInAccountant().load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["predictable", "unchecked"])
+def test_what_a_state_says_against_its_rounds_cannot_be_left_out(name):
+    accountant = accountant_of(ShuffledCheckInAccountant, [(2.0, 0.1, 5)])
+    setattr(accountant, name, ("seed=0",))
+    state = accountant.state_dict()
+    restored = ShuffledCheckInAccountant()
+    restored.load_state_dict(state)
+    assert restored.report(DELTA).to_dict()[name] == ["seed=0"]
+    del state[name]
+    with pytest.raises(ValueError, match="changed after it was saved"):
+        ShuffledCheckInAccountant().load_state_dict(state)

@@ -210,7 +210,15 @@ def test_what_is_no_state_is_refused(state):
 
 @pytest.mark.parametrize(
     "damage",
-    [{"key": b""}, {"key": "x" * 32}, {"steps": -1}, {"shuffles": None}, {"generator": torch.zeros(3)}, {"generator": 3}, None],
+    [
+        {"key": b"x"},
+        {"key": "x" * 32},
+        {"steps": -1},
+        {"shuffles": None},
+        {"generator": torch.zeros(3)},
+        {"generator": 3},
+        None,
+    ],
 )
 def test_a_damaged_secret_is_refused_before_anything_is_loaded(damage):
     own_generator = damage is not None and "generator" in damage

@@ -1,0 +1,92 @@
+"""What is said to be plain is read back as it was by a reader that runs no code, and what is not is named."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import Counter, OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opacus_shuffle.core.plain_values import fingerprint, plain
+
+NUMPY = [np.float64, np.float32, np.int64, np.int8, np.uint64, np.bool_, np.float16]
+plain_ones = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.complex_numbers(),
+    st.sampled_from([torch.float64, torch.device("cpu"), torch.Size([2, 3]), Counter("abca"), {1, 2}, bytearray(b"x")]),
+    st.builds(lambda kind, number: kind(number), st.sampled_from(NUMPY), st.integers(0, 100)),
+    st.builds(lambda *shape: torch.zeros(shape), st.integers(0, 2), st.integers(0, 2)),
+)  # fmt: skip
+values = st.recursive(
+    plain_ones,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text() | st.integers(), inner, max_size=3),
+        st.dictionaries(st.text(), inner, max_size=3).map(OrderedDict),
+    ),
+    max_leaves=8,
+)
+
+
+def again(value: object) -> object:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def same(one: object, other: object) -> bool:
+    other = other.item() if isinstance(other, np.generic) else other
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return one == other or repr(one) == repr(other)  # nan
+
+
+@settings(max_examples=60, deadline=None)
+@given(values)
+def test_plain_values_come_back_as_they_were_with_the_same_fingerprint(value):
+    foreign: set[str] = set()
+    made = plain(value, foreign)
+    assert same(made, value)
+    if foreign:
+        assert foreign == {"builtins.bytes"}  # the empty ones, which PyTorch's reader does not know
+        return
+    found = again(made)
+    assert same(found, made)
+    assert fingerprint(found) == fingerprint(made)
+
+
+def test_metadata_of_a_state_dict_stays_and_counts():
+    state = torch.nn.Linear(2, 1).state_dict()
+    made = plain(state, set())
+    assert made._metadata == state._metadata
+    assert fingerprint(again(made)) == fingerprint(state) != fingerprint(OrderedDict(state))
+
+
+@pytest.mark.parametrize("value", [np.zeros(2), math.sin, object(), Counter, frozenset([1])], ids=repr)
+def test_what_is_not_read_back_is_named(value):
+    foreign: set[str] = set()
+    plain({"mine": [value]}, foreign)
+    assert foreign == {f"{type(value).__module__}.{type(value).__qualname__}"}
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
+def test_a_fingerprint_tells_every_entry_and_shape_apart(kind):
+    one = torch.zeros(3, 2, dtype=kind)
+    other = one.clone()
+    other[2, 1] = 1
+    found = {fingerprint(each) for each in (one, other, one.reshape(2, 3), one.reshape(6), one.to(torch.int8))}
+    assert len(found) == 5
+    assert fingerprint(one.t().clone().t()) == fingerprint(one)
+    assert fingerprint([one], other) != fingerprint([one, other])
