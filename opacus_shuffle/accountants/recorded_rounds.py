@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -375,7 +376,8 @@ def _read(triple: Any) -> tuple[tuple[float, float], int]:
 
 def _rest(state_dict: dict[str, Any]) -> tuple[Any, int]:
     """What a state says besides its rounds, as an entry of none, for the digest."""
-    return sorted((key, repr(value)) for key, value in state_dict.items() if key not in ("rounds", "unread")), 0
+    rest = {key: value for key, value in state_dict.items() if key not in ("rounds", "unread")}
+    return json.dumps(rest, sort_keys=True, default=repr), 0  # to which tuples and lists are the same
 
 
 def optional_count(name: str, value: Any) -> int | None:

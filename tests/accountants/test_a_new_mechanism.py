@@ -7,6 +7,7 @@ import pickle
 import sys
 
 import pytest
+from helpers.changed_files import through_json
 from helpers.toy import make_toy, run_epoch
 from opacus.accountants import create_accountant
 from opacus.accountants.registry import _ACCOUNTANTS
@@ -70,7 +71,7 @@ def test_opacus_knows_its_accountant_which_pickles_and_restores(laplace):
     assert accountant.get_epsilon(1e-5) == pytest.approx(3 * 100**0.5 / 200)  # 100 reports share the noise of the sum
     assert pickle.loads(pickle.dumps(accountant)).rounds == accountant.rounds
     restored = create_accountant("laplace_reports")
-    restored.load_state_dict(json.loads(json.dumps(accountant.state_dict())))
+    restored.load_state_dict(through_json(accountant.state_dict()))
     assert restored.rounds == accountant.rounds
     sigma = get_noise_multiplier(
         target_epsilon=1.0, target_delta=1e-5, sample_rate=0.1, steps=3, accountant="laplace_reports", num_users=100

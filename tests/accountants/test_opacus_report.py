@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from helpers.changed_files import ACCOUNT, signed
 from helpers.toy import make_toy, run_epoch
 from opacus.accountants import GaussianAccountant, IAccountant, PRVAccountant, RDPAccountant
 
@@ -71,9 +72,9 @@ def test_what_makes_an_epsilon_no_guarantee_is_not_forgotten_in_a_checkpoint(way
     assert first.predictable == second.predictable
     assert first.best.guarantee is Guarantee.ESTIMATE or first.predictable == ("seed=3",)
 
-    changed = torch.load(tmp_path / "run.pt", weights_only=False)
-    changed["opacus_shuffle_unfit"]["poisson"] = "yes"
-    torch.save(changed, tmp_path / "changed.pt")
+    changed = torch.load(tmp_path / "run.pt", weights_only=True)
+    changed[ACCOUNT]["poisson"] = "yes"
+    torch.save(signed(changed), tmp_path / "changed.pt")
     with pytest.raises(ValueError, match="poisson in the checkpoint"):
         loaded.load_checkpoint(path=tmp_path / "changed.pt", module=model, optimizer=optimizer)
 

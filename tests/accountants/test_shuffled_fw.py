@@ -9,6 +9,7 @@ import warnings
 import mpmath
 import numpy as np
 import pytest
+from helpers.changed_files import through_json
 from opacus.accountants import PRVAccountant
 from scipy.integrate import trapezoid
 from scipy.stats import norm as normal
@@ -391,7 +392,7 @@ def test_the_state_keeps_the_weights(weights):
     saved = accountant(**weights)
     state = saved.state_dict()
     restored = ShuffledWeightsAccountant()
-    restored.load_state_dict(json.loads(json.dumps(state)))  # lists in place of tuples
+    restored.load_state_dict(through_json(state))  # lists in place of tuples
     assert restored.state_dict() == state
     assert restored.get_epsilon(DELTA) == saved.get_epsilon(DELTA)
     other = ShuffledWeightsAccountant()

@@ -7,6 +7,7 @@ import json
 import math
 
 import pytest
+from helpers.changed_files import through_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.accountants import create_accountant
@@ -208,7 +209,7 @@ def test_the_history_is_opacus_s_and_a_checkpoint_restores_everything():
     assert accountant.history == [(TIGHT.noise_multiplier, 0.05, 3)]
     assert len(accountant) == 3
     restored = create_accountant("shuffled_sums")
-    restored.load_state_dict(json.loads(json.dumps(accountant.state_dict())))
+    restored.load_state_dict(through_json(accountant.state_dict()))
     assert (restored.planned, restored.rounds) == (accountant.planned, accountant.rounds)
     for name in bounds_of(ShuffledSums):
         assert restored.get_epsilon(1e-5, bound=name) == accountant.get_epsilon(1e-5, bound=name)

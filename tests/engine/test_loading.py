@@ -314,10 +314,10 @@ RATES = (
 )
 
 
-@pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize(
-    ("name", "mode"),
-    [("shuffled_checkin", mode) for mode in MODES] + [("rdp", mode) for mode in ("hooks", "ghost", "unwrapped")],
+    ("name", "mode", "maker"),
+    [("shuffled_checkin", mode, each) for mode, each in zip(MODES, [*MAKERS] * len(MODES), strict=False)]
+    + [("rdp", "hooks", "AdamW"), ("rdp", "ghost", "momentum"), ("rdp", "unwrapped", "momentum")],
 )
 def test_an_honest_checkpoint_comes_back_whole(name, mode, maker):
     options = {"grad_sample_mode": mode} if mode in ("functorch", "ew") else MODES[mode]

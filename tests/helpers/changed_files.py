@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections import OrderedDict
 from typing import Any
 
 from opacus_shuffle.core.plain_values import fingerprint
@@ -16,6 +18,13 @@ def signed(saved: Any) -> Any:
         told = {key: value for key, value in saved[ACCOUNT].items() if key != "digest"}
         saved[ACCOUNT] = {**told, "digest": fingerprint(saved[WEIGHTS], saved[ROUNDS], told)}
     return saved
+
+
+def through_json(state: Any) -> Any:
+    """An accountant's state with its metadata, as JSON keeps it: with lists in the place of tuples."""
+    found = OrderedDict(json.loads(json.dumps(state)))
+    found._metadata = json.loads(json.dumps(state._metadata))
+    return found
 
 
 class Touching:
