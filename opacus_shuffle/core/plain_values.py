@@ -63,7 +63,7 @@ def _feed(found: Any, value: Any) -> None:
             found.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     elif isinstance(value, dict):
         found.update(f"{kind} {len(value)};".encode())
-        for each in (*value.items(), getattr(value, "_metadata", None)):
+        for each in (*value.items(), getattr(value, "__dict__", None)):  # the metadata of a state dict
             _feed(found, each)
     elif isinstance(value, list | tuple):
         found.update(f"{kind} {len(value)};".encode())

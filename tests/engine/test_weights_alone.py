@@ -114,9 +114,8 @@ def test_neither_opacus_s_checkpoints_nor_refused_ones_nor_copies_are_doubted(na
 
 
 def test_a_network_that_is_made_private_again_is_watched_once_by_the_last_engine():
-    toy = make_toy()
-    for _ in range(2):
-        engine = PrivacyEngine(accountant="shuffled_checkin")
+    toy, engines = make_toy(), [PrivacyEngine(accountant="shuffled_checkin") for _ in range(2)]
+    for engine in engines:
         model, *_ = engine.make_private(**toy, noise_multiplier=2.0, **way_of("shuffled_checkin"))
         toy.update(module=model.to_standard_module())
         model.cleanup()
