@@ -6,6 +6,7 @@ import copy
 import json
 import warnings
 
+import opacus
 import pytest
 import torch
 from helpers.toy import make_toy, run_epoch
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from opacus_shuffle import PrivacyEngine, WeightShuffling
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.engine.privacy_engine import ShuffleMixin
+from opacus_shuffle.engine.schemes import base
 
 ACCOUNTANTS = ["shuffle_gauss", "subsampled_shuffle", "shuffled_checkin", "shuffled_fw", "shuffled_sums", "rdp"]
 every_accountant = pytest.mark.parametrize("accountant", ACCOUNTANTS)
@@ -115,6 +117,59 @@ def test_what_was_predictable_stays_so_in_a_checkpoint():
     assert plain.state_dict()["predictable"] == ["seed=0"]
 
 
+AFTERWARDS = {
+    "another generator": lambda optimizer, loader: setattr(optimizer, "generator", torch.Generator().manual_seed(0)),
+    "PyTorch's own": lambda optimizer, loader: setattr(optimizer, "generator", None),
+    "a seed": lambda optimizer, loader: optimizer.generator.manual_seed(0),
+    "a state": lambda optimizer, loader: optimizer.generator.set_state(torch.Generator().get_state()),
+    "a seed of the sampler": lambda optimizer, loader: loader.batch_sampler.generator.manual_seed(0),
+    "another generator of the sampler": lambda optimizer, loader: setattr(
+        loader.batch_sampler, "generator", torch.Generator().manual_seed(0)
+    ),
+}
+
+
+@quietly
+@every_accountant
+@pytest.mark.parametrize("change", AFTERWARDS)
+def test_a_generator_that_is_no_secret_any_more_is_named_from_the_next_step_on(accountant, change):
+    engine = PrivacyEngine(accountant=accountant)
+    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, shuffle_weights=True)
+    run_epoch(model, optimizer, loader)
+    assert engine.privacy_report(1e-5).to_dict()["private"] is True
+    AFTERWARDS[change](optimizer, loader)
+    with pytest.warns(UserWarning, match="This run is not private: whoever knows") as told:
+        run_epoch(model, optimizer, loader)
+    assert len([each for each in told if "not private" in str(each.message)]) == 1
+    report = engine.privacy_report(1e-5)
+    (name,) = report.to_dict()["predictable"]
+    assert report.to_dict()["private"] is False
+    for text in (str(report), report.statement(), repr(report)):
+        assert name in " ".join(text.split())
+    assert "not private" in report.statement()
+
+
+@quietly
+def test_the_noise_of_a_stock_engine_is_named_in_reports_of_our_accountants():
+    stock = opacus.PrivacyEngine(accountant="shuffle_gauss")
+    run_epoch(*stock.make_private(**make_toy(), noise_multiplier=20.0))
+    report = stock.accountant.report(1e-5)
+    assert "whoever knows the state of the generator of opacus.PrivacyEngine's noise" in report.statement()
+    assert report.to_dict()["private"] is False
+
+
+@quietly
+def test_noise_participation_and_permutations_of_a_seed_are_different_streams(monkeypatch):
+    made, uses = base.seeded_generator, []
+    monkeypatch.setattr(base, "seeded_generator", lambda device, seed, use: uses.append(use) or made(device, seed, use))
+    engine = PrivacyEngine(accountant="shuffled_checkin", seed=0)
+    _, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, shuffle_weights=True)
+    assert len(uses) >= 3
+    assert len(set(uses)) == len(uses)
+    streams = [optimizer.generator, loader.batch_sampler.generator]
+    assert len({id(each) for each in streams}) == len({each.words(1).item() for each in streams}) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -132,10 +187,12 @@ def test_bad_seeds_are_refused_by_name(arguments, match):
 
 @quietly
 @every_accountant
-def test_secure_mode_trains_and_draws_noise_and_participation_from_the_system(accountant, monkeypatch):
-    engine = PrivacyEngine(accountant=accountant, secure_mode=True)
-    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0)
+@pytest.mark.parametrize("secure", [True, False])
+def test_noise_participation_and_permutations_are_drawn_from_the_cipher(accountant, secure, monkeypatch):
+    engine = PrivacyEngine(accountant=accountant, secure_mode=secure)
+    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, shuffle_weights=True)
     assert isinstance(optimizer.generator, SecretGenerator)
+    assert optimizer.generator.secure is secure
     assert isinstance(loader.batch_sampler.generator, SecretGenerator)
 
     def refuse(*_, **__):
