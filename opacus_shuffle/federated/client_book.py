@@ -50,8 +50,10 @@ class ClientBook:
             fingerprint: Of the format of its reports.
 
         Raises:
-            ValueError: If it was answered before, all that were agreed to are, or what is noted cannot be read.
+            ValueError: If it was answered before, all that were agreed to are, an argument is no whole number, or what is
+                noted cannot be read.
         """
+        number, max_rounds = integer("number", number, minimum=0), integer("max_rounds", max_rounds)  # NaN is below nothing
         with self.alone():
             self.read(fingerprint)
             if number <= self.last:

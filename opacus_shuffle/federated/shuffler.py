@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from opacus_shuffle.core.randomness import SecretGenerator, check_generator, is_secret
-from opacus_shuffle.core.validation import instance_of, integer
+from opacus_shuffle.core.validation import identity, instance_of, integer
 from opacus_shuffle.federated.report_format import LARGEST_ROUND, ReportFormat
 
 
@@ -111,9 +111,15 @@ class Shuffler:
     def submit(self, sender: str, report: bytes) -> None:
         """Takes one sender's report of the round that is open. The same one again is taken as the one that is there.
 
+        Args:
+            sender: Who sent it, as text: equal texts are one sender.
+            report: What the sender's ``encode`` returned.
+
         Raises:
+            ValueError: If ``sender`` is anything else.
             RefusedReportError: If it is malformed or of another round, or its sender has sent another one.
         """
+        key = identity("sender", sender)
         try:
             envelope = self.format.open(report)
         except ValueError as error:
@@ -122,7 +128,7 @@ class Shuffler:
         with self._lock:
             if envelope.round != self._open:
                 raise RefusedReportError(f"report is of round {envelope.round}, the open one is {self._open}: it is not taken")
-            known = self._digests.get(sender)
+            known = self._digests.get(key)
             if known == digest:
                 return
             if known is not None:
@@ -130,7 +136,7 @@ class Shuffler:
             if len(self._digests) >= self.format.most_reports:
                 raise RefusedReportError(f"round {envelope.round} has all of its {self.format.most_reports} reports")
             self.format.keep(self._held, envelope.numbers)
-            self._digests[sender] = digest
+            self._digests[key] = digest
 
     def waiting(self) -> int:
         """How many reports the open round has. For the shuffler's own eyes: the server learns it when the round is closed."""

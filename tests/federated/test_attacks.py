@@ -25,6 +25,7 @@ from opacus_shuffle.federated import (
     Shuffler,
     ShufflerService,
 )
+from opacus_shuffle.federated.client_book import ClientBook
 from opacus_shuffle.federated.serve import main
 from opacus_shuffle.federated.shuffler_service import unpacked
 
@@ -132,6 +133,41 @@ def test_a_client_that_computes_no_vector_sends_nothing_whatever_its_coin_says(r
         with pytest.raises(ValueError, match=r"train|vector"):
             Reporter(GAUSSIAN, max_rounds=1).answer(number, lambda: returned, sent.append)
     assert sent == []
+
+
+class AlwaysAnother(str):
+    """A text that equals no other one."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    "sender",
+    [torch.tensor(7), np.int64(7), 7, True, 7.0, math.nan, None, b"7", object(), (torch.tensor(7),), AlwaysAnother("7")],
+    ids=lambda sender: type(sender).__name__,
+)
+def test_who_is_named_by_anything_but_a_text_has_no_report_counted(sender):
+    """Else one client would be as many as it sends reports: two tensors of one value are two keys."""
+    shuffler = Shuffler(GAUSSIAN)
+    shuffler.open_round(1)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="sender must be a str"):
+            shuffler.submit(sender, GAUSSIAN.encode(1, torch.ones(3)))
+    assert shuffler.waiting() == 0
+
+
+@pytest.mark.parametrize("number", [math.nan, torch.tensor(2), "2", 1.5, -1])
+def test_a_round_that_is_no_whole_number_is_not_noted(number):
+    """NaN is not after the last round, and not before it: a client would answer it again and again."""
+    book = ClientBook()
+    with pytest.raises(ValueError, match="number must be"):
+        book.note(number, max_rounds=9, fingerprint=GAUSSIAN.fingerprint)
+    with pytest.raises(ValueError, match="max_rounds must be"):
+        book.note(1, max_rounds=math.nan, fingerprint=GAUSSIAN.fingerprint)
+    assert (book.rounds, book.last) == (0, -1)
 
 
 # One set of settings
