@@ -34,7 +34,8 @@ class GaussianReports(ReportFormat):
     """A vector clipped to C plus N(0, σ²C²I), in single precision.
 
     A client whose coin says no sends a report of nothing but zeros, which noise never is: the shuffler knows then that it is
-    there, and hands nothing of it over.
+    there, and hands nothing of it over. It holds these like the others until it mixes: while reports come in, nothing that it
+    does depends on a coin, as whoever sends can watch how long that takes.
 
     Args:
         dimension: d.
@@ -138,14 +139,9 @@ class GaussianReports(ReportFormat):
     def randomize(self, vector: torch.Tensor | None, generator: torch.Generator) -> bytes:
         """The vector and its noise, drawn in double precision and rounded then; or zeros."""
         if vector is None:
-            return self._absent
+            return bytes(self.bytes_per_report)
         noise = gaussian_noise(self.noise_multiplier * self.max_norm, vector, generator)
         return (vector + noise).numpy().astype("<f4").tobytes()
-
-    @property
-    def _absent(self) -> bytes:
-        """The report of a client whose coin said no."""
-        return bytes(self.bytes_per_report)
 
     def check_numbers(self, numbers: bytes) -> None:
         """Refuses numbers that are not finite, and reports longer than an honest client's ever is."""
@@ -158,14 +154,11 @@ class GaussianReports(ReportFormat):
                 f"report has a norm of {norm:.3g}, which no honest one exceeds {self.longest_report:.3g} of: it is not taken"
             )
 
-    def keep(self, held: list[Any], numbers: bytes) -> None:
-        """Keeps the reports of those that take part."""
-        if numbers != self._absent:
-            held.append(numbers)
-
     def mix(self, held: list[Any], generator: torch.Generator) -> list[bytes]:
-        """The reports in random order."""
-        return [held[place] for place in subset(len(held), len(held), generator)]
+        """The reports of those that take part, in random order. How many they are, the server sees anyway."""
+        absent = bytes(self.bytes_per_report)
+        there = [numbers for numbers in held if numbers != absent]
+        return [there[place] for place in subset(len(there), len(there), generator)]
 
     def taking_part(self, mixed: Sequence[bytes]) -> int | None:
         """One report each."""

@@ -171,7 +171,7 @@ class ReportFormat(ABC):
         """
 
     def keep(self, held: list[Any], numbers: bytes) -> None:
-        """Adds a report's numbers to what the shuffler holds of a round."""
+        """Adds a report's numbers to what the shuffler holds of a round, by the same work whatever they are."""
         held.append(numbers)
 
     @abstractmethod
