@@ -33,6 +33,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--key", help="file of its key")
     parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s)")
     parser.add_argument("--port", type=int, default=9095, help="(default: %(default)s)")
+    parser.add_argument(
+        "--deadline", type=float, default=30.0, metavar="SECONDS", help="for a whole request to come (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--most-connections", type=int, default=512, metavar="COUNT", help="open at once (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     try:
         service = ShufflerService(
@@ -43,6 +49,8 @@ def main(arguments: list[str] | None = None) -> None:
             port=options.port,
             certificate=options.certificate,
             key=options.key,
+            deadline=options.deadline,
+            most_connections=options.most_connections,
         )
     except (OSError, ValueError) as error:  # a file that is not there or is none of these, a port that is taken
         parser.error(str(error))

@@ -7,7 +7,11 @@ r"""A shuffler in a process of its own, behind a small network interface: HTTP, 
 * ``POST /rounds/R/forget``: from the server. 204.
 
 Numbers are little-endian. Everyone shows a secret of its own, ``Authorization: Bearer SECRET``: a client's says who it is, to
-the shuffler alone, which keeps hashes of them; the server's opens and closes rounds, and takes no part in any.
+the shuffler alone, which keeps hashes of them; the server's opens and closes rounds, and takes no part in any. Who shows no
+such secret is answered before any content is read: 401 without one, 403 with nobody's or another party's. Content that is
+longer than a report is not read either (413). A connection is for one request, which must have come within a deadline. There
+are so many connections at most: the next one takes the place of the oldest that has shown no secret for a second, and is
+answered 503 where there is none. Of one party's only the latest is waited for.
 
 The process is started by ``python -m opacus_shuffle.federated.serve``, whose ``--help`` names the files it reads.
 """
@@ -15,10 +19,12 @@ The process is started by ``python -m opacus_shuffle.federated.serve``, whose ``
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import hmac
 import http.client
 import random
+import socket
 import ssl
 import struct
 import sys
@@ -41,6 +47,7 @@ SHORTEST_SECRET = 16
 """Characters of a secret, at least."""
 _LONGEST_NUMBER = 12
 """Digits of a number in a request."""
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
 
 
 def checked_secret(name: str, secret: Any) -> str:
@@ -58,6 +65,15 @@ def _hash(secret: str) -> bytes:
     return hashlib.sha256(secret.encode()).digest()
 
 
+@dataclasses.dataclass
+class _Place:
+    """An open connection: since when it is open, the hash of the secret that it has shown, and whether its request has come."""
+
+    since: float
+    party: bytes | None = None
+    heard: bool = False
+
+
 class ShufflerService(ThreadingHTTPServer):
     """Serves one shuffler until :meth:`shutdown`.
 
@@ -69,6 +85,8 @@ class ShufflerService(ThreadingHTTPServer):
         port: 0 for any free one; :attr:`url` says which.
         certificate: File of a TLS certificate; None for a connection that anyone on its way can read, which is for one machine.
         key: File of its key.
+        deadline: Seconds for a whole request to come, from the first byte of the connection to the last of the content.
+        most_connections: More are not open at once.
 
     Raises:
         ValueError: If a secret is unfit or is two parties', there are too many or too few clients, there is only one of
@@ -77,6 +95,7 @@ class ShufflerService(ThreadingHTTPServer):
 
     daemon_threads = True
     request_queue_size = 4096  # all clients of a round may come at once
+    grace = 1.0  # seconds in which nobody takes the place of a connection that has shown no secret
 
     def __init__(
         self,
@@ -88,7 +107,12 @@ class ShufflerService(ThreadingHTTPServer):
         port: int = 0,
         certificate: str | Path | None = None,
         key: str | Path | None = None,
+        deadline: float = 30.0,
+        most_connections: int = 512,
     ) -> None:
+        self.deadline, self.most_connections = positive("deadline", deadline), integer("most_connections", most_connections)
+        self._places: dict[socket.socket, _Place] = {}  # in the order in which they came
+        self._lock = threading.RLock()
         self.shuffler = instance_of("shuffler", shuffler, (Shuffler,))
         secrets = [*(checked_secret("each of clients", each) for each in clients), checked_secret("server", server)]
         if len(set(secrets)) < len(secrets):
@@ -129,6 +153,58 @@ class ShufflerService(ThreadingHTTPServer):
         """Which client shows this secret."""
         return self._clients.get(_hash(secret))
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serves a connection in a thread of its own, if there is a place for it."""
+        now = time.monotonic()
+        with self._lock:
+            full = len(self._places) >= self.most_connections
+            oldest = next((one for one, place in self._places.items() if place.party is None), None)
+            if full and (oldest is None or now - self._places[oldest].since < self.grace):
+                with contextlib.suppress(OSError):
+                    if not isinstance(request, ssl.SSLSocket):  # whose client hears nothing before its handshake
+                        request.setblocking(False)
+                        request.send(_FULL)
+                return self.shutdown_request(request)
+            if full and oldest is not None:
+                self._hang_up(oldest)
+            self._places[request] = _Place(now)
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Hangs up, twice a second or more often, on those whose request has not come in time."""
+        latest = time.monotonic() - self.deadline
+        with self._lock:
+            for each in [one for one, place in self._places.items() if not place.heard and place.since < latest]:
+                self._hang_up(each)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Gives up the place of a connection that has ended."""
+        with self._lock:
+            self._places.pop(request, None)
+        super().shutdown_request(request)
+
+    def known(self, request: socket.socket, secret: str) -> None:
+        """Notes that a connection has shown a party's secret, and ends older ones of it whose requests have not come."""
+        party = _hash(secret)
+        with self._lock:
+            if request in self._places:
+                self._places[request].party = party
+            waiting = [each for each, place in self._places.items() if place.party == party and not place.heard]
+            for older in waiting[:-1]:
+                self._hang_up(older)
+
+    def heard(self, request: socket.socket) -> None:
+        """Notes that a connection's request has come: the time that its answer takes is the shuffler's own."""
+        with self._lock:
+            if request in self._places:
+                self._places[request].heard = True
+
+    def _hang_up(self, request: socket.socket) -> None:
+        """Ends a connection; its thread finds that out by itself."""
+        del self._places[request]
+        with contextlib.suppress(OSError):  # it has ended already
+            socket.socket.shutdown(request, socket.SHUT_RDWR)  # of TLS, too, in which its thread may be reading
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Names an error that is this program's, and not who sent what when."""
         error = sys.exc_info()[1]
@@ -149,33 +225,45 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Answers; see the table above."""
+        self.close_connection = True
         longest = self.server.shuffler.format.report_size
         length = self.headers.get("Content-Length", "")
         if not _is_number(length) or int(length) > longest:
-            self.close_connection = True
-            return self._answer(413, f"say by Content-Length how long the content is; a report is {longest} bytes".encode())
-        body = self.rfile.read(int(length))
+            return self._refuse(413, f"say by Content-Length how long the content is; a report is {longest} bytes")
         kind, _, secret = self.headers.get("Authorization", "").partition(" ")
         if kind != "Bearer":
-            return self._answer(401, b"show your secret: Authorization: Bearer ...")
-        if self.path == "/report":
-            return self._take(secret, body)
-        if not self.server.is_server(secret):
-            return self._answer(403, b"this is not the secret of the server, whose rounds are")
+            return self._refuse(401, "show your secret: Authorization: Bearer ...")
+        sender = self.server.sender(secret) if self.path == "/report" else None
+        if self.path == "/report" and sender is None:
+            return self._refuse(403, "this is the secret of no client")
+        if sender is None and not self.server.is_server(secret):
+            return self._refuse(403, "this is not the secret of the server, whose rounds are")
+        self.server.known(self.connection, secret)
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):
+            return None  # it was cut off
+        self.server.heard(self.connection)
+        if sender is not None:
+            return self._take(sender, body)
         match self.path.split("/"):
             case ["", "rounds", number, act] if _is_number(number) and act in ("open", "close", "forget"):
                 return self._round(int(number), act, body)
         return self._answer(404, b"no such request")
 
-    def _take(self, secret: str, report: bytes) -> None:
-        sender = self.server.sender(secret)
-        if sender is None:
-            return self._answer(403, b"this is the secret of no client")
+    def _take(self, sender: str, report: bytes) -> None:
         try:
             self.server.shuffler.submit(sender, report)
         except RefusedReportError as error:
             return self._answer(400, str(error).encode())
         return self._answer(204)
+
+    def _refuse(self, status: int, why: str) -> None:
+        """Answers before the content has come, and throws that away, lest the answer be lost with the connection."""
+        self._answer(status, why.encode())
+        socket.socket.shutdown(self.connection, socket.SHUT_WR)
+        left = self.server.shuffler.format.report_size + 65536
+        while left > 0 and (thrown := self.rfile.read1(min(left, 65536))):
+            left -= len(thrown)
 
     def _round(self, number: int, act: str, body: bytes) -> None:
         shuffler = self.server.shuffler
@@ -194,6 +282,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, body: bytes = b"") -> None:
         self.send_response(status)
+        self.send_header("Connection", "close")
         if status != 204:
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -248,7 +337,7 @@ class FarShuffler:
         secret: The client's, or the server's.
         certificate: File of the certificates to trust; by default the system's.
         timeout: Seconds to wait for an answer.
-        attempts: How often to ask where the network fails: a report that came twice is taken once.
+        attempts: How often to ask where the network fails or no place is free (503): a report that came twice is taken once.
     """
 
     simulated, predictable = False, ()
@@ -301,12 +390,12 @@ class FarShuffler:
                     if answer.status not in (200, 204):
                         raise ValueError(f"{self.url} answers {answer.status}, as no shuffler does: is it one?")
                     return content
-            except urllib.error.HTTPError as error:
-                kind = (errors or {}).get(error.code, ValueError)
-                with contextlib.suppress(OSError, http.client.HTTPException):  # the code says enough
-                    raise kind(f"the shuffler answers {error.code}: {error.read().decode(errors='replace')}") from None
-                raise kind(f"the shuffler answers {error.code}, and no more of it came") from None
             except (OSError, http.client.HTTPException) as error:
+                if isinstance(error, urllib.error.HTTPError) and error.code != 503:
+                    kind = (errors or {}).get(error.code, ValueError)
+                    with contextlib.suppress(OSError, http.client.HTTPException):  # the code says enough
+                        raise kind(f"the shuffler answers {error.code}: {error.read().decode(errors='replace')}") from None
+                    raise kind(f"the shuffler answers {error.code}, and no more of it came") from None
                 if not left:
                     raise ConnectionError(f"no shuffler at {self.url} after {self.attempts} attempts: {error!r}") from error
                 time.sleep(random.SystemRandom().uniform(0.1, 1.0))  # not all clients at once again

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import http.server
 import ipaddress
 import socket
 import threading
+import time
 
 import pytest
 import torch
@@ -100,6 +103,8 @@ def test_packing_is_undone_by_unpacking():
         ({"clients": CLIENTS, "certificate": "no.crt", "key": "no.key"}, "cannot be used"),
         ({"clients": CLIENTS, "host": "0.0.0.0"}, "host='0.0.0.0' takes a certificate"),
         ({"clients": CLIENTS, "port": -1}, "port"),
+        ({"clients": CLIENTS, "deadline": 0.0}, "deadline"),
+        ({"clients": CLIENTS, "most_connections": 0}, "most_connections"),
     ],
 )
 def test_a_service_with_bad_secrets_is_refused(options, named):
@@ -113,6 +118,144 @@ def test_a_service_with_bad_secrets_is_refused(options, named):
 def test_reports_do_not_travel_in_the_open(url):
     with pytest.raises(ValueError, match="https"):
         FarShuffler(url, SERVER)
+
+
+def connected(service: ShufflerService, request: bytes = b"P") -> socket.socket:
+    """A connection over which this was sent, and nothing else; who waits a minute for its answer waits in vain."""
+    client = socket.create_connection(service.server_address[:2], timeout=60)
+    client.sendall(request)
+    return client
+
+
+def headers(secret: str, path: str = "/report", length: int = SUMS.report_size) -> bytes:
+    """Of a request whose content is yet to come."""
+    return f"POST {path} HTTP/1.1\r\nAuthorization: Bearer {secret}\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def ended(client: socket.socket) -> bool:
+    """Whether the service has ended a connection, as far as can be seen now."""
+    client.setblocking(False)
+    try:
+        while client.recv(1000):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (headers("x" * 20), 403),
+        (headers(SERVER), 403),
+        (headers(CLIENTS[0], "/rounds/1/close"), 403),
+        (headers(CLIENTS[0]).replace(b"Bearer", b"Basic"), 401),
+        (headers(CLIENTS[0], length=SUMS.report_size + 1), 413),
+    ],
+)
+def test_who_may_not_ask_is_answered_before_its_content_is_read(service, request_, status):
+    """It never comes: who waits for it does not answer."""
+    with connected(service, request_) as client:
+        assert f"HTTP/1.1 {status} ".encode() in client.recv(1000)
+
+
+def test_300_silent_connections_keep_nobody_out(service):
+    service.grace, service.most_connections = 0.0, 20
+    silent = [connected(service) for _ in range(300)]
+    server = FarShuffler(service.url, SERVER, attempts=1)
+    server.open_round(1, SUMS.fingerprint)
+    FarShuffler(service.url, CLIENTS[0], attempts=1).submit(SUMS.encode(1, None))
+    assert service.shuffler.waiting() == 1
+    assert sum(not ended(each) for each in silent) <= 20  # and so many threads there are
+    for each in silent:
+        each.close()
+
+
+def test_where_no_place_is_free_newcomers_hear_503_and_may_ask_again(service):
+    service.grace, service.most_connections = 1e6, 3
+    first = [connected(service) for _ in range(3)]
+    with connected(service) as late:
+        assert late.recv(1000).startswith(b"HTTP/1.1 503 ")
+    server = FarShuffler(service.url, SERVER, attempts=1)
+    with pytest.raises(ConnectionError, match="after 1 attempts"):
+        server.open_round(1, SUMS.fingerprint)
+    for each in first:
+        each.close()
+    FarShuffler(service.url, SERVER, attempts=20).open_round(1, SUMS.fingerprint)
+
+
+def test_newcomers_take_the_places_of_strangers_and_never_of_who_has_shown_a_secret(service):
+    service.grace, service.most_connections = 0.0, 4
+    service.shuffler.open_round(1)
+    known = []
+    for secret in CLIENTS[:2]:
+        earlier = connected(service, headers(secret))
+        known.append(connected(service, headers(secret)))
+        assert earlier.recv(1000) == b""  # one place for a secret: so that of the later one is noted
+    strangers = [connected(service) for _ in range(20)]
+    FarShuffler(service.url, CLIENTS[2], attempts=1).submit(SUMS.encode(1, None))  # is taken after all of them
+    assert sum(not ended(each) for each in strangers) <= 2
+    for client in known:
+        client.sendall(SUMS.encode(1, None))
+        assert client.recv(1000).startswith(b"HTTP/1.1 204 ")
+    assert service.shuffler.waiting() == 3
+
+
+def test_a_client_that_hears_503_asks_again():
+    asked = []
+
+    class Full(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(503 if len(asked) == 1 else 204)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Full) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        FarShuffler(f"http://127.0.0.1:{server.server_address[1]}", CLIENTS[0]).submit(b"report")
+        server.shutdown()
+    assert asked == [b"report", b"report"]
+
+
+@pytest.mark.parametrize("request_", [b"", b"P", headers(CLIENTS[0])], ids=["silent", "a byte", "a client"])
+def test_a_request_that_does_not_come_in_time_is_hung_up_on(service, request_):
+    service.deadline = 0.01
+    with connected(service, request_) as client:
+        assert client.recv(1000) == b""
+
+
+def test_a_byte_now_and_then_does_not_move_the_deadline(service):
+    """Each byte comes sooner than any time-out; a header may have more of them than are sent here."""
+    service.deadline = 0.2
+    with connected(service) as client:
+        for _ in range(3000):
+            if ended(client):
+                return
+            with contextlib.suppress(ConnectionError):
+                client.sendall(b"P")
+            time.sleep(0.01)
+    raise AssertionError("after 3,000 bytes the connection is still there")
+
+
+def test_the_time_that_a_round_takes_to_be_mixed_is_not_the_server_s():
+    class Slow(Shuffler):
+        def close_round(self, number):
+            service.deadline = 1e-9
+            service.service_actions()
+            return super().close_round(number)
+
+    with ShufflerService(Slow(SUMS), clients=CLIENTS, server=SERVER) as service:
+        service.start()
+        server = FarShuffler(service.url, SERVER, attempts=1)
+        server.open_round(1, SUMS.fingerprint)
+        assert server.close_round(1).dropped
+        service.shutdown()
 
 
 def certificate_of_this_machine(folder) -> tuple[str, str]:
