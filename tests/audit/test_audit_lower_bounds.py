@@ -234,6 +234,25 @@ def test_the_threshold_is_nearly_the_best_of_all(mu, delta):
     assert found >= min(bound(wrong[0], size - true_positives), bound(size - true_negatives, wrong[1]))
 
 
+@pytest.mark.parametrize("method", ["clopper_pearson", "gdp"])
+def test_the_threshold_does_not_move_when_the_counted_half_changes(method):
+    """Probes in one sample's counted half show by their count where it is, whatever is counted in the other sample."""
+    rng = np.random.default_rng(8)
+    chosen_by, probes = (rng.standard_normal(500), rng.standard_normal(500) + 1.5), np.linspace(-4, 6, 500)
+
+    def bound(null, alternative):
+        halves = (np.concatenate(pair) for pair in zip(chosen_by, (null, alternative), strict=True))
+        return audit_scores(*halves, delta=1e-5, method=method)
+
+    others = [np.full(500, value) for value in (-math.inf, -1.0, 0.0, 1.0, math.inf)]
+    above = {bound(probes, other).false_positives for other in others}
+    below = {bound(other, probes).false_negatives for other in others}
+    assert len(above) == len(below) == 1
+    assert above.pop() + below.pop() == 500  # one threshold
+    by_hand = choose_threshold(*chosen_by, delta=1e-5, confidence=0.95, method=method)
+    assert {int((probes > by_hand).sum())} == {bound(probes, other).false_positives for other in others}
+
+
 def test_the_threshold_may_lie_beyond_all_null_scores():
     null = np.zeros(2000)
     alternative = np.where(np.arange(2000) % 10 == 0, 1.0, 0.0)  # found in one run of ten, never by mistake

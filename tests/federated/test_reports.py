@@ -82,6 +82,34 @@ def test_no_vector_is_longer_than_the_norm_after_clipping(reports, values):
 
 
 @every_format
+@given(
+    direction=st.lists(st.floats(-1, 1, width=32), min_size=5, max_size=5).filter(lambda each: math.hypot(*each) > 1e-3),
+    longer=st.one_of(st.sampled_from([1 + 1e-12, 1.005]), st.floats(1 + 1e-12, 1.1)),
+)
+def test_a_vector_a_little_too_long_is_cut_to_the_norm_and_keeps_its_direction(reports, direction, longer):
+    """Double precision scales a vector and takes its norm to some 1e-15: the norm may fall short by a rounding, and no more."""
+    vector = torch.tensor(direction, dtype=torch.float64)
+    vector *= longer * reports.max_norm / math.hypot(*vector.tolist())
+    clipped = reports.clip(vector)
+    norm = math.hypot(*clipped.tolist())
+    assert reports.max_norm * (1 - 1e-11) <= norm <= reports.max_norm
+    assert torch.allclose(clipped, vector / longer, rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("bits", [64, 255, 256, 257, 65535, 65536, 65537])
+def test_reports_of_nothing_but_ones_decode(bits):
+    """Of every coordinate's bits all are 1: that many is the largest count, and one byte holds no 256."""
+    reports = BitSums(**SUMS)
+    reports.bits = bits
+    width = reports.bytes_per_report // 5
+    assert width == 1 if bits < 256 else width == 2 if bits < 65536 else width == 4
+    all_ones = np.full(5, bits, f"<u{width}").tobytes()
+    reports.check_numbers(all_ones)
+    estimate = reports.estimate(mixed(reports, [all_ones] * 40), 40)
+    assert torch.equal(estimate, reports.protocol.decode(torch.full((5,), 40 * bits), 40))
+
+
+@every_format
 def test_two_reports_of_one_vector_differ(reports):
     assert reports.encode(1, torch.ones(5)) != reports.encode(1, torch.ones(5))
 

@@ -198,6 +198,32 @@ def test_a_dropped_round_is_accounted_and_gives_no_estimate():
     assert len(ledger.accountant) == 1
 
 
+@pytest.mark.parametrize("error", [ValueError, MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_round_whose_accounting_fails_is_not_released_and_may_be_closed_again(error, kept, tmp_path):
+    shuffler, failing = Shuffler(GAUSSIAN), [True]
+    ledger = ledger_of(GAUSSIAN, shuffler, path=tmp_path / "book" if kept else None)
+
+    class Failing(type(ledger.accountant)):
+        def record(self, *arguments):
+            if failing:
+                raise error("no accounting today")
+            super().record(*arguments)
+
+    ledger.accountant.__class__ = Failing
+    ledger.open()
+    all_report(shuffler, 1)
+    for _ in range(2):
+        with pytest.raises(error, match="no accounting"):
+            ledger.close()
+        assert (ledger.round, ledger.begun, len(ledger.accountant)) == (0, False, 0)
+        assert shuffler.waiting() == 6  # nothing was handed over
+        assert not (tmp_path / "book").exists()
+    failing.clear()
+    assert ledger.close().num_reports == 6
+    assert (ledger.round, ledger.begun, len(ledger.accountant)) == (1, True, 1)
+
+
 def test_no_round_begins_that_the_target_does_not_pay_for():
     price = opacus_shuffle.compute_epsilon(GAUSSIAN.mechanism, steps=2, delta=1e-5)
     shuffler = Shuffler(GAUSSIAN)
