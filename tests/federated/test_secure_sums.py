@@ -17,6 +17,7 @@ import opacus_shuffle
 from opacus_shuffle.federated import BitSums, GaussianReports, Ledger
 from opacus_shuffle.federated.flower import LocalGrid
 from opacus_shuffle.federated.flower.secure_sums import SecureSumClient, SecureSums, SecureSumStrategy
+from opacus_shuffle.protocols.modular_sums import smallest_modulus, unwrapped
 
 CLIENTS, D = 7, 6
 REPORTS = {"dimension": D, "max_norm": 1.0, "noise_multiplier": 1.0, "num_users": CLIENTS, "delta": 1e-6, "min_reports": 5}
@@ -28,10 +29,23 @@ class Aggregation:
     Args:
         gone: The stage from which on some clients answer nothing, by their number.
         tamper: Changes what the server asks, with the numbers of all nodes at hand.
+        clients: How many there are.
+        bits: In place of the format's own number of a coordinate's bits.
     """
 
-    def __init__(self, gone=None, *, workflow=None, tamper=lambda asked, nodes: None, max_rounds: int = 10, **options):
-        self.reports = BitSums(**REPORTS)
+    def __init__(
+        self,
+        gone=None,
+        *,
+        workflow=None,
+        tamper=lambda asked, nodes: None,
+        max_rounds: int = 10,
+        clients: int = CLIENTS,
+        bits: int | None = None,
+        **options,
+    ):
+        self.reports = BitSums(**{**REPORTS, "num_users": clients})
+        self.reports.bits = self.reports.bits if bits is None else bits
         self.sums = SecureSums(self.reports, simulated=True)
         self.sent: list[np.ndarray] = []
         self.replies: list[Message] = []
@@ -63,8 +77,8 @@ class Aggregation:
 
         self.ledger = Ledger(self.reports, self.sums, delta=1e-5, **options)
         weights = [np.zeros((2, 2), np.float32), np.zeros(2, np.float32)]
-        self.strategy = SecureSumStrategy(self.ledger, weights, learning_rate=CLIENTS)
-        self.grid, self.workflow = LocalGrid(answer, CLIENTS), workflow or self.sums.workflow()
+        self.strategy = SecureSumStrategy(self.ledger, weights, learning_rate=clients)
+        self.grid, self.workflow = LocalGrid(answer, clients), workflow or self.sums.workflow()
 
     def run(self, rounds: int = 1):
         context = Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={})
@@ -165,6 +179,72 @@ def only_a_few(asked, nodes):
 def keys_of_a_few(asked, nodes):
     if asked["stage"] == "collect_masked_vectors":
         asked["srcs"], asked["ctxts"] = asked["srcs"][:3], asked["ctxts"][:3]
+
+
+def known_to_be_there(count):
+    """The server says at this stage that only so many clients shared their keys."""
+
+    def tamper(asked, nodes):
+        if asked["stage"] == "collect_masked_vectors":
+            asked["srcs"], asked["ctxts"] = asked["srcs"][: count - 1], asked["ctxts"][: count - 1]
+
+    return tamper
+
+
+@pytest.mark.parametrize(("count", "answers"), [(4, 0), (5, CLIENTS), (6, CLIENTS)])
+def test_a_client_masks_its_counts_for_the_fewest_clients_that_it_agreed_to_and_not_for_one_less(count, answers):
+    aggregation = Aggregation(tamper=known_to_be_there(count))
+    aggregation.run()
+    assert len(aggregation.sent) == answers
+
+
+@pytest.mark.parametrize(("count", "answers"), [(4, 0), (5, 5), (6, 6)])
+def test_a_client_helps_to_unmask_the_sum_of_the_fewest_and_not_of_one_less(count, answers):
+    aggregation = Aggregation({client: "collect_masked_vectors" for client in range(CLIENTS - count)})
+    aggregation.run()
+    seen = [record for reply in aggregation.replies for record in reply.content.config_records.values()]
+    assert sum("shares" in record for record in seen) == answers
+    assert bool(aggregation.moved.any()) == (answers > 0)
+
+
+@pytest.mark.parametrize("reports", [5, CLIENTS])
+def test_the_server_takes_the_sum_of_the_fewest_clients(reports):
+    """As an average of that many, which is what the workflow hands over."""
+    aggregation = Aggregation()
+    sums, levels = aggregation.sums, aggregation.sums.workflow().quantization_range
+    sums.open_round(1, aggregation.reports.fingerprint)
+    counts = np.arange(D) * reports
+    sums.aggregated([(counts / reports - levels / 2) * levels], reports)
+    released = sums.close_round(1)
+    assert released.num_reports == reports
+    assert np.frombuffer(released.mixed[0], "<i8").tolist() == counts.tolist()
+
+
+@pytest.mark.parametrize("ones", ["none", "half", "all"])
+@pytest.mark.parametrize("bits", [31, 32, 64])
+def test_the_largest_sums_of_counts_decode_also_where_they_are_powers_of_two(ones, bits):
+    """Every client sends the same count, the largest of which is a power of two itself; so are sums of eight of them."""
+    aggregation = Aggregation(clients=8, bits=bits)
+    count = {"none": 0, "half": bits // 2, "all": bits}[ones]
+    aggregation.reports.randomize = lambda vector, generator: np.full(D, count, np.uint8).tobytes()
+    aggregation.run()
+    assert [each.tolist() for each in aggregation.sent] == [[count] * D] * 8
+    expected = aggregation.reports.protocol.decode(torch.full((D,), 8 * count), 8)
+    assert torch.equal(aggregation.moved, expected.float().double())
+
+
+@pytest.mark.parametrize("largest", [None, 0.0, 1.0, 1e6])
+@pytest.mark.parametrize("clients", [3, 8, 300])
+def test_the_modulus_is_never_below_the_smallest_that_decodes(clients, largest):
+    """Sums of counts from end to end of what is promised, from their residues; by default of all that there are."""
+    reports = BitSums(**{**REPORTS, "num_users": clients, "min_reports": clients})
+    modulus = SecureSums(reports, largest_coordinate=largest).modulus
+    assert modulus >= smallest_modulus(reports.protocol, largest)
+    middle, most = reports.protocol.expected_ones(clients), clients * reports.bits
+    reach = np.inf if largest is None else (largest + 6 * reports.protocol.variance**0.5) / reports.protocol.grid_step
+    ends = [np.ceil(max(0, middle - reach)), np.floor(min(most, middle + reach))]
+    counts = torch.from_numpy(np.linspace(*ends, D).astype(np.int64))
+    assert torch.equal(unwrapped(reports.protocol, counts % modulus, clients, modulus), counts)
 
 
 @pytest.mark.parametrize("tamper", [everyone_is_both, one_client_many_times, only_a_few, keys_of_a_few])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from opacus_shuffle import ShuffleVectorSum
@@ -53,6 +54,30 @@ def test_by_default_every_sum_of_counts_is_found_again(reports):
     for total in (0, reports * (PROTOCOL.granularity + PROTOCOL.noise_bits)):
         counts = torch.full((4,), total)
         assert torch.equal(unwrapped(PROTOCOL, counts % modulus, reports, modulus), counts)
+
+
+def sums_of(users, bits):
+    """The protocol with so many users, who send so many bits a coordinate."""
+    protocol = copy.copy(PROTOCOL)
+    protocol.num_users, protocol.noise_bits = users, bits - PROTOCOL.granularity
+    assert protocol.noise_bits >= 0
+    return protocol
+
+
+@given(st.integers(1, 2000), st.integers(PROTOCOL.granularity, 5000))
+@example(1, 255)
+@example(1, 256)
+@example(64, 1024)
+def test_the_default_modulus_is_the_smallest_power_of_two_above_every_sum(users, bits):
+    """Where the largest sum is a power of two, that itself is none: its residue would be that of no ones at all."""
+    protocol, largest = sums_of(users, bits), users * bits
+    modulus = smallest_modulus(protocol)
+    assert modulus.bit_count() == 1
+    assert modulus // 2 <= largest < modulus
+    powers = [2**power for power in range(largest.bit_length())]
+    for first in range(0, len(powers), 3):
+        counts = torch.tensor([largest, *powers[first : first + 3], 0, 0, 0][:4])
+        assert torch.equal(unwrapped(protocol, counts % modulus, users, modulus), counts)
 
 
 def test_a_round_of_clients_is_decoded_from_its_residues_alone():
