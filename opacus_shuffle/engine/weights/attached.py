@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
@@ -9,6 +10,21 @@ import torch
 from torch import nn
 
 ATTACHED: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+MOVED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Networks whose weights lie, or have left, in an order that a shuffler has drawn."""
+
+
+def warn_of_another_order(network: nn.Module) -> None:
+    """Warns where a shuffled run starts from weights that another one has moved: places mean other units than before it."""
+    if network in MOVED:
+        warnings.warn(
+            f"{type(network).__name__} has weights whose units another shuffled run has put in an order of its own: an average "
+            "with weights of other runs, such as other clients', would mix different units, and nothing would show it; average "
+            "only weights of runs without shuffle_weights (docs/weight_shuffling.rst)",
+            stacklevel=2,
+        )
 
 
 def attached(owner: nn.Module | torch.optim.Optimizer) -> Any:

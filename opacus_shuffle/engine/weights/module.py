@@ -24,7 +24,7 @@ from torch import nn
 
 from opacus_shuffle.engine.ranks import is_distributed
 from opacus_shuffle.engine.raw_data import leaving
-from opacus_shuffle.engine.weights.attached import detach_shuffler
+from opacus_shuffle.engine.weights.attached import detach_shuffler, warn_of_another_order
 from opacus_shuffle.engine.weights.averages import average_that_reads
 from opacus_shuffle.engine.weights.optimizers import innermost
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
@@ -171,6 +171,7 @@ def start_shuffling(
         for each in (unwrap(network), innermost(optimizer)):
             detach_shuffler(each)
         return None
+    warn_of_another_order(unwrap(network))
     shuffler = WeightShuffler(network, spec, optimizer, mode=mode, generator=generator, synchronise=is_distributed(network))
     if isinstance(wrapped, nn.Module):
         make_shuffled(wrapped, shuffler)

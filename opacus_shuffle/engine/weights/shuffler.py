@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from opacus_shuffle.core.opacus_compat import waits_for_step
 from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.validation import instance_of, integer, one_of
-from opacus_shuffle.engine.weights.attached import ATTACHED, attached
+from opacus_shuffle.engine.weights.attached import ATTACHED, MOVED, attached
 from opacus_shuffle.engine.weights.averages import bring_up_to_date, refuse_begun
 from opacus_shuffle.engine.weights.copies import CopyHook, PartHook, TensorHook
 from opacus_shuffle.engine.weights.optimizers import (
@@ -255,6 +255,7 @@ class WeightShuffler:
 
     def _draw(self) -> PermutationPlan:
         self.shuffles += 1
+        MOVED.add(self._network)
         return self.spec.sample(self._secret.next_generator())
 
     def _followers(self) -> dict[str, list[torch.Tensor]]:

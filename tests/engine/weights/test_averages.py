@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 
 import pytest
 import torch
@@ -30,6 +31,25 @@ from opacus_shuffle.permutation.network import unwrap
 
 VISIBLE = 1e-3
 HALF_LIFE = {"mean": {}, "ema": {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}, "with buffers": {"use_buffers": True}}
+
+
+@both_modes
+def test_a_shuffled_run_that_starts_from_weights_of_another_warns_that_their_units_are_in_an_order_of_its_own(shuffle_mode):
+    """An average over runs would mix units. Weights that nothing has moved, or a run that moves none, are no matter."""
+
+    def warned(**options):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            run = prepare(shuffle_mode=shuffle_mode, **options)
+        return run, any("in an order of its own: an average" in str(each.message) for each in seen)
+
+    run, first = warned(shuffle=True)
+    again, untouched = warned(shuffle=True, network=run.model.to_standard_module())
+    again.train()
+    again.model.state_dict()
+    third, plain = warned(network=again.model.to_standard_module())
+    _, second = warned(shuffle=True, network=third.model.to_standard_module())
+    assert (first, untouched, plain, second) == (False, False, False, True)
 
 
 def averaged(run, whole, begin: int = 0, **options):
