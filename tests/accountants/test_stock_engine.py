@@ -62,6 +62,20 @@ def test_the_stock_engine_s_rounding_never_makes_epsilon_smaller(name, records, 
         assert blind.get_epsilon(1e-5, bound=bound) >= known * min(snapped, 1.0)
 
 
+@pytest.mark.parametrize("name", ["shuffled_checkin", "subsampled_shuffle"])
+def test_a_step_over_two_batches_is_a_round_of_twice_their_rate(name):
+    """A record may be in either of them."""
+    engine = opacus.PrivacyEngine(accountant=name)
+    model, optimizer, loader = engine.make_private(**make_toy(records=640, batch_size=64), noise_multiplier=16.0)
+    model.allow_grad_accumulation()  # which Opacus refuses else where batches are samples
+    batches = iter(loader)
+    for x, y in (next(batches), next(batches)):
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    ((mechanism, steps),) = engine.accountant.rounds
+    assert (mechanism.num_users, mechanism.sample_rate, steps) == (640, pytest.approx(0.2, rel=1e-12), 1)
+
+
 def test_the_stock_engine_calibrates_when_told_n_and_refuses_when_not():
     engine = opacus.PrivacyEngine(accountant="shuffle_gauss")
     budget = {"target_epsilon": 4.0, "target_delta": 1e-5, "epochs": 2}

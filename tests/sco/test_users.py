@@ -8,6 +8,7 @@ from helpers.convex_problems import solve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 from opacus_shuffle.sco.accelerated_sgd import shuffle_accelerated_sgd
 from opacus_shuffle.sco.constraints import L2Ball
 from opacus_shuffle.sco.gradient_descent import SGD, shuffle_gradient_descent, shuffle_sgd
@@ -149,6 +150,37 @@ def test_full_interaction_asks_everyone_in_every_round_and_says_so():
     estimate = solve(shuffle_gradient_descent, recorder, users_and_values(40), smoothness=1.0, rounds=6, **COMMON)
     assert sorted(recorder.seen) == sorted(6 * list(range(40)))
     assert (estimate.privacy.rounds, estimate.privacy.rounds_per_user, estimate.privacy.num_users) == (6, 6, 40)
+
+
+class Flat(Objective):
+    """Loses nothing anywhere: what a round sums is noise."""
+
+    dimension = 400
+
+    def _evaluate(self, theta, batch):
+        return theta.new_zeros(len(batch)), theta.new_zeros(len(batch), self.dimension)
+
+
+@pytest.mark.parametrize("steps", ["proved", "practical"])
+@pytest.mark.parametrize("rounds", [2, 9])
+def test_every_round_of_full_interaction_has_noise_that_all_rounds_together_need(rounds, steps):
+    """The mean of 400 squares of nearly Gaussian numbers has a standard deviation of 7 % of it, and is given five of these."""
+    users, budget = 30, {"epsilon": 1.0, "delta": 1e-6}
+    options = {"constraint": L2Ball(1.0), "lipschitz": 1.0, "smoothness": 1.0, "steps": steps}
+    estimate = solve(
+        shuffle_gradient_descent,
+        Flat(),
+        torch.zeros(users, 1),
+        rounds=rounds,
+        generator=torch.Generator().manual_seed(0),
+        **options,
+        **budget,
+    )
+    needed, of_one = (ShuffleVectorSum(users, 400, 1.0, **budget, rounds=each).variance for each in (rounds, 1))
+    assert of_one < 0.6 * needed
+    squares = [(each.gradient_norm * users) ** 2 / (400 * needed) for each in estimate.history]
+    assert len(squares) == rounds
+    assert all(0.65 < each < 1.35 for each in squares)
 
 
 @pytest.mark.parametrize("run", [shuffle_sgd, shuffle_accelerated_sgd])

@@ -147,6 +147,16 @@ def test_every_record_has_one_gradient(name):
         run.refused("gradients of .* records, this batch has")
 
 
+@pytest.mark.parametrize("dropped", [1, 3])
+@pytest.mark.parametrize("name", ["shuffled_checkin", "subsampled_shuffle", "shuffle_gauss", "shuffled_sums"])
+def test_fewer_gradients_than_records_are_refused_where_nothing_covers_drop_outs(name, dropped):
+    """The others' noise would hide less than what is accounted; sums that everyone is in count on honest users alone."""
+    torch.manual_seed(0)
+    run = Toy(name, records=60, batch_size=20)
+    run.backward([each[dropped:] for each in next(batch for batch in run.loader if len(batch[0]) > 5)])
+    run.refused("gradients of .* records, this batch has")
+
+
 def test_a_layer_that_turns_a_record_into_several_is_refused():
     class Patches(nn.Module):
         def __init__(self):

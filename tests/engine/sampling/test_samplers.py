@@ -9,6 +9,7 @@ from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSample
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from opacus_shuffle import PrivacyEngine
+from opacus_shuffle.engine.sampling import samplers
 from opacus_shuffle.engine.sampling.samplers import DistributedPoissonSampler, FixedSizeSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
@@ -22,6 +23,18 @@ def test_each_accountant_gets_its_sampler():
         kind = UniformWithReplacementSampler if name in ("shuffled_checkin", "shuffled_fw") else FixedSizeSampler
         assert isinstance(loader.batch_sampler, kind)
         assert loader.batch_sampler.generator is not None
+
+
+@pytest.mark.parametrize(("records", "batch"), [(24, 6), (23, 7), (999, 10)])
+@pytest.mark.parametrize("name", ["shuffled_checkin", "shuffled_sums"])
+def test_every_record_s_coin_has_exactly_the_rate_that_is_accounted(name, records, batch, monkeypatch):
+    rates = []
+    monkeypatch.setattr(samplers, "heads", lambda count, rate, generator: rates.append((count, rate)) or [0])
+    engine = PrivacyEngine(accountant=name)
+    _, _, loader = engine.make_private(**make_toy(records=records, batch_size=batch), noise_multiplier=4.0)
+    list(loader.batch_sampler)
+    assert set(rates) == {(records, engine.accountant.planned.sample_rate)}
+    assert len(rates) == len(loader.batch_sampler)
 
 
 def test_the_fixed_size_sampler_draws_every_set_alike():

@@ -40,6 +40,42 @@ def test_epochs_breaks_and_drop_outs_are_accounted_by_their_steps(name, workers)
         assert run.steps == run.accounted == 16
 
 
+@pytest.mark.parametrize("error", [ValueError, MemoryError, KeyboardInterrupt])
+@every_accountant
+def test_a_step_whose_accounting_fails_releases_nothing_and_its_batch_may_be_stepped_on_again(name, error):
+    run = Toy(name)
+    recorder = type(run.engine.accountant)
+    method = "step" if name == "rdp" else "record"
+    batch = next(iter(run.loader))
+    before = [parameter.detach().clone() for parameter in run.optimizer.params]
+    noise = []
+
+    def fails(*arguments, **keywords):
+        raise error("no accounting today")
+
+    for _ in range(2):
+        run.optimizer.zero_grad()
+        run.backward(batch)
+        raw = [parameter.grad.clone() for parameter in run.optimizer.params]
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(recorder, method, fails)
+            with pytest.raises(error, match="no accounting today"):
+                run.optimizer.step()
+        noise += [
+            parameter
+            for parameter, each in zip(run.optimizer.params, raw, strict=True)
+            if parameter.grad is not None and not torch.equal(parameter.grad, each)
+        ]
+        assert (run.steps, run.accounted, noise) == (0, 0, [])
+        assert all(each.summed_grad is None and each.grad_sample is None for each in run.optimizer.params)
+        assert all(torch.equal(old, new) for old, new in zip(before, run.optimizer.params, strict=True))
+    run.train([batch])
+    assert (run.steps, run.accounted) == (1, 1)
+    run.optimizer.zero_grad()
+    run.backward(batch)
+    run.refused("stepped on already")
+
+
 def test_a_closure_takes_the_ticket():
     run = Toy()
     for batch in run.loader:
