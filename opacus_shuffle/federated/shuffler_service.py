@@ -8,10 +8,9 @@ r"""A shuffler in a process of its own, behind a small network interface: HTTP, 
 
 Numbers are little-endian. Everyone shows a secret of its own, ``Authorization: Bearer SECRET``: a client's says who it is, to
 the shuffler alone, which keeps hashes of them; the server's opens and closes rounds, and takes no part in any. Who shows no
-such secret is answered before any content is read: 401 without one, 403 with nobody's or another party's. Content that is
-longer than a report is not read either (413). A connection is for one request, which must have come within a deadline. There
-are so many connections at most: the next one takes the place of the oldest that has shown no secret for a second, and is
-answered 503 where there is none. Of one party's only the latest is waited for.
+such secret is answered before any content is read: 401 without one, 403 with nobody's or another party's, 413 for more than a
+report. A connection is for one request, which must have come within a deadline. There are so many at most: the next one takes
+the place of the oldest that has shown no secret for a second, else hears 503. Of one party's only the latest is waited for.
 
 The process is started by ``python -m opacus_shuffle.federated.serve``, whose ``--help`` names the files it reads.
 """
@@ -195,9 +194,8 @@ class ShufflerService(ThreadingHTTPServer):
 
     def heard(self, request: socket.socket) -> None:
         """Notes that a connection's request has come: the time that its answer takes is the shuffler's own."""
-        with self._lock:
-            if request in self._places:
-                self._places[request].heard = True
+        if (place := self._places.get(request)) is not None:
+            place.heard = True
 
     def _hang_up(self, request: socket.socket) -> None:
         """Ends a connection; its thread finds that out by itself."""
