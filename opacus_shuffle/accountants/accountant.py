@@ -160,15 +160,23 @@ class ShuffleAccountant(RecordedRounds):
         loader, unread = stock_engine_call()
         users = None if loader is None else len(loader.dataset)  # type: ignore[arg-type]
         expected = kind.sampling if self.planned is None else self.planned.sampling
-        if loader is not None and expected is not None:
+        if loader is not None:
             sampler = loader.batch_sampler
             # A fixed-size sampler says so: it belongs to the engine, a storey above.
             drawn = "poisson" if isinstance(sampler, POISSON_SAMPLERS) else getattr(sampler, "sampling", None)
-            if drawn != "poisson" and drawn != expected:
+            if expected is not None and drawn not in ("poisson", expected):
                 raise ValueError(
                     f"{kind.name} accounts for batches that are random samples, got a loader with a "
                     f"{type(sampler).__name__} (poisson_sampling=False?): leave poisson_sampling out, use "
                     "opacus_shuffle.PrivacyEngine, or account with 'shuffle_gauss'; make the model and optimizer anew"
+                )
+            if drawn == "poisson" and expected != "poisson":
+                warnings.warn(
+                    f"opacus.PrivacyEngine draws every record by a coin of its own, {kind.name} accounts for batches of one "
+                    "size: its epsilon is that of batches of the expected size, and no guarantee of these; use "
+                    "opacus_shuffle.PrivacyEngine, which draws such batches, or accountant='shuffled_checkin'",
+                    PrivacyAssumptionWarning,
+                    stacklevel=3,
                 )
         if sentence := unread_flags(unread):
             warnings.warn(sentence, stacklevel=3)

@@ -155,11 +155,12 @@ class RecordedRounds(IAccountant):
         unknown = self._unknown()
         if self._unread and unknown:
             given = ", ".join(f"{name}=..." for name in unknown)
+            users = "set engine.accountant.num_users = len(dataset), " if unknown == ["num_users"] else ""
             raise ValueError(
-                f"{self.mechanism()} does not know {', '.join(unknown)}: set engine.accountant.num_users = len(dataset) if "
-                f"that is all, describe a round with engine.accountant.plan({self.mechanism_class.__name__}(...)), pass "
-                f"{given} to get_epsilon, or use opacus_shuffle.PrivacyEngine, which knows. (A stock engine takes "
-                f"make_private_with_epsilon(..., {given}) for the noise, but forgets it.)"
+                f"{self.mechanism()} does not know {', '.join(unknown)}: {users}describe a round with "
+                f"engine.accountant.plan({self.mechanism_class.__name__}({given}, ...)), pass {given} to get_epsilon, or use "
+                f"opacus_shuffle.PrivacyEngine, which knows. (A stock engine takes make_private_with_epsilon(..., {given}) "
+                "for the noise, but forgets it.)"
             )
         found = list(self._rounds)
         for told, steps in self._unread:
