@@ -8,7 +8,7 @@ of which :mod:`~opacus_shuffle.engine.records_apart` proves that it keeps record
 
 Where the loader's first records do not run through the network, the first batch that trains it is looked at in their place.
 A network is trained unseen, with no word about it, where that batch cannot be cut into records either (packed sequences,
-graphs), or where no output has a row per record; then :mod:`~opacus_shuffle.engine.mixed_totals` looks at its loss.
+graphs), or where no output has a row per record; then :mod:`~opacus_shuffle.engine.per_sample_check` looks at its loss.
 
 >>> class Centred(nn.Linear):
 ...     def forward(self, x):

@@ -2,14 +2,15 @@
 
 Each check refuses by name what Opacus would compute wrongly in silence, or fail at in the middle of the first step: attention
 that mixes the batch, embeddings that write to their weights, parameters tied under ghost clipping, records that depend on each
-other or on those of an earlier batch, position ids of one row. The last three need a run: on the loader's first records, or,
-where the network does not take them, on the first batch that trains it.
+other or on those of an earlier batch, rows that are not records, position ids of one row. The last four need a run: on the
+loader's first records, or, where the network does not take them, on the first batch that trains it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import types
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,13 +32,11 @@ from opacus_shuffle.core.opacus_compat import (
 )
 from opacus_shuffle.core.progress import progress
 from opacus_shuffle.engine.carried_records import refuse_carried_records
-from opacus_shuffle.engine.misplaced_rows import refuse_misplaced_rows
 from opacus_shuffle.engine.mixed_records import UnprobedError, first_rows, refuse_mixed_records
-from opacus_shuffle.engine.mixed_totals import refuse_mixed_totals
+from opacus_shuffle.engine.per_sample_check import FEWEST, check_per_sample_gradients
 from opacus_shuffle.engine.prepare_model import check_position_ids
 from opacus_shuffle.engine.records_apart import are_apart
 from opacus_shuffle.engine.run import Request
-from opacus_shuffle.engine.unseen_gradients import refuse_unseen_gradients
 from opacus_shuffle.permutation.network import unwrap
 from opacus_shuffle.permutation.sample_input import Call, first_records, from_batch
 
@@ -70,16 +69,15 @@ def check_network(request: Request, engine: Any) -> FirstBatch | None:
     first = FirstBatch(request)
 
     def call_of(records: int) -> tuple[int, Call]:
-        batch = first_records(request.data_loader, records)
-        return min(records, len(request.data_loader.dataset)), from_batch(network, batch)  # type: ignore[arg-type]
+        loader: Any = request.data_loader
+        few = min(FEWEST, records, len(loader.dataset))  # and again: others might be padded to another length
+        batch = first_records(loader, few, places=[place % few for place in range(records)])
+        return records, from_batch(network, batch)
 
     try:
-        first.check(network, call_of, batch=request.data_loader.batch_size)
-        if request.grad_sample_mode == "ghost":
-            refuse_unseen_gradients(network, call_of(2)[1], batch_first=request.batch_first)
+        return None if first.check(network, call_of, batch=request.data_loader.batch_size) else first
     except UnprobedError:
         return first
-    return None
 
 
 def refuse_second_hooks(request: Request) -> None:
@@ -238,33 +236,54 @@ class FirstBatch:
         trained = set(map(id, request.trainable))
         self.trained = frozenset(name for name, each in network.named_parameters() if id(each) in trained)
 
-    def check(self, network: nn.Module, call_of: Any, *, batch: int | None) -> None:
-        """Refuses records that depend on each other, or on those of an earlier batch, and position ids of one row.
+    def check(self, network: nn.Module, call_of: Any, *, batch: int | None) -> bool:
+        """Refuses records that depend on each other, or on those of an earlier batch, rows that are not records, and positions.
 
         Args:
             network: What is trained.
             call_of: Its arguments for so many records.
             batch: How many there are in a batch, if that is known.
 
+        Returns:
+            Whether outputs were compared, which have a row for each record then.
+
         Raises:
             ValueError: There are some.
-            UnprobedError: The network does not run on these records.
+            UnprobedError: The network does not run on these records, or they are not records.
         """
+        more = [batch] if batch else []
+        compared = True
         with progress("looking at records"):
             apart = are_apart(network, call_of, axis=self.axis)
             if not apart:
-                refuse_carried_records(network, call_of, axis=self.axis, more=[n for n in (batch,) if n])
+                refuse_carried_records(network, call_of, axis=self.axis, more=more)
                 try:
-                    refuse_mixed_records(network, call_of, axis=self.axis, more=[n for n in (batch,) if n])
-                except UnprobedError:  # no row per record, it may be
-                    refuse_mixed_totals(network, call_of, axis=self.axis)
-                    raise
-            if not apart or self.ghost:
-                batch_first = self.axis == 0
-                refuse_misplaced_rows(network, call_of, axis=self.axis, batch_first=batch_first, ghost=self.ghost, apart=apart)
-        embeddings = any(isinstance(each, nn.Embedding) for each in network.modules())
-        if self.axis == 0 and embeddings:
-            check_position_ids(network, *call_of(2)[1], trained=self.trained)
+                    refuse_mixed_records(network, call_of, axis=self.axis, more=more)
+                except UnprobedError:
+                    compared = False
+            if compared and self.axis == 0 and any(isinstance(each, nn.Embedding) for each in network.modules()):
+                self._check_positions(network, call_of, more)
+            check_per_sample_gradients(
+                network,
+                call_of,
+                axis=self.axis,
+                batch_first=self.axis == 0,
+                ghost=self.ghost,
+                apart=apart,
+                more=more,
+                trained=self.trained,
+            )
+        return compared
+
+    def _check_positions(self, network: nn.Module, call_of: Any, more: Sequence[int]) -> None:
+        """Refuses position ids of one row, as two records show, or as many as the network takes."""
+        for records in (2, *more):
+            try:
+                return check_position_ids(network, *call_of(records)[1], trained=self.trained)
+            except ValueError:
+                raise
+            except Exception:
+                continue
 
     def wait_on(self, module: Any) -> None:
         """Registers itself as a forward pre-hook, to check the first batch that trains this module."""
@@ -277,7 +296,11 @@ class FirstBatch:
             ValueError: The network cannot be trained.
         """
         sizes = [leaf.shape[self.axis] for leaf in tree_leaves((args, keywords)) if _reaches(leaf, self.axis)]
-        if not module.training or not torch.is_grad_enabled() or not sizes or sizes[0] < 2:
+        if not module.training or not torch.is_grad_enabled() or (sizes and sizes[0] < 2):
+            return
+        if not sizes:
+            self.leave(module)
+            warn_unseen(None)
             return
         whole = sizes[0]
 
@@ -286,8 +309,9 @@ class FirstBatch:
 
         self.leave(module)
         try:
-            with contextlib.suppress(UnprobedError):
-                self.check(unwrap(module), call_of, batch=whole)
+            self.check(unwrap(module), call_of, batch=whole)
+        except UnprobedError as error:
+            warn_unseen(error.__cause__)
         except BaseException:
             self.wait_on(module)
             raise
@@ -297,6 +321,16 @@ class FirstBatch:
         for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, FirstBatch)]:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def warn_unseen(why: BaseException | None) -> None:
+    """Warns that nobody knows whether layers have a row of gradients for each record."""
+    warnings.warn(
+        f"module's layers were not looked at with several numbers of records ({why or 'no argument has an axis of them'}): "
+        "no ε holds unless every layer sees [batch, ...] and each record's output is its own; see to both yourself, or have "
+        "the loader yield tensors with an axis of records, as many as are asked for",
+        stacklevel=3,
+    )
 
 
 def _reaches(value: Any, axis: int) -> bool:

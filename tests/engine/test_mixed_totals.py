@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from opacus_shuffle import PrivacyEngine
-from opacus_shuffle.engine.mixed_totals import refuse_mixed_totals
+from opacus_shuffle.engine.mixed_records import UnprobedError
+from opacus_shuffle.engine.per_sample_check import check_per_sample_gradients
 
 REFUSED = "^module returns a loss of the batch that is not a sum or mean of one number per record: "
 
@@ -68,7 +69,12 @@ def _seeded():
 
 def refuse(network, **keywords):
     x, y = torch.randn(6, 5), torch.tensor([2, 1, 0, 2, 1, 0])
-    refuse_mixed_totals(network.train(), lambda records: (records, ((x[:records], y[:records]), {})), **keywords)
+
+    def call_of(records):
+        rows = torch.arange(records) % 6
+        return records, ((x[rows], y[rows]), {})
+
+    check_per_sample_gradients(network.train(), call_of, **keywords)
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -86,8 +92,9 @@ def test_rows_of_records_are_left_to_the_comparison_of_records():
     refuse(Loss(lambda h, y: (h, h.std())))
 
 
-def test_a_network_that_does_not_run_is_left_to_others():
-    refuse(Loss(lambda h, y: h @ h))
+def test_a_network_that_does_not_run_is_said_to_be_unseen():
+    with pytest.raises(UnprobedError):
+        refuse(Loss(lambda h, y: h @ h))
 
 
 @settings(max_examples=30, deadline=None)

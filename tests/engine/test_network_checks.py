@@ -210,22 +210,24 @@ def test_an_optimizer_that_needs_a_closure_is_refused(accountant):
 
 
 class Cut(nn.Module):
-    """Has two rows of each record in its first layer, and one in its last."""
+    """Has as many rows of each record in its first layer as it has pieces, and one in its last."""
 
-    def __init__(self):
+    def __init__(self, pieces):
         super().__init__()
-        self.first, self.last = nn.Linear(3, 4), nn.Linear(8, 3)
+        self.first, self.last, self.pieces = nn.Linear(5, 4), nn.Linear(4, 3), pieces
 
     def forward(self, x):
-        return self.last(torch.tanh(self.first(x[:, :3].repeat_interleave(2, 0))).reshape(len(x), 8))
+        pieces = torch.tanh(self.first(x.repeat_interleave(self.pieces, 0)))
+        return self.last(pieces.reshape(len(x), self.pieces, 4).mean(1))
 
 
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-def test_rows_that_are_no_records_are_refused_with_a_loader_of_one_s_own_too(clipping):
-    module = Cut()
+def test_rows_that_are_no_records_later_are_refused_with_a_loader_of_one_s_own_too(clipping):
+    module = Cut(1)
     toy = make_toy() | {"module": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
     toy["max_grad_norm"] = 1.0 if clipping == "flat" else [1.0] * 4
     made = PrivacyEngine(accountant="rdp").make_private(**toy, noise_multiplier=1.0, poisson_sampling=False, clipping=clipping)
+    module.pieces = 2
     with pytest.raises(ValueError, match="let no layer turn one record into several"):
         run_epoch(*made)
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle import PrivacyEngine
-from opacus_shuffle.engine import misplaced_rows
+from opacus_shuffle.engine import per_sample_check
 
 
 def private(module, accountant="subsampled_shuffle", mode="hooks", **changes):
@@ -54,7 +54,7 @@ def test_gradients_that_do_not_shrink_with_the_loss_are_refused_with_ghost_clipp
 
 
 @pytest.mark.parametrize("way", IN_PLACE)
-def test_two_or_three_records_tell_how_gradients_grow_where_records_are_known_to_stay_in_order(way):
+def test_few_records_tell_how_gradients_grow_where_records_are_known_to_stay_in_order(way):
     torch.manual_seed(0)
     asked = []
 
@@ -64,8 +64,9 @@ def test_two_or_three_records_tell_how_gradients_grow_where_records_are_known_to
 
     bent = way.startswith("gradients")
     with pytest.raises(ValueError, match="changes gradients") if bent else contextlib.nullcontext():
-        misplaced_rows.refuse_misplaced_rows(Between(IN_PLACE[way]), call_of, ghost=True, apart=True)
-    assert asked == ([2, 3] if bent else [2])
+        per_sample_check.check_per_sample_gradients(Between(IN_PLACE[way]), call_of, ghost=True, apart=True)
+    # Three is the number of outputs, and half of four records are two.
+    assert asked == ([2, 4, 7] if way == "the first ones once more" else [2, 4])
 
 
 class Sentences(nn.Module):
@@ -109,8 +110,10 @@ def test_wide_layers_are_told_apart_by_few_numbers_of_each_record():
 
     def look(kind):
         network = nn.Sequential(nn.Linear(5, 150), nn.Tanh(), kind(nn.Linear(150, 150)), nn.Tanh(), nn.Linear(150, 3))
-        kept.append(misplaced_rows._rows_of_layers(network, ((torch.randn(6, 5),), {}), torch.ones(6), 0, True))
-        misplaced_rows.refuse_misplaced_rows(network, lambda n: (n, ((torch.randn(n, 5),), {})))
+        names = {id(each): name for name, each in network.named_parameters()}
+        call = (torch.randn(6, 5),), {}
+        kept.append(per_sample_check._rows_of_layers(network, names, 0, True, call, torch.ones(6)).few)
+        per_sample_check.check_per_sample_gradients(network, lambda n: (n, ((torch.randn(n, 5),), {})))
 
     look(nn.Sequential)
     with pytest.raises(ValueError, match=r"to 2.0 \(Linear\)"):
@@ -128,7 +131,7 @@ def test_looking_for_them_keeps_the_gradients_of_one_layer_at_a_time(monkeypatch
         alive.append(sum(each is not None for each in held))
         return rows.clone()
 
-    monkeypatch.setattr(misplaced_rows, "_few_numbers", few)
-    misplaced_rows.refuse_misplaced_rows(network, lambda n: (n, ((torch.randn(n, 8),), {})))
-    assert len(alive) == 2 * 12
+    monkeypatch.setattr(per_sample_check, "_few_numbers", few)
+    per_sample_check.check_per_sample_gradients(network, lambda n: (n, ((torch.randn(n, 8),), {})))
+    assert len(alive) == 3 * 2 * 12  # rows and their sum in each look
     assert max(alive) == 2
