@@ -20,7 +20,6 @@ from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from opacus_shuffle.core.opacus_compat import (
     is_copy,
@@ -33,7 +32,7 @@ from opacus_shuffle.core.opacus_compat import (
 from opacus_shuffle.core.progress import progress
 from opacus_shuffle.engine.carried_records import refuse_carried_records
 from opacus_shuffle.engine.mixed_records import UnprobedError, first_rows, refuse_mixed_records
-from opacus_shuffle.engine.per_sample_check import FEWEST, check_per_sample_gradients
+from opacus_shuffle.engine.per_sample_check import FEWEST, check_per_sample_gradients, leaves
 from opacus_shuffle.engine.prepare_model import check_position_ids
 from opacus_shuffle.engine.records_apart import are_apart
 from opacus_shuffle.engine.run import Request
@@ -235,6 +234,7 @@ class FirstBatch:
         network = unwrap(request.module)
         trained = set(map(id, request.trainable))
         self.trained = frozenset(name for name, each in network.named_parameters() if id(each) in trained)
+        self._counted = False  # whether layers' rows were, which nothing else shows
 
     def check(self, network: nn.Module, call_of: Any, *, batch: int | None) -> bool:
         """Refuses records that depend on each other, or on those of an earlier batch, rows that are not records, and positions.
@@ -273,6 +273,7 @@ class FirstBatch:
                 more=more,
                 trained=self.trained,
             )
+        self._counted = True
         return compared
 
     def _check_positions(self, network: nn.Module, call_of: Any, more: Sequence[int]) -> None:
@@ -295,23 +296,28 @@ class FirstBatch:
         Raises:
             ValueError: The network cannot be trained.
         """
-        sizes = [leaf.shape[self.axis] for leaf in tree_leaves((args, keywords)) if _reaches(leaf, self.axis)]
+        sizes = [leaf.shape[self.axis] for leaf in leaves((args, keywords)) if _reaches(leaf, self.axis)]
         if not module.training or not torch.is_grad_enabled() or (sizes and sizes[0] < 2):
             return
-        if not sizes:
-            self.leave(module)
-            warn_unseen(None)
-            return
-        whole = sizes[0]
+        whole = max(sizes[:1], default=0)
 
         def call_of(records: int) -> tuple[int, Call]:
             return records, first_rows((args, keywords), records, whole, self.axis)
 
         self.leave(module)
         try:
+            if not whole:
+                raise UnprobedError
             self.check(unwrap(module), call_of, batch=whole)
         except UnprobedError as error:
-            warn_unseen(error.__cause__)
+            if not self._counted:
+                why = error.__cause__ or "no argument has an axis of them"
+                warnings.warn(
+                    f"module's layers were not looked at with several numbers of records ({why}): no ε holds unless every "
+                    "layer sees [batch, ...] and each record's output is its own; see to both yourself, or have the loader "
+                    "yield tensors with an axis of records",
+                    stacklevel=2,
+                )
         except BaseException:
             self.wait_on(module)
             raise
@@ -321,16 +327,6 @@ class FirstBatch:
         for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, FirstBatch)]:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
-def warn_unseen(why: BaseException | None) -> None:
-    """Warns that nobody knows whether layers have a row of gradients for each record."""
-    warnings.warn(
-        f"module's layers were not looked at with several numbers of records ({why or 'no argument has an axis of them'}): "
-        "no ε holds unless every layer sees [batch, ...] and each record's output is its own; see to both yourself, or have "
-        "the loader yield tensors with an axis of records, as many as are asked for",
-        stacklevel=3,
-    )
 
 
 def _reaches(value: Any, axis: int) -> bool:

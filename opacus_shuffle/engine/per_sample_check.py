@@ -60,6 +60,9 @@ FEWEST = 6
 TRIES = 6
 """Numbers of records that are tried, of which some may be those of another axis or not be taken by the network."""
 
+SHOWN = 4
+"""Layers that a message names."""
+
 _PIECE = 4096
 """How many numbers of each record's gradient are kept of a wide layer, or fewer than twice as many."""
 
@@ -91,6 +94,8 @@ def check_per_sample_gradients(
         ValueError: It has others; the message names the layers.
         UnprobedError: It cannot be told: the network did not run, or its arguments have no axis of records.
     """
+    samplers = [GradSampleModule.GRAD_SAMPLERS.get(type(each), GradSampleModule) for each in network.modules()]
+    apart = apart and all(each.__module__.startswith("opacus.") for each in samplers)
     taken = {size for each in (*network.parameters(), *network.buffers()) for size in each.shape}
     names = {
         id(each): name
@@ -171,7 +176,7 @@ def _rows_of_layers(
     """
     enter_phase("whether layers see them in order")
     records = len(factors)
-    if not any(has_records(leaf, records, axis) for leaf in tree_leaves(call)):
+    if not any(has_records(leaf, records, axis) or _is_packed(leaf, records) for leaf in leaves(call)):
         raise UnprobedError
     parameters = [each for each in network.parameters() if id(each) in names]
     counts: dict[str, int] = {}
@@ -234,7 +239,17 @@ def _mixed_up(call: Call, records: int, axis: int) -> Call:
         torch.Tensor,
         lambda each: each.index_select(axis, order.to(each.device)) if has_records(each, records, axis) else each,
         call,
+        is_leaf=_is_packed,
     )
+
+
+def leaves(call: Any) -> list[Any]:
+    """Returns what arguments consist of, where a packed sequence is one thing: its rows are of several records each."""
+    return tree_leaves(call, is_leaf=_is_packed)
+
+
+def _is_packed(value: Any, records: int | None = None) -> bool:
+    return isinstance(value, PackedSequence) and records in (None, int(value.batch_sizes[0]))
 
 
 def _few_numbers(rows: torch.Tensor) -> torch.Tensor:
@@ -263,7 +278,8 @@ def _check_counts(network: nn.Module, counts: Mapping[str, int], records: int, a
         f"module shows {seen} row{'s' if seen != '1' else ''} for {records} records to {_layers(network, rows)}: each row "
         "would be clipped as a record, and one record may lie in several, or several in one; have these layers see "
         f"{'[time, batch, ...]' if axis else '[batch, ...]'} (by batch_first=True where a layer has it, or by transposing "
-        "inside of the layer), let no layer turn one record into several, or freeze them"
+        "inside of the layer), let no layer turn one record into several, write no number of records into the network, or "
+        "freeze them"
         + ("; where it is an embedding of positions, call opacus_shuffle.prepare_model(module) first" if positions else "")
     )
 
@@ -371,8 +387,11 @@ def _check_sums(rows: _Rows) -> None:
 
 
 def _layers(network: nn.Module, names: Iterable[str]) -> str:
-    places = dict.fromkeys(name.rpartition(".")[0] for name in names)
-    return ", ".join(f"{name or 'the module itself'} ({type(network.get_submodule(name)).__name__})" for name in places)
+    places = {name.rpartition(".")[0] for name in names}
+    named = [
+        f"{name or 'the module itself'} ({type(each).__name__})" for name, each in network.named_modules() if name in places
+    ]
+    return ", ".join(named[:SHOWN]) + (f" and {len(named) - SHOWN} more" if len(named) > SHOWN else "")
 
 
 def refuse_unsorted_packs(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
