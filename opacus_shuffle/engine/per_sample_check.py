@@ -178,7 +178,7 @@ def _rows_of_layers(
     records = len(factors)
     if not any(has_records(leaf, records, axis) or _is_packed(leaf, records) for leaf in leaves(call)):
         raise UnprobedError
-    parameters = [each for each in network.parameters() if id(each) in names]
+    parameters = [each for each in network.parameters() if each.requires_grad]  # of all, or hooks on the way do not run
     counts: dict[str, int] = {}
     few: dict[str, torch.Tensor] = {}
     sizes = {size for leaf in tensors_in(tree_leaves(call)) for size in leaf.shape}
@@ -227,7 +227,7 @@ def _rows_of_layers(
     whole = {
         names[id(each)]: _few_numbers(gradient.detach().reshape(1, -1))
         for each, gradient in zip(parameters, gradients, strict=True)
-        if gradient is not None and gradient.layout == torch.strided
+        if id(each) in names and gradient is not None and gradient.layout == torch.strided
     }
     return _Rows(counts, few, whole, sizes, with_rows)
 

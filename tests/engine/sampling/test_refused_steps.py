@@ -159,22 +159,22 @@ def test_fewer_gradients_than_records_are_refused_where_nothing_covers_drop_outs
 
 def test_a_layer_that_turns_a_record_into_several_is_refused():
     class Patches(nn.Module):
+        """As networks that see each patch, token or crop by itself; after ``make_private``, which would refuse them."""
+
         def __init__(self):
             super().__init__()
-            self.layer = nn.Linear(2, 3)
+            self.layer, self.patches = nn.Linear(5, 3), 1
 
-        def forward(self, x):  # (B, 5) to (2B, 2), as networks do that see each patch, token or crop by itself
-            return self.layer(x[:, :4].reshape(-1, 2)).reshape(len(x), 2, 3).sum(1)
+        def forward(self, x):
+            return self.layer(x.repeat_interleave(self.patches, 0)).reshape(len(x), self.patches, 3).sum(1)
 
-    toy = make_toy()
-    toy["module"] = Patches()
-    toy["optimizer"] = torch.optim.SGD(toy["module"].parameters(), lr=0.1)
     for name in ("shuffled_checkin", "rdp"):
         toy = make_toy(records=60)
         toy["module"] = Patches()
         toy["optimizer"] = torch.optim.SGD(toy["module"].parameters(), lr=0.1)
         engine = PrivacyEngine(accountant=name)
         model, optimizer, loader = engine.make_private(**toy, noise_multiplier=1.0)
+        toy["module"].patches = 2
         x, y = next((x, y) for x, y in loader if len(x))
         nn.functional.cross_entropy(model(x), y).backward()
         with pytest.raises(ValueError, match=f"gradients of {2 * len(x)} records, this batch has {len(x)}"):
