@@ -232,12 +232,12 @@ def test_sequences_as_long_as_their_number_in_the_data_tell_time_from_records(fi
         run_epoch(*made)
 
 
-@pytest.mark.parametrize("first", ["time", "batch"])
-def test_the_first_batch_is_looked_at_where_the_loader_s_records_do_not_fit(first):
+@pytest.mark.parametrize(("first", "mode"), [("time", "hooks"), ("time", "functorch"), ("time", "ghost"), ("batch", "hooks")])
+def test_the_first_batch_is_looked_at_where_the_loader_s_records_do_not_fit(first, mode):
     """Its gradients are Opacus's afterwards."""
     network = OTHERS["in a loss"][0]() if first == "time" else OWN["a loss"]()
     plain = copy.deepcopy(network)
-    _, (model, optimizer, loader) = private(network, TensorDataset(torch.randn(RECORDS, 2 * TIME)))
+    _, (model, optimizer, *_, loader) = private(network, TensorDataset(torch.randn(RECORDS, 2 * TIME)), mode=mode)
     x = next(iter(loader))[0].view(-1, TIME, 2)
     if first == "time":
         with pytest.raises(ValueError, match=r"4 rows for 6 records to a \(Linear\)"):
