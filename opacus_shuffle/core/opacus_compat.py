@@ -12,12 +12,11 @@ The defects are found by their effect, not by a version number, so a repaired Op
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import opacus
@@ -285,24 +284,6 @@ def thawed_since(network: nn.Module) -> list[str]:
     named = [(name, each) for name, each in network.named_parameters() if each.requires_grad]
     found = [name for name, each in named if not hasattr(each, "_forward_counter")]
     return found if hasattr(network, "autograd_grad_sample_hooks") and len(found) < len(named) else []
-
-
-@contextlib.contextmanager
-def hooks_aside(network: nn.Module) -> Iterator[None]:
-    """A block in which a network has no hooks of Opacus's, which come back with all that they had noted."""
-    handles = list(vars(network).get("autograd_grad_sample_hooks", ()))
-    tables = [table for each in handles if (table := each.hooks_dict_ref()) is not None]
-    owners = [vars(each) for each in (*network.parameters(), *network.modules())]
-    before = [(table, dict(table)) for table in (*tables, *owners)]
-    try:
-        vars(network).pop("autograd_grad_sample_hooks", None)
-        for handle in handles:
-            handle.remove()
-        yield
-    finally:
-        for table, held in before:
-            table.clear()
-            table.update(held)
 
 
 def watches_gradients(module: Any) -> bool:

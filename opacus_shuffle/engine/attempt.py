@@ -14,10 +14,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.opacus_compat import OpenEngine, forget_parameters
-from opacus_shuffle.engine.network_checks import FirstBatch, check_network, explain_missing_calls, refuse_unsupported
+from opacus_shuffle.engine.network_checks import (
+    FirstBatch,
+    check_network,
+    explain_missing_calls,
+    refuse_unsupported,
+    watch_packs,
+)
 from opacus_shuffle.engine.optimizers.ghost_loss import clipped_whatever_happens
 from opacus_shuffle.engine.optimizers.released_only import GUARD
-from opacus_shuffle.engine.per_sample_check import watch_packs
 from opacus_shuffle.engine.raw_data import leave_out_records
 from opacus_shuffle.engine.run import Run
 from opacus_shuffle.engine.sampling.empty_batches import let_layers_be_empty, prepare_empty_batches

@@ -7,8 +7,8 @@ stay as they were. The losses of ghost clipping are looked at in the same way, w
 of which :mod:`~opacus_shuffle.engine.records_apart` proves that it keeps records apart is spared these passes.
 
 Where the loader's first records do not run through the network, the first batch that trains it is looked at in their place.
-A network is trained unseen, with no word about it, where that batch cannot be cut into records either (packed sequences,
-graphs), or where no output has a row per record; then :mod:`~opacus_shuffle.engine.per_sample_check` looks at its loss.
+A network is trained unseen where that batch cannot be cut into records either (packed sequences, graphs), with a warning, or
+where no output has a row per record; then :mod:`~opacus_shuffle.engine.per_sample_check` looks at its loss.
 
 >>> class Centred(nn.Linear):
 ...     def forward(self, x):
@@ -332,3 +332,21 @@ def untouched(network: nn.Module) -> Iterator[None]:
             for name in now.keys() - before.keys():
                 del now[name]
             now.update(before)
+
+
+@contextlib.contextmanager
+def hooks_aside(network: nn.Module) -> Iterator[None]:
+    """A block in which a network has no hooks of Opacus's, which come back with all that they had noted."""
+    handles = list(vars(network).get("autograd_grad_sample_hooks", ()))
+    tables = [table for each in handles if (table := each.hooks_dict_ref()) is not None]
+    owners = [vars(each) for each in (*network.parameters(), *network.modules())]
+    before = [(table, dict(table)) for table in (*tables, *owners)]
+    try:
+        vars(network).pop("autograd_grad_sample_hooks", None)
+        for handle in handles:
+            handle.remove()
+        yield
+    finally:
+        for table, held in before:
+            table.clear()
+            table.update(held)

@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from opacus.layers.dp_rnn import DPRNNBase
 from opacus.utils.module_utils import trainable_modules
 from opacus.validators import ModuleValidator
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.rnn import PackedSequence
 
 from opacus_shuffle.core.opacus_compat import (
     is_copy,
@@ -32,7 +34,7 @@ from opacus_shuffle.core.opacus_compat import (
 from opacus_shuffle.core.progress import progress
 from opacus_shuffle.engine.carried_records import refuse_carried_records
 from opacus_shuffle.engine.mixed_records import UnprobedError, first_rows, refuse_mixed_records
-from opacus_shuffle.engine.per_sample_check import FEWEST, check_per_sample_gradients, leaves
+from opacus_shuffle.engine.per_sample_check import FEWEST, REMEDY, check_per_sample_gradients, leaves
 from opacus_shuffle.engine.prepare_model import check_position_ids
 from opacus_shuffle.engine.records_apart import are_apart
 from opacus_shuffle.engine.run import Request
@@ -220,6 +222,26 @@ def _rearranged(self: Any, *, module: nn.Module, backprops: torch.Tensor, batch_
 
 
 _rearranged.__name__ = "rearrange_grad_samples"  # under which a copy that is pickled finds Opacus's own
+
+
+def refuse_unsorted_packs(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Refuses, as a hook before a recurrent layer's forward pass, packed sequences that are sorted within the network.
+
+    Raises:
+        ValueError: Some are.
+    """
+    if layer.training and any(isinstance(each, PackedSequence) and each.sorted_indices is not None for each in inputs):
+        raise ValueError(
+            f"pack_padded_sequence(enforce_sorted=False) shows records in another order than the batch's to a "
+            f"{type(layer).__name__}, {REMEDY} (by length, the longest first; then pack with enforce_sorted=True)"
+        )
+
+
+def watch_packs(network: nn.Module) -> None:
+    """Has Opacus's recurrent layers refuse sequences that are sorted within the network; once is enough."""
+    for layer in network.modules():
+        if isinstance(layer, DPRNNBase) and refuse_unsorted_packs not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(refuse_unsorted_packs)
 
 
 class FirstBatch:

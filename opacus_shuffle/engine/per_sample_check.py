@@ -11,14 +11,13 @@ Opacus takes the i-th row of every layer's batch for record i, and clips what it
 3. For ghost clipping, the rows add up to the batch's gradient. Opacus computes norms where a layer is called;
    ``F.linear(x, self.embedding.weight)`` calls none, so that this part of the gradient is in the sum, but not in the norm.
 
->>> class TimeFirst(nn.Linear):
+>>> class TimeFirst(nn.Sequential):
 ...     def forward(self, x):
 ...         return super().forward(x.transpose(0, 1)).sum(0)
->>> network = nn.Sequential(TimeFirst(3, 2), nn.Linear(2, 1))
->>> check_per_sample_gradients(network, lambda n: (n, ((torch.randn(n, 4, 3),), {})))
+>>> check_per_sample_gradients(TimeFirst(nn.Linear(3, 2)), lambda n: (n, ((torch.randn(n, 4, 3),), {})))
 Traceback (most recent call last):
     ...
-ValueError: module shows 4 rows for 6 records to 0 (TimeFirst): ...
+ValueError: module shows 4 rows for 6 records to 0 (Linear): ...
 """
 
 from __future__ import annotations
@@ -31,16 +30,15 @@ from typing import Any, NamedTuple
 
 import torch
 from opacus.grad_sample import GradSampleModule
-from opacus.layers.dp_rnn import DPRNNBase
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from opacus_shuffle.core.opacus_compat import hooks_aside
 from opacus_shuffle.core.progress import enter_phase
 from opacus_shuffle.engine.mixed_records import (
     UnprobedError,
     has_records,
+    hooks_aside,
     repeated,
     rescaled,
     untouched,
@@ -392,23 +390,3 @@ def _layers(network: nn.Module, names: Iterable[str]) -> str:
         f"{name or 'the module itself'} ({type(each).__name__})" for name, each in network.named_modules() if name in places
     ]
     return ", ".join(named[:SHOWN]) + (f" and {len(named) - SHOWN} more" if len(named) > SHOWN else "")
-
-
-def refuse_unsorted_packs(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Refuses, as a hook before a recurrent layer's forward pass, packed sequences that are sorted within the network.
-
-    Raises:
-        ValueError: Some are.
-    """
-    if layer.training and any(isinstance(each, PackedSequence) and each.sorted_indices is not None for each in inputs):
-        raise ValueError(
-            f"pack_padded_sequence(enforce_sorted=False) shows records in another order than the batch's to a "
-            f"{type(layer).__name__}, {REMEDY} (by length, the longest first; then pack with enforce_sorted=True)"
-        )
-
-
-def watch_packs(network: nn.Module) -> None:
-    """Has Opacus's recurrent layers refuse sequences that are sorted within the network; once is enough."""
-    for layer in network.modules():
-        if isinstance(layer, DPRNNBase) and refuse_unsorted_packs not in layer._forward_pre_hooks.values():
-            layer.register_forward_pre_hook(refuse_unsorted_packs)
