@@ -35,7 +35,7 @@ STOREYS = [  # from the ground up: a module imports from its own storey and from
     "__main__",
 ]
 COMPAT = f"{PACKAGE}.core.opacus_compat"
-LONGEST = 400
+LONGEST = 700
 
 KERNELS = f"{PACKAGE}.permutation.moving.triton_moves"  # about an extra: it is imported where Triton is
 EXTRAS = (f"{PACKAGE}.estimators", f"{PACKAGE}.federated.flower")  # rooms about an extra: users import them themselves

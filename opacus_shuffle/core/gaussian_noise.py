@@ -41,7 +41,7 @@ class GridNoise:
         exact = torch.as_tensor(total)
         dtype = exact.dtype if isinstance(total, torch.Tensor) else torch.get_default_dtype()
         released = torch.empty(exact.numel(), dtype=dtype, device=exact.device)
-        pairs = zip(exact.reshape(-1).split(_BLOCK), released.split(_BLOCK), strict=True)
+        pairs = zip(torch.split(exact.reshape(-1), _BLOCK), torch.split(released, _BLOCK), strict=True)
         for data, place in pairs:
             noise = self.generator.precise_normals(len(data)).to(exact.device)
             # The step is a power of two: to count in steps rounds nothing.

@@ -122,7 +122,7 @@ class SecretGenerator(torch.Generator):
 
     def __new__(cls, device: torch.device | str = "cpu", **keywords: Any) -> SecretGenerator:
         """Makes PyTorch's part, which knows the device alone."""
-        return super().__new__(cls, device)
+        return super().__new__(cls, device)  # type: ignore[call-arg]
 
     def __init__(
         self,

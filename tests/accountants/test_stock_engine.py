@@ -215,13 +215,13 @@ def test_noise_that_is_enough_for_each_report_is_not_doubted(keywords):
 def test_a_stock_engine_s_coins_are_told_of_where_batches_of_one_size_are_accounted(accountant, told):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        PrivacyEngine(accountant=accountant).make_private(**make_toy(), noise_multiplier=20.0)
+        opacus.PrivacyEngine(accountant=accountant).make_private(**make_toy(), noise_multiplier=20.0)
     assert len([each for each in found if "accounts for batches of one size" in str(each.message)]) == told
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_remedies_that_a_stock_engine_s_run_is_answered_with_work():
-    engine = PrivacyEngine(accountant="shuffled_fw")
+    engine = opacus.PrivacyEngine(accountant="shuffled_fw")
     run_epoch(*engine.make_private(**make_toy(), noise_multiplier=2.0))
     with pytest.raises(ValueError, match="does not know dimension: describe a round with") as refused:
         engine.get_epsilon(1e-5)
@@ -229,7 +229,7 @@ def test_the_remedies_that_a_stock_engine_s_run_is_answered_with_work():
     passed = engine.accountant.get_epsilon(1e-5, dimension=1)
     engine.accountant.plan(ShuffledWeights(noise_multiplier=2.0, num_users=24, sample_rate=0.25, dimension=1))
     assert engine.get_epsilon(1e-5) == passed > 0
-    plain = create_accountant("shuffled_checkin")
+    plain = ACCOUNTANTS["shuffled_checkin"]()
     plain.step(noise_multiplier=2.0, sample_rate=0.25)
     with pytest.raises(ValueError, match=r"set engine.accountant.num_users = len\(dataset\)"):
         plain.get_epsilon(1e-5)

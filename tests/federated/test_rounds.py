@@ -15,7 +15,7 @@ from helpers.federation import CLIENTS, GAUSSIAN, SERVER, SUMS, all_report, ledg
 from scipy import stats
 
 import opacus_shuffle
-from opacus_shuffle.core.system_randomness import SystemGenerator
+from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.federated import BitSums, GaussianReports, RefusedReportError, Reporter, Shuffler
 from opacus_shuffle.federated.shuffler import UnknownRoundError
 from opacus_shuffle.federated.shuffler_service import FarShuffler, ShufflerService, packed, unpacked
@@ -111,7 +111,7 @@ def test_every_client_reports_and_its_coin_says_whether_its_vector_is_in_it(repo
     if reports is COIN:
         for each in sent:
             reports.keep(held, reports.open(each).numbers)
-        taking_part = len(reports.mix(held, SystemGenerator()))
+        taking_part = len(reports.mix(held, SecretGenerator()))
         assert few <= taking_part <= many
         assert always_train or taking_part == len(trained)
 

@@ -76,7 +76,7 @@ def _rough_pair(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
     "certified",
     rough=_rough_certified,
     meaning="the reports are seen in random order; whatever the other records are (by Gaussian clones)",
-    cites="docs/proofs, pages 1, 6 and 9",
+    cites="docs/proofs, pages 1, 6, 9 and 10",
     guarantee=Guarantee.PROVED,
 )
 def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:

@@ -423,7 +423,7 @@ class Scheme:
 def _no_secrets(optimizer: Any) -> list[tuple[str, torch.Generator | None]]:
     """What draws the noise and the batches of an optimizer, if others can draw the same, each with its name."""
     tickets = optimizer.tickets if isinstance(optimizer, TicketedSteps) else None
-    sampler = getattr(tickets and tickets.loader(), "batch_sampler", None)
+    sampler: Any = getattr(tickets and tickets.loader(), "batch_sampler", None)
     drawing = [("optimizer.generator", optimizer.generator)]
     if hasattr(sampler, "generator"):
         drawing.append(("the generator of the data loader's sampler", sampler.generator))
