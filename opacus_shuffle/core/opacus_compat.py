@@ -16,7 +16,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import opacus
@@ -277,6 +277,11 @@ def is_copy(network: nn.Module) -> bool:
         return False
     trained = [each for each in network.parameters() if each.requires_grad]
     return bool(trained) and not any(hasattr(each, "_forward_counter") for each in trained)  # some may have been thawed
+
+
+def is_cleaned(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether what computed gradients per record of these parameters was taken off their network."""
+    return not all("_forward_counter" in vars(each) for each in parameters)
 
 
 def thawed_since(network: nn.Module) -> list[str]:

@@ -22,7 +22,6 @@ from opacus_shuffle.engine.network_checks import (
     watch_packs,
 )
 from opacus_shuffle.engine.optimizers.ghost_loss import clipped_whatever_happens
-from opacus_shuffle.engine.optimizers.released_only import GUARD
 from opacus_shuffle.engine.raw_data import leave_out_records
 from opacus_shuffle.engine.run import Run
 from opacus_shuffle.engine.sampling.empty_batches import let_layers_be_empty, prepare_empty_batches
@@ -30,7 +29,6 @@ from opacus_shuffle.engine.sampling.loaders import seeded_copy
 from opacus_shuffle.engine.schemes import Scheme
 from opacus_shuffle.engine.watched_buffers import watch_buffers
 from opacus_shuffle.engine.weights.module import ShuffleGradSampleModule, make_plain, make_shuffled
-from opacus_shuffle.engine.weights.optimizers import innermost
 from opacus_shuffle.permutation.network import unwrap
 
 Engine = TypeVar("Engine", bound="AttemptMixin")
@@ -59,8 +57,6 @@ class AttemptMixin(OpenEngine):
 
         Opacus refuses some things midway, an unsupported layer say, when the module is wrapped and the accountant was told.
         """
-        inner = innermost(run.request.optimizer)
-        guard = vars(inner).get(GUARD)
         module, accountant, engine = run.request.module, dict(self.accountant.__dict__), dict(self.__dict__)
         earlier = module.shuffler if isinstance(module, ShuffleGradSampleModule) else None
         attempt = copy.copy(self)
@@ -70,7 +66,6 @@ class AttemptMixin(OpenEngine):
         try:
             yield attempt
         except BaseException:
-            vars(inner)[GUARD] = guard
             shuffler = self.__dict__.get("shuffler")
             if shuffler is not None and shuffler is not engine.get("shuffler"):
                 shuffler.end()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping, DPPerLayerOptimizer
 
-from opacus_shuffle.core.opacus_compat import last_step_was_skipped, rows_waiting, watches_gradients
+from opacus_shuffle.core.opacus_compat import last_step_was_skipped, rows_waiting
 from opacus_shuffle.engine.optimizers.usable_records import UsableRecords
 
 
@@ -87,7 +87,6 @@ class GhostLogicalBatch(LogicalBatch, DPOptimizerFastGradientClipping):
 
     _pending: tuple[int, float] | None = None
     _clipped_parameters: frozenset[int] = frozenset()
-    _watched: Any = None
 
     def watch(self, module: Any) -> None:
         """Note every batch that ``module`` computes clipping factors for, and which parameters it clips."""
@@ -99,7 +98,6 @@ class GhostLogicalBatch(LogicalBatch, DPOptimizerFastGradientClipping):
             return found
 
         module.get_clipping_coef = noted
-        self._watched = module
         self._clipped_parameters = frozenset(map(id, module.trainable_parameters))
 
     def accumulate(self) -> None:
@@ -125,14 +123,6 @@ class GhostLogicalBatch(LogicalBatch, DPOptimizerFastGradientClipping):
     def rows_waiting(self) -> set[int]:
         """How many records the criterion has clipped."""
         return set() if self._pending is None else {self._pending[0]}
-
-    def awaits(self, parameter: Any) -> bool:
-        """Whether a gradient waits that nobody has clipped: of untrained parameters and of losses beside the criterion, too."""
-        left_alone = all(each is not parameter for each in self.planned)
-        passes = getattr(self._watched, "ghost_passes", None)
-        if passes is not None and passes.calls and self._watched.hooks_enabled:  # which the criterion's loss would have ended
-            return True
-        return super().awaits(parameter) or (left_alone and watches_gradients(self._watched))
 
     def forget_clipped(self) -> None:
         """Forgets clipped gradients, and refuses steps until there are new ones."""

@@ -1,82 +1,106 @@
-"""Parameters of a private run move by released gradients alone, whichever optimizer steps.
+"""No raw gradient moves a network that is held: one rule, asked before the step of every optimizer of the process.
 
 Between the backward pass and the private step ``.grad`` holds what nobody has clipped or noised, and any optimizer would take
-it: the one inside of the private one, called by itself, or another one over the same parameters, or over those of the same
-network that the private one leaves alone.
+it: the one inside of the private one, called by itself, or another one, over the same parameters, over those that the private
+one leaves alone, or over layers that were put into the network since. So the rule asks for the network's parameters at the
+moment of the step: each may be moved by the gradient that the network's private optimizer wrote for this update, and by nothing
+else. Whose ``step`` it is does not matter, for what is done to a released gradient costs no privacy.
+
+>>> from types import SimpleNamespace
+>>> network = torch.nn.Linear(2, 1)
+>>> hold(network, SimpleNamespace(planned=[], wrote=lambda parameter: False))
+>>> torch.optim.SGD(network.parameters(), lr=1.0).step()
+Traceback (most recent call last):
+    ...
+ValueError: SGD.step() would move parameters of a private run ... neither clipped, noised nor accounted (weight, bias): ...
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-GUARD = "private_guard"
-"""The attribute of an optimizer inside of a private one that holds the leave to step."""
-OWNER = "private_optimizer"
-"""The attribute of a private network's parameters that holds the optimizer whose steps may move them.
+from opacus_shuffle.core.opacus_compat import is_cleaned, is_copy
 
-It keeps that optimizer alive as long as the parameters: gradients that wait for its step do not become anybody's when a script
+OWNER = "private_optimizer"
+"""The attribute of a private network that holds the optimizer that trains it.
+
+It keeps that optimizer alive as long as the network: gradients that wait for its step do not become anybody's when a script
 forgets it.
 """
+_HELD: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-@dataclasses.dataclass
-class Leave:
-    """Whether the optimizer inside may step: once for every release.
-
-    Attributes:
-        released: Whether there is a release that it has not stepped by.
-        stepping: Whether it is being stepped by the private optimizer, be it in several steps of its own (lookahead).
-    """
-
-    released: bool = False
-    stepping: bool = False
-
-
-def own_gradients(parameters: Iterable[torch.Tensor], optimizer: Any) -> None:
-    """From now on refuses steps of other optimizers by gradients of these parameters that wait for this one's step.
+def hold(network: nn.Module, optimizer: Any) -> None:
+    """From now on lets this network's parameters move by gradients alone that this optimizer wrote.
 
     Args:
-        parameters: Those of a network, trained by the optimizer or not.
-        optimizer: A private one, with a method ``awaits(parameter)``.
+        network: The network itself, without wrappers.
+        optimizer: A private one, with a method ``wrote(parameter)`` and the attribute ``planned``.
     """
-    for each in parameters:
-        vars(each)[OWNER] = optimizer
+    _look_at_all_steps()
+    vars(network)[OWNER] = optimizer
+    _HELD.add(network)
 
 
-def private_optimizers(network: Any) -> list[Any]:
-    """The optimizers whose steps may move parameters of a network."""
-    parameters = network.parameters() if isinstance(network, torch.nn.Module) else ()
-    owners = [vars(each).get(OWNER) for each in parameters]
+def hold_copy(network: nn.Module) -> None:
+    """From now on lets nothing move the parameters of a copy of a private network, until its hooks are removed."""
+    _HELD.add(network)
+
+
+def held_parameters() -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Every parameter that a private network has now: the network, the parameter's name in it, and the parameter."""
+    for network in list(_HELD):
+        owner = vars(network).get(OWNER)
+        if is_copy(network) if owner is None else not is_cleaned(owner.planned):
+            yield from ((network, name, each) for name, each in network.named_parameters())
+
+
+def private_optimizers(module: Any) -> list[Any]:
+    """The optimizers that train networks with which a module shares parameters."""
+    own = set(map(id, module.parameters())) if isinstance(module, nn.Module) else set()
+    owners = [vars(network).get(OWNER) for network, _, each in held_parameters() if id(each) in own]
     return list({id(each): each for each in owners if each is not None}.values())
 
 
+def names_of(parameters: Iterable[torch.Tensor]) -> str:
+    """Parameters by their names in a private network, or by their shape where they are in none."""
+    known = {id(each): name for _, name, each in held_parameters()}
+    names = [known.get(id(each), f"one of shape {tuple(each.shape)}") for each in parameters]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 @functools.cache
-def look_at_all_steps() -> None:
+def _look_at_all_steps() -> None:
     """Has PyTorch ask before the steps of all optimizers of the process."""
-    register_optimizer_step_pre_hook(_refuse_unreleased)
+    # Compiled steps ask outside of their graph, or the answer of the first step would be built into it.
+    register_optimizer_step_pre_hook(torch.compiler.disable(_refuse_raw))  # type: ignore[no-untyped-call]
 
 
-def _refuse_unreleased(optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> None:
-    """Refuses a step by gradients that are not released."""
-    leave: Leave | None = getattr(optimizer, GUARD, None)
-    if leave is not None and not leave.released:
+def _refuse_raw(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """Refuses a step that would move a parameter of a private network by another gradient than the released one."""
+    may_move = {id(each) for group in optimizer.param_groups for each in group["params"] if _moves(each)}
+    closure = any(each is not None for each in (*args[1:], *keywords.values()))  # which would make other gradients
+    raw = [
+        each
+        for network, _, each in held_parameters()
+        if id(each) in may_move and (closure or OWNER not in vars(network) or not vars(network)[OWNER].wrote(each))
+    ]
+    if raw:
         raise ValueError(
-            f"{type(optimizer).__name__}.step() was called on the optimizer inside of a private one: its gradients are neither "
-            "clipped, noised nor accounted; call step() of the optimizer that make_private returned"
+            f"{type(optimizer).__name__}.step() would move parameters of a private run by gradients that are neither clipped, "
+            f"noised nor accounted ({names_of(raw)}): call step() of the optimizer that make_private returned, without a "
+            "closure for the one inside, and let it hold all that is to be trained, which must be there, adapters too, before "
+            "make_private; model.to_standard_module() ends the private run, for training on public data"
         )
-    for each in (each for group in optimizer.param_groups for each in group["params"]):
-        owner = getattr(each, OWNER, None)
-        if owner is not None and each.grad is not None and owner.awaits(each):
-            raise ValueError(
-                f"{type(optimizer).__name__}.step() would move parameters of a private run by gradients that are neither "
-                "clipped, noised nor accounted: call step() of the optimizer that make_private returned, and let it hold all "
-                "that is to be trained (on public data, call optimizer.zero_grad() and model.disable_hooks() first)"
-            )
-    if leave is not None:
-        leave.released = leave.stepping
+
+
+def _moves(parameter: torch.Tensor) -> bool:
+    """Whether an optimizer might move a parameter, now or after a closure."""
+    return parameter.requires_grad or parameter.grad is not None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+import types
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
+import torch
 from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.core.opacus_compat import OpenOptimizer, drop_partial_batch, drop_sum, refuse_used, rows_waiting
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.engine.optimizers.logical_batch import LogicalBatch
-from opacus_shuffle.engine.optimizers.released_only import GUARD, Leave, look_at_all_steps
+from opacus_shuffle.engine.optimizers.released_only import names_of
 from opacus_shuffle.engine.sampling.tickets import TicketBook
 
 
@@ -26,14 +28,13 @@ class TicketedSteps(OpenOptimizer):
     accountant: Any = None
     _account: Callable[[DPOptimizer], Any] | None = None
     _rows: Set[int] = frozenset()
-    _leave = Leave()  # of nobody, until there is an account
+    _accounted_for: bool = False
+    _written: Mapping[torch.Tensor, tuple[torch.Tensor, int]] = types.MappingProxyType({})
     _step_supports_amp_scaling = True  # else GradScaler would skip steps of its own accord
 
     def account_with(self, accountant: Any, account: Callable[[DPOptimizer], Any], tickets: TicketBook | None) -> None:
-        """From now on take tickets, account each release by ``account``, and let the optimizer inside step for those alone."""
-        look_at_all_steps()
-        self.accountant, self._account, self.tickets, self._leave = accountant, account, tickets, Leave()
-        setattr(self.original_optimizer, GUARD, self._leave)
+        """From now on take tickets, and account each release by ``account``."""
+        self.accountant, self._account, self.tickets = accountant, account, tickets
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """As Opacus's.
@@ -48,14 +49,14 @@ class TicketedSteps(OpenOptimizer):
                 "GradScaler.step(optimizer) skips steps and shows by its scale that it did, which no noise hides: call "
                 "optimizer.step() yourself, without a GradScaler (bfloat16 needs none)"
             )
-        self._leave.stepping = True
         try:
             return super().step(closure)  # type: ignore[no-any-return]
         finally:
-            self._leave.released = self._leave.stepping = False
+            self._written = {}
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
         """Take the ticket, clip, sum, account, and add the noise; if anything is refused, the sum is thrown away."""
+        self._accounted_for, self._written = False, {}
         if self.tickets is None:
             if len(rows := rows_waiting(self)) > 1:
                 raise ValueError(
@@ -70,16 +71,22 @@ class TicketedSteps(OpenOptimizer):
             refuse_accumulated(self)
             self._rows = self.rows_waiting() if isinstance(self, LogicalBatch) else rows_waiting(self)
             self.tickets.check(self._rows, more=self.signalled())
+            if changed := self.tickets.weights.changed():
+                raise ValueError(
+                    f"{names_of(changed)} changed between the forward pass on this batch and optimizer.step() (by a "
+                    "perturbation, a look-ahead or an update by hand): what one record moves is no longer bounded by "
+                    "max_grad_norm; change weights between a step and the next forward pass alone"
+                )
             return self._accounted(super().pre_step(closure))
         except BaseException:
-            self._leave.released = False
+            self._written = {}
             self._drop(drop_partial_batch)
             self.tickets.void()
             raise
 
     def _accounted(self, ended: bool | None) -> bool | None:
         """Refuses noise that a derived class has added and nobody accounted; returns what the step before it has answered."""
-        if ended and self._account is not None and not self._leave.released:
+        if ended and self._account is not None and not self._accounted_for:
             raise ValueError(
                 f"{type(self).__name__}.add_noise has accounted for nothing: call super().add_noise() first in it, then put "
                 "your own noise in the place of its (docs/adding_a_mechanism.rst)"
@@ -113,11 +120,30 @@ class TicketedSteps(OpenOptimizer):
         if isinstance(self.generator, SecretGenerator) and self.generator.device.type != "cpu":
             self.generator.next_key()  # Philox is no cipher: no two steps are drawn by one key of it
         super().add_noise()
-        self._leave.released = True
+        self._accounted_for = True
+
+    def scale_grad(self) -> None:
+        """Divide by the batch size: what is in ``.grad`` now, and no other gradient, may move the parameters."""
+        super().scale_grad()
+        self._note_written(self.params)
+
+    def reduce_gradients(self) -> None:
+        """Add up what ranks have released, where Opacus has several."""
+        written = [each for each in self.params if self.wrote(each)]
+        super().reduce_gradients()  # type: ignore[misc]
+        self._note_written(written)
+
+    def wrote(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter's gradient is what this optimizer has released for the update that is under way, unchanged."""
+        gradient, version = self._written.get(parameter, (None, -1))
+        return gradient is not None and parameter.grad is gradient and gradient._version == version
+
+    def _note_written(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._written = {each: (each.grad, each.grad._version) for each in parameters if each.grad is not None}
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Clear gradients, and the leave to step by them."""
-        self._leave.released = False
+        """Clear gradients, and the leave to move parameters by them."""
+        self._written = {}
         super().zero_grad(set_to_none)
 
     def forget_batch(self) -> None:

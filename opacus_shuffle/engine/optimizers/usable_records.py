@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from opacus.optimizers import AdaClipDPOptimizer, FSDPOptimizerFastGradientClipping
 
-from opacus_shuffle.core.opacus_compat import gaussian_noise, mark_as_used, refuse_used, waits_for_step
+from opacus_shuffle.core.opacus_compat import gaussian_noise, mark_as_used, refuse_used
 from opacus_shuffle.engine.optimizers.planned_parameters import PlannedParameters
 
 HALF = (torch.bfloat16, torch.float16)
@@ -87,13 +87,6 @@ class UsableRecords(PlannedParameters):
             )
             each.grad = (each.summed_grad + noise).view_as(each).to(each.dtype)
             mark_as_used(each.summed_grad)
-
-    def awaits(self, parameter: Any) -> bool:
-        """Whether the gradient of a parameter of the network waits for a step of this optimizer, not clipped or not noised."""
-        clipped = ((gradient, version) for _, gradient, version in self._noted or () if gradient is not None)
-        return waits_for_step(parameter) or any(
-            parameter.grad is each and each._version == version for each, version in clipped
-        )
 
     def note_clipped(self, sums: dict[torch.Tensor, torch.Tensor]) -> None:
         """Remember the gradients that ghost clipping has clipped, and their sums where these are more precise."""

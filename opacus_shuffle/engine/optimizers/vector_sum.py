@@ -201,10 +201,6 @@ class VectorSumOptimizer(TicketedSteps, StepHooks, LogicalBatch, EncodedSum):
         super().check_release()
         self.check_sum()
 
-    def awaits(self, parameter: Any) -> bool:
-        """Whether a gradient of the parameter, or the counts of a sum, wait for a step."""
-        return super().awaits(parameter) or self._counts is not None
-
     def forget_sum(self) -> None:
         """Forget the counts, too."""
         super().forget_sum()

@@ -29,17 +29,18 @@ class FreshInputs:
     Args:
         tickets: Of the loader.
         private: What ``make_private`` returned for the network; once its hooks are gone, nothing is checked any more.
+        whole: The network itself; what else is called is a layer of it.
     """
 
-    def __init__(self, tickets: TicketBook | None = None, private: Any = None) -> None:
+    def __init__(self, tickets: TicketBook | None = None, private: Any = None, whole: nn.Module | None = None) -> None:
         self._tickets = tickets
-        self._private = None if private is None else weakref.ref(private)
+        self._private, self._whole = (None if each is None else weakref.ref(each) for each in (private, whole))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
     def __call__(self, network: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Refuse inputs of an earlier batch.
+        """Refuse inputs of an earlier batch, and note what the pass sees of the weights.
 
         Raises:
             ValueError: If a tensor belongs to an earlier batch.
@@ -49,6 +50,11 @@ class FreshInputs:
                 "the model was given a batch that was drawn before the last one, or by another data loader: its records are "
                 "accounted no more; " + REMEDY
             )
+        if self._tickets is not None and self._watches():
+            if self._whole is not None and network is self._whole():
+                self._tickets.weights.look(network.parameters())
+            else:
+                self._tickets.weights.look(network._parameters.values(), again=False)
 
     def answered(self, network: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
         """What PyTorch calls after it: a backward pass through this output is refused once the next batch is drawn."""
@@ -87,7 +93,7 @@ def watch_inputs(network: nn.Module, private: Any, tickets: TicketBook | None) -
         earlier.remove()
     if tickets is not None:
         _stay_out_of_graphs()
-        fresh = FreshInputs(tickets, private)
+        fresh = FreshInputs(tickets, private, network)
         tickets.when_issued = functools.partial(_forget, weakref.ref(network), weakref.ref(private))
         # Layers with hooks of their own may be called without the whole; expanded weights know the whole alone.
         called = network.modules() if hasattr(private, "autograd_grad_sample_hooks") else [network]

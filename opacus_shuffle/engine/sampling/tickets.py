@@ -23,6 +23,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.randomness import renew_after_fork
+from opacus_shuffle.engine.sampling.same_weights import SameWeights
 from opacus_shuffle.engine.sampling.yielded_tensors import YieldedTensors
 
 REMEDY = "iterate over the data loader that make_private returned, and step once on each batch, before the next one is drawn"
@@ -69,6 +70,7 @@ class TicketBook:
     """What one ``make_private`` knows of its batches: shared by its loader and its optimizer, and never copied with them.
 
     Attributes:
+        weights: What forward passes on the latest batch saw of the weights.
         loader: The loader that issues them, or None if it is gone.
         when_issued: Called at every issue.
         unsplit: No batch may come in parts, as other processes wait for every backward pass.
@@ -85,7 +87,7 @@ class TicketBook:
     def __init__(self, *, drop_outs: bool = False, random_record: bool = False) -> None:
         self.drop_outs, self.random_record = drop_outs, random_record
         self.latest: Part | None = None
-        self.tensors = YieldedTensors()
+        self.tensors, self.weights = YieldedTensors(), SameWeights()
         self.loader: Callable[[], DataLoader | None] = lambda: None
         self.when_issued: Callable[[], None] | None = None
         self._sum: Ticket | None = None  # what is summed, and not released
@@ -100,6 +102,8 @@ class TicketBook:
 
     def issue(self, part: Part | None, batch: Any = None) -> None:
         """Gives out the ticket of a batch that is being yielded; None is a batch that no step may take."""
+        if part is None or self.latest is None or part.ticket is not self.latest.ticket:
+            self.weights.forget()
         self.latest = part
         self.tensors.remember(batch, part)
         if self.when_issued is not None:

@@ -30,7 +30,7 @@ from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning
 from opacus_shuffle.core.randomness import KeyChain, SecretGenerator, is_secret, seeded_generator
 from opacus_shuffle.core.validation import noise_level, one_of, refuse_taken
 from opacus_shuffle.engine.optimizers import GhostLogicalBatch, TicketedSteps, optimizer_class
-from opacus_shuffle.engine.optimizers.released_only import own_gradients
+from opacus_shuffle.engine.optimizers.released_only import hold
 from opacus_shuffle.engine.run import Budget, Request, Run
 from opacus_shuffle.engine.sampling.fresh_inputs import watch_inputs
 from opacus_shuffle.engine.sampling.loaders import (
@@ -53,6 +53,7 @@ from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan
 from opacus_shuffle.engine.weights.module import start_shuffling
 from opacus_shuffle.engine.weights.weight_shuffling import find_spec
 from opacus_shuffle.permutation import PermutationSpec
+from opacus_shuffle.permutation.network import unwrap
 
 
 class Scheme:
@@ -366,10 +367,10 @@ class Scheme:
             tickets.unsplit = isinstance(run.request.module, DistributedDataParallel)
         watch_inputs(run.request.module, module, tickets)
         if isinstance(optimizer, TicketedSteps):
-            own_gradients(run.request.module.parameters(), optimizer)
             optimizer.tickets = tickets
             self.told = [generator for _, generator in _no_secrets(optimizer)]  # by :meth:`predictable`
             optimizer.account_with(self.accountant, self.account(run), tickets)
+            hold(unwrap(run.request.module), optimizer)
         else:
             optimizer.attach_step_hook(self.account(run))
 
