@@ -47,10 +47,7 @@ def little_noise(mechanism: Mechanism, noise_of_sum: float) -> str:
         noise_of_sum: The noise multiplier as it was passed.
     """
     sigma = mechanism.noise_multiplier
-    if gaussian.compute_epsilon(mu=1 / sigma, delta=DELTA) <= WEAK:  # shuffled or not
-        return ""
-    spent = compute_bound([(mechanism, 1)], delta=DELTA).epsilon
-    if spent <= WEAK:
+    if (spent := weak_step(mechanism)) is None:
         return ""
     return (
         f"noise_multiplier={noise_of_sum:g} is that of the batch's sum, so each report carries {sigma:.2g} only, and a single "
@@ -58,3 +55,27 @@ def little_noise(mechanism: Mechanism, noise_of_sum: float) -> str:
         "local_noise=True to opacus_shuffle.PrivacyEngine; else pass about "
         f"{round_up(noise_of_sum / sigma, 2)} or more, or call make_private_with_epsilon"
     )
+
+
+def little_local_noise(mechanism: Mechanism) -> str:
+    """Returns the sentence to say where each report's own noise protects next to nothing; empty where one step is worth it.
+
+    Args:
+        mechanism: One round of reports that carry their noise.
+    """
+    if (spent := weak_step(mechanism)) is None:
+        return ""
+    return (
+        f"noise_multiplier={mechanism.noise_multiplier:g} with local_noise=True is the noise of each report, and a single step "
+        f"costs epsilon = {round_up(spent)} (delta = {DELTA:g}), which protects next to nothing: shuffling hides reports among "
+        "others only where each has noise of its own; pass about 1 or more, use accountant='shuffled_sums', whose "
+        "noise_multiplier is that of the sum as in Opacus, or call make_private_with_epsilon"
+    )
+
+
+def weak_step(mechanism: Mechanism) -> float | None:
+    """Returns what a single round costs, if that protects next to nothing, and None if not."""
+    if gaussian.compute_epsilon(mu=1 / mechanism.noise_multiplier, delta=DELTA) <= WEAK:  # shuffled or not
+        return None
+    spent = compute_bound([(mechanism, 1)], delta=DELTA).epsilon
+    return spent if spent > WEAK else None

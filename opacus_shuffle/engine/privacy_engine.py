@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants import ShuffleAccountant
-from opacus_shuffle.accountants.forgotten_flags import little_noise
+from opacus_shuffle.accountants.forgotten_flags import little_local_noise, little_noise
 from opacus_shuffle.accountants.opacus_report import OpacusReport
 from opacus_shuffle.accountants.report import PrivacyReport, not_private
 from opacus_shuffle.core.guarantees import Adjacency
@@ -159,7 +159,8 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
             As Opacus: (module, optimizer, data loader), and the criterion before the loader with ghost clipping.
 
         Warns:
-            UserWarning: If the noise is the sum's and so little that it was likely meant for each report.
+            UserWarning: If a single step costs an epsilon above 10, because the noise is the sum's and was likely meant for
+                each report, or is each report's own and was likely meant for the sum.
 
         Raises:
             ValueError: If anything does not fit; nothing is changed then.
@@ -180,7 +181,12 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
         if found := [each for each in scheme.predictable(run) if not each.startswith("seed=")]:
             warnings.warn(not_private(found), stacklevel=2)
         planned = getattr(self.accountant, "planned", None)  # Opacus's own plan nothing
-        if planned is not None and self.accountant.emulated and (sentence := little_noise(planned, run.noise_multiplier)):
+        sentence = ""
+        if planned is not None and self.accountant.emulated:
+            sentence = little_noise(planned, run.noise_multiplier)
+        elif planned is not None and request.local_noise:
+            sentence = little_local_noise(planned)
+        if sentence:
             warnings.warn(sentence, stacklevel=2)
         return made
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import re
+import warnings
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
 from torch import nn
 
-from opacus_shuffle import PrivacyEngine
+from opacus_shuffle import PrivacyEngine, compute_epsilon
 
 SIGMA = 3.0
 MODES = [
@@ -269,3 +271,19 @@ def test_torch_manual_seed_does_not_predict_the_noise():
         return torch.cat([(p.grad - p.summed_grad).flatten() for p in optimizer.params])
 
     assert not torch.equal(first_noise(), first_noise())
+
+
+@pytest.mark.parametrize("accountant", ["shuffle_gauss", "subsampled_shuffle", "shuffled_checkin"])
+def test_reports_whose_own_noise_makes_one_step_cost_more_than_ten_are_warned_of(accountant):
+    for sigma in (0.1, 0.3, 0.6, 1.0, 3.0):
+        engine = PrivacyEngine(accountant=accountant)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            engine.make_private(**make_toy(), noise_multiplier=sigma, local_noise=True)
+        said = [str(each.message) for each in told if "is the noise of each report" in str(each.message)]
+        spent = compute_epsilon(engine.accountant.planned, steps=1, delta=1e-5)
+        assert len(said) == (spent > 10)
+        for sentence in said:
+            assert f"noise_multiplier={sigma:g} with local_noise=True" in sentence
+            assert float(re.search(r"epsilon = ([0-9.]+)", sentence)[1]) >= spent
+            assert "accountant='shuffled_sums'" in sentence  # what to do
