@@ -16,7 +16,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import opacus
@@ -201,13 +201,18 @@ def without_records(state: dict[str, Any]) -> dict[str, Any]:
     return {name: reset.get(name, value) for name, value in state.items() if name not in left_out}
 
 
+def is_used(parameter: torch.Tensor) -> bool:
+    """Whether a step has used all gradients of records of a parameter."""
+    waiting = getattr(parameter, "grad_sample", None)
+    return hasattr(waiting[-1] if isinstance(waiting, list) and waiting else waiting, "_processed")
+
+
 def waits_for_step(parameter: nn.Parameter) -> bool:
     """Whether gradients of records wait for a step here; those that a step has used are marked."""
-    waiting, total = getattr(parameter, "grad_sample", None), getattr(parameter, "summed_grad", None)
-    last = waiting[-1] if isinstance(waiting, list) and waiting else waiting
-    if isinstance(last, torch.Tensor) and not hasattr(last, "_processed"):
+    total = getattr(parameter, "summed_grad", None)
+    if getattr(parameter, "grad_sample", None) is not None and not is_used(parameter):
         return True
-    # Where no noise is added (all ranks but the first) the sum is not marked: there it becomes the gradient itself.
+    # All ranks but the first add no noise, so that the sum is not marked: there it becomes the gradient itself.
     used = parameter.grad is not None and total is not None and parameter.grad.data_ptr() == total.data_ptr()
     return isinstance(total, torch.Tensor) and not hasattr(total, "_processed") and not used
 
@@ -231,10 +236,9 @@ def expect_backward(layer: nn.Module) -> None:
         parameter._forward_counter += 1
 
 
-def without_norm(module: Any) -> list[str]:
+def without_norm(module: Any) -> list[torch.Tensor]:
     """The parameters that ghost clipping counts on, and for which the backward pass has found no norms."""
-    missing = {id(each) for each in module.trainable_parameters if "_norm_sample" not in vars(each)}
-    return [name for name, each in wrapped_network(module).named_parameters() if id(each) in missing] if missing else []
+    return [each for each in module.trainable_parameters if "_norm_sample" not in vars(each)]
 
 
 def norms_of_no_records(module: Any, layer: nn.Module) -> bool:
@@ -271,24 +275,15 @@ def forget_unfinished_passes(network: nn.Module) -> None:
         parameter.__dict__.pop("_current_grad_sample", None)
 
 
+def unknown_to_hooks(network: nn.Module) -> dict[str, torch.Tensor]:
+    """The trainable parameters that were not there, or frozen, when the hooks of a private network were made, by name."""
+    trained = trainable_parameters(network) if hasattr(network, "autograd_grad_sample_hooks") else ()
+    return {name: each for name, each in trained if not hasattr(each, "_forward_counter")}
+
+
 def is_copy(network: nn.Module) -> bool:
     """Whether a network has the hooks of a private one, and parameters that these do not know."""
-    if not hasattr(network, "autograd_grad_sample_hooks"):
-        return False
-    trained = [each for each in network.parameters() if each.requires_grad]
-    return bool(trained) and not any(hasattr(each, "_forward_counter") for each in trained)  # some may have been thawed
-
-
-def is_cleaned(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether what computed gradients per record of these parameters was taken off their network."""
-    return not all("_forward_counter" in vars(each) for each in parameters)
-
-
-def thawed_since(network: nn.Module) -> list[str]:
-    """The trainable parameters that were frozen when the hooks of a private network were made, which look at no others."""
-    named = [(name, each) for name, each in network.named_parameters() if each.requires_grad]
-    found = [name for name, each in named if not hasattr(each, "_forward_counter")]
-    return found if hasattr(network, "autograd_grad_sample_hooks") and len(found) < len(named) else []
+    return 0 < len(unknown_to_hooks(network)) == sum(1 for _ in trainable_parameters(network))  # some may have been thawed
 
 
 def watches_gradients(module: Any) -> bool:

@@ -28,13 +28,16 @@ from opacus_shuffle.core.opacus_compat import (
     refuse_broken_attention,
     refuse_tied_ghost,
     refuse_unclipped_engine,
-    thawed_since,
+    unknown_to_hooks,
+    watches_gradients,
     wrapped_network,
 )
 from opacus_shuffle.core.progress import progress
 from opacus_shuffle.engine.carried_records import refuse_carried_records
 from opacus_shuffle.engine.mixed_records import UnprobedError, first_rows, refuse_mixed_records
 from opacus_shuffle.engine.per_sample_check import FEWEST, REMEDY, check_per_sample_gradients, leaves
+from opacus_shuffle.engine.optimizers.accumulated import refuse_second_expansion, refuse_second_pass
+from opacus_shuffle.engine.optimizers.released_only import held_parameters, hold_copy, names_of, private_optimizers
 from opacus_shuffle.engine.prepare_model import check_position_ids
 from opacus_shuffle.engine.records_apart import are_apart
 from opacus_shuffle.engine.run import Request
@@ -57,7 +60,7 @@ def check_network(request: Request, engine: Any) -> FirstBatch | None:
     """
     network = unwrap(request.module)
     refuse_unclipped_engine(engine)
-    refuse_second_hooks(request)
+    refuse_second_run(request, engine.accountant)
     refuse_renormalised(network)
     refuse_broken_attention(network)
     if request.grad_sample_mode != "ghost":  # which divides by no more than the number of records
@@ -81,28 +84,43 @@ def check_network(request: Request, engine: Any) -> FirstBatch | None:
         return first
 
 
-def refuse_second_hooks(request: Request) -> None:
-    """Refuses a network of an earlier ``make_private`` that is passed without its wrapper, or with more to train than then.
+def refuse_second_run(request: Request, accountant: Any) -> None:
+    """Refuses what an earlier ``make_private`` holds, unless the same engine gets what that returned, and trains no more.
 
     Args:
         request: What ``make_private`` got.
+        accountant: Of the engine that asks.
 
     Raises:
         ValueError: It is one; the earlier run goes on as it was.
     """
     module, network = request.module, unwrap(request.module)
-    if module is network and hasattr(network, "autograd_grad_sample_hooks"):
+    own, remedy = set(map(id, module.parameters())), "call its to_standard_module() (cleanup() with wrap_model=False) first"
+    held = [(other, name, each) for other, name, each in held_parameters() if id(each) in own]
+    for other, name, each in held:
+        if other is not network and each.requires_grad:
+            raise ValueError(
+                f"module shares {name} with a {type(other).__name__} that an earlier make_private has made private, and "
+                f"trains by itself: make one network private that has both parts, or {remedy}"
+            )
+    if module is network and (any(other is network for other, *_ in held) or hasattr(network, "autograd_grad_sample_hooks")):
         raise ValueError(
             f"module is a {type(network).__name__} that an earlier make_private has made private: pass what that returned, "
-            "with which the earlier run ends, or call its to_standard_module() (cleanup() with wrap_model=False) first"
+            f"with which the earlier run ends, or {remedy}"
         )
     trained = set(map(id, request.trainable))
-    thawed = [name for name in thawed_since(network) if id(network.get_parameter(name)) in trained]
+    unknown = {} if is_copy(network) else unknown_to_hooks(network)
+    thawed = [name for name, each in unknown.items() if id(each) in trained]
     if thawed:
         raise ValueError(
             f"parameters {', '.join(thawed[:3])} were frozen when module was made private, so that nobody computes their "
             "gradients per record: pass model.to_standard_module() to make_private, and a new optimizer of all that is to be "
             "trained"
+        )
+    if any(each.accountant is not accountant for each in private_optimizers(module)):
+        raise ValueError(
+            "module was made private by another engine, whose epsilon would say nothing of the steps to come, nor this one's "
+            f"of those before: call make_private of the engine that accounts for it, or {remedy}; then what both spend adds up"
         )
 
 
@@ -183,20 +201,42 @@ def explain_missing_calls(module: Any) -> None:
         sharded = isinstance(network, FSDPModule)  # whose parameters are others in the forward pass, and which nobody can copy
         if not sharded and refuse_copies not in network._forward_pre_hooks.values():
             network.register_forward_pre_hook(refuse_copies)
+    elif watches_gradients(module) and refuse_second_expansion not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(refuse_second_expansion, with_kwargs=True)
 
 
 def refuse_copies(network: nn.Module, *_: Any) -> None:
-    """Refuses, as a hook before a forward pass, to train a copy of a private network.
+    """Refuses, as a hook before a forward pass, to train parameters that no hook knows: of a copy, or put in later.
+
+    A copy that has gradients without being trained is held, so that no optimizer moves it by them.
 
     Raises:
-        ValueError: It is one.
+        ValueError: There are some.
     """
-    if network.training and torch.is_grad_enabled() and is_copy(network):
+    if not torch.is_grad_enabled() or not (unknown := {id(each) for each in unknown_to_hooks(network).values()}):
+        return
+    if not is_copy(network):
+        hooked = [
+            layer for layer in network.modules() if "capture_activations_hook" in map(_name, layer._forward_hooks.values())
+        ]
+        if network.training and (later := [each for layer in hooked for each in layer.parameters() if id(each) in unknown]):
+            raise ValueError(
+                f"parameters {names_of(later)} came into the network, or were thawed, after make_private, so that nobody "
+                "computes their gradients per record: put them there before, or freeze them; to end the private run call "
+                "model.to_standard_module()"
+            )
+        return
+    hold_copy(network)
+    if network.training:
         raise ValueError(
             f"this {type(network).__name__} is a copy of a private network, whose hooks do not know its parameters: train the "
             "one that make_private returned, use copies under torch.no_grad() or in evaluation mode, and to train one load its "
             "state_dict into a new network"
         )
+
+
+def _name(hook: Any) -> str:
+    return getattr(hook, "__name__", "")
 
 
 def _rearranged(self: Any, *, module: nn.Module, backprops: torch.Tensor, batch_first: bool, **keywords: Any) -> Any:
@@ -218,6 +258,8 @@ def _rearranged(self: Any, *, module: nn.Module, backprops: torch.Tensor, batch_
             f"no gradient per record can be had: {kind} ran last on {rows[0]} records, and the loss is of {rows[1]}; run what "
             "is not trained on under torch.no_grad() or in evaluation mode"
         )
+    if not self.grad_accumulation_allowed:
+        refuse_second_pass(self, module.parameters())
     return type(self).rearrange_grad_samples(self, module=module, backprops=backprops, batch_first=batch_first, **keywords)
 
 

@@ -22,11 +22,11 @@ from typing import Any, NoReturn
 from torch import nn
 
 from opacus_shuffle.core.opacus_compat import without_records
-from opacus_shuffle.engine.optimizers.released_only import OWNER
+from opacus_shuffle.engine.optimizers.released_only import END, OWNER
 
 _STATE = "__getstate__"
 _PER_LAYER = "ft_compute_sample_grad"
-_OF_THIS_OBJECT = (_STATE, "get_clipping_coef", OWNER)  # attributes that are about this very object
+_OF_THIS_OBJECT = (_STATE, "get_clipping_coef", OWNER, END)  # attributes that are about this very object
 
 
 class _State:

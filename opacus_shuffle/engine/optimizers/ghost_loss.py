@@ -33,6 +33,7 @@ from opacus_shuffle.core.opacus_compat import (
     wrapped_network,
 )
 from opacus_shuffle.engine.mixed_records import refuse_mixed_losses
+from opacus_shuffle.engine.optimizers.released_only import names_of
 from opacus_shuffle.engine.optimizers.usable_records import HALF
 
 HALF_MARGIN = 1 - 2**-7
@@ -196,12 +197,17 @@ def _not_finite(norms: torch.Tensor, losses: torch.Tensor) -> torch.Tensor | Non
 class GhostLoss(DPTensorFastGradientClipping):
     """One loss per record; sums, differences and multiples of such are such."""
 
-    def backward(self) -> None:
+    def backward(self, **keywords: Any) -> None:
         """Clips every record's gradient: two backward passes, as Opacus's, bit for bit where all is finite.
 
         Raises:
             ValueError: If the losses are not one per record, or a parameter has no gradient per record.
         """
+        if keywords:
+            raise ValueError(
+                f"backward() of a loss of ghost clipping takes no {', '.join(keywords)}: it makes two passes of its own; call "
+                "it once for each forward pass"
+            )
         module, optimizer, losses = self.module, self.optimizer, self.loss_per_sample
         passes = watch_passes(module)
         passes.refuse(losses)
@@ -214,8 +220,8 @@ class GhostLoss(DPTensorFastGradientClipping):
             optimizer.zero_grad(set_to_none=True)  # nothing to add to, which would take a pass over all weights
             if missing := without_norm(module):
                 raise ValueError(
-                    f"parameters {', '.join(missing)} took no part in this batch's loss, so ghost clipping has no norms for "
-                    "them; use them in every forward pass, or freeze them before make_private"
+                    f"parameters {names_of(missing)} took no part in this batch's loss, so ghost clipping has no norms for "
+                    "them; use them in every forward pass, freeze them before make_private, and replace none of them after it"
                 )
             factors = module.get_clipping_coef()
             unusable = _not_finite(module.per_sample_gradient_norms, losses.detach())

@@ -11,7 +11,7 @@ inside of it moves every parameter that has a gradient.
 >>> optimizer.step()
 Traceback (most recent call last):
     ...
-ValueError: parameters were frozen or thawed after make_private (frozen: number 0, of shape (2,)): ...
+ValueError: parameters were frozen or thawed after make_private (frozen: one of shape (2,)): ...
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from opacus_shuffle.core.opacus_compat import OpenOptimizer
+from opacus_shuffle.engine.optimizers.released_only import names_of
 
 
 class PlannedParameters(OpenOptimizer):
@@ -74,9 +75,8 @@ class PlannedParameters(OpenOptimizer):
         Raises:
             ValueError: Always.
         """
-        which = _listed(self.params, lambda each: each is parameter)
         raise ValueError(
-            f"optimizer.step() has no gradients of records for parameter {which}: "
+            f"optimizer.step() has no gradients of records for parameter {names_of([parameter])}: "
             + (
                 "its layers ran forward more often than backward; call loss.backward() before the step, let the loss use all "
                 "that the network computes (or freeze the rest before make_private), run what is not trained on under "
@@ -91,9 +91,9 @@ class PlannedParameters(OpenOptimizer):
     def _refuse(self, held: list[torch.Tensor]) -> None:
         """Refuses these parameters, unless they are the planned ones in another order."""
         planned = set(map(id, self.planned))
-        frozen = _listed(held, lambda each: id(each) in planned and not each.requires_grad)
-        thawed = _listed(held, lambda each: id(each) not in planned and each.requires_grad)
-        found = [f"{what}: {which}" for what, which in (("frozen", frozen), ("thawed", thawed)) if which]
+        frozen = [each for each in held if id(each) in planned and not each.requires_grad]
+        thawed = [each for each in held if id(each) not in planned and each.requires_grad]
+        found = [f"{what}: {names_of(which)}" for what, which in (("frozen", frozen), ("thawed or added", thawed)) if which]
         if not found and not planned <= set(map(id, held)):
             found = ["some are no longer the optimizer's"]
         if found:
@@ -101,8 +101,3 @@ class PlannedParameters(OpenOptimizer):
                 f"parameters were frozen or thawed after make_private ({'; '.join(found)}): their gradients are not those that "
                 "are clipped and accounted for; undo it, or call make_private again with a new optimizer"
             )
-
-
-def _listed(held: list[torch.Tensor], wanted: Any) -> str:
-    """These parameters, by their number in the optimizer."""
-    return ", ".join(f"number {i}, of shape {tuple(each.shape)}" for i, each in enumerate(held) if wanted(each))

@@ -7,26 +7,32 @@ moment of the step: each may be moved by the gradient that the network's private
 else. Whose ``step`` it is does not matter, for what is done to a released gradient costs no privacy.
 
 >>> from types import SimpleNamespace
->>> network = torch.nn.Linear(2, 1)
->>> hold(network, SimpleNamespace(planned=[], wrote=lambda parameter: False))
->>> torch.optim.SGD(network.parameters(), lr=1.0).step()
+>>> from opacus import GradSampleModule
+>>> network = nn.Linear(2, 1)
+>>> private = GradSampleModule(network)
+>>> owner = SimpleNamespace(wrote=lambda parameter: False, original_optimizer=None)
+>>> hold(network, private, owner)
+>>> sgd = torch.optim.SGD(network.parameters(), lr=1.0)
+>>> sgd.step()
 Traceback (most recent call last):
     ...
 ValueError: SGD.step() would move parameters of a private run ... neither clipped, noised nor accounted (weight, bias): ...
+>>> network = private.to_standard_module()  # ends it
+>>> sgd.step()
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from opacus_shuffle.core.opacus_compat import is_cleaned, is_copy
+from opacus_shuffle.core.opacus_compat import is_copy
 
 OWNER = "private_optimizer"
 """The attribute of a private network that holds the optimizer that trains it.
@@ -34,18 +40,24 @@ OWNER = "private_optimizer"
 It keeps that optimizer alive as long as the network: gradients that wait for its step do not become anybody's when a script
 forgets it.
 """
+END = "cleanup"
+"""The method by which Opacus's wrappers and hooks end."""
 _HELD: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def hold(network: nn.Module, optimizer: Any) -> None:
+def hold(network: nn.Module, private: Any, optimizer: Any) -> None:
     """From now on lets this network's parameters move by gradients alone that this optimizer wrote.
 
     Args:
         network: The network itself, without wrappers.
-        optimizer: A private one, with a method ``wrote(parameter)`` and the attribute ``planned``.
+        private: Opacus's wrapper or hooks; their ``cleanup()``, as of ``to_standard_module()``, ends it.
+        optimizer: A private one, with a method ``wrote(parameter)`` and the parameters that it trains, ``planned``; it is
+            told their ``names``.
     """
     _look_at_all_steps()
     vars(network)[OWNER] = optimizer
+    optimizer.names = {id(each): name for name, each in network.named_parameters()}
+    vars(private)[END] = functools.partial(_end, weakref.ref(private), weakref.ref(network))
     _HELD.add(network)
 
 
@@ -54,24 +66,36 @@ def hold_copy(network: nn.Module) -> None:
     _HELD.add(network)
 
 
+def _end(private: Callable[[], Any], network: Callable[[], nn.Module | None]) -> None:
+    """Takes off Opacus's hooks; the network is everybody's then."""
+    type(private()).cleanup(private())
+    if (held := network()) is not None:
+        vars(held).pop(OWNER, None)
+        _HELD.discard(held)
+
+
 def held_parameters() -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """Every parameter that a private network has now: the network, the parameter's name in it, and the parameter."""
     for network in list(_HELD):
-        owner = vars(network).get(OWNER)
-        if is_copy(network) if owner is None else not is_cleaned(owner.planned):
+        if OWNER in vars(network) or is_copy(network):
             yield from ((network, name, each) for name, each in network.named_parameters())
 
 
 def private_optimizers(module: Any) -> list[Any]:
-    """The optimizers that train networks with which a module shares parameters."""
+    """The optimizers of private networks that train parameters of a module."""
     own = set(map(id, module.parameters())) if isinstance(module, nn.Module) else set()
-    owners = [vars(network).get(OWNER) for network, _, each in held_parameters() if id(each) in own]
-    return list({id(each): each for each in owners if each is not None}.values())
+    return [each for each in _owners() if not own.isdisjoint(map(id, each.planned))]
+
+
+def _owners() -> list[Any]:
+    """The optimizers of all private networks."""
+    return [vars(network)[OWNER] for network in list(_HELD) if OWNER in vars(network)]
 
 
 def names_of(parameters: Iterable[torch.Tensor]) -> str:
-    """Parameters by their names in a private network, or by their shape where they are in none."""
-    known = {id(each): name for _, name, each in held_parameters()}
+    """Parameters by their names in a private network, now or when it was made so; by their shape where they are of none."""
+    known = {number: name for owner in _owners() for number, name in owner.names.items()}
+    known |= {id(each): name for _, name, each in held_parameters()}
     names = [known.get(id(each), f"one of shape {tuple(each.shape)}") for each in parameters]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -87,17 +111,21 @@ def _refuse_raw(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keyword
     """Refuses a step that would move a parameter of a private network by another gradient than the released one."""
     may_move = {id(each) for group in optimizer.param_groups for each in group["params"] if _moves(each)}
     closure = any(each is not None for each in (*args[1:], *keywords.values()))  # which would make other gradients
-    raw = [
-        each
-        for network, _, each in held_parameters()
-        if id(each) in may_move and (closure or OWNER not in vars(network) or not vars(network)[OWNER].wrote(each))
-    ]
+    raw, owners = [], []
+    for network, _, each in held_parameters():
+        owner = vars(network).get(OWNER)
+        if id(each) in may_move and (closure or owner is None or not owner.wrote(each)):
+            raw.append(each)
+            owners.append(owner)
     if raw:
+        inside = any(each and each.original_optimizer is optimizer and not each.written for each in owners)
         raise ValueError(
-            f"{type(optimizer).__name__}.step() would move parameters of a private run by gradients that are neither clipped, "
-            f"noised nor accounted ({names_of(raw)}): call step() of the optimizer that make_private returned, without a "
-            "closure for the one inside, and let it hold all that is to be trained, which must be there, adapters too, before "
-            "make_private; model.to_standard_module() ends the private run, for training on public data"
+            f"{type(optimizer).__name__}.step() "
+            + ("was called on the optimizer inside of a private one, and " if inside else "")
+            + "would move parameters of a private run by gradients that are neither clipped, noised nor accounted "
+            f"({names_of(raw)}): call step() of the optimizer that make_private returned, and let it hold all that is to be "
+            "trained, which must be in the network, adapters too, before make_private; model.to_standard_module() ends the "
+            "private run, for training on public data"
         )
 
 

@@ -11,6 +11,7 @@ from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.core.opacus_compat import OpenOptimizer, drop_partial_batch, drop_sum, refuse_used, rows_waiting
 from opacus_shuffle.core.randomness import SecretGenerator
+from opacus_shuffle.engine.optimizers.accumulated import refuse_accumulated
 from opacus_shuffle.engine.optimizers.logical_batch import LogicalBatch
 from opacus_shuffle.engine.optimizers.released_only import names_of
 from opacus_shuffle.engine.sampling.tickets import TicketBook
@@ -29,7 +30,7 @@ class TicketedSteps(OpenOptimizer):
     _account: Callable[[DPOptimizer], Any] | None = None
     _rows: Set[int] = frozenset()
     _accounted_for: bool = False
-    _written: Mapping[torch.Tensor, tuple[torch.Tensor, int]] = types.MappingProxyType({})
+    written: Mapping[torch.Tensor, tuple[torch.Tensor, int]] = types.MappingProxyType({})
     _step_supports_amp_scaling = True  # else GradScaler would skip steps of its own accord
 
     def account_with(self, accountant: Any, account: Callable[[DPOptimizer], Any], tickets: TicketBook | None) -> None:
@@ -52,11 +53,11 @@ class TicketedSteps(OpenOptimizer):
         try:
             return super().step(closure)  # type: ignore[no-any-return]
         finally:
-            self._written = {}
+            self.written = {}
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
         """Take the ticket, clip, sum, account, and add the noise; if anything is refused, the sum is thrown away."""
-        self._accounted_for, self._written = False, {}
+        self._accounted_for, self.written = False, {}
         if self.tickets is None:
             if len(rows := rows_waiting(self)) > 1:
                 raise ValueError(
@@ -79,7 +80,7 @@ class TicketedSteps(OpenOptimizer):
                 )
             return self._accounted(super().pre_step(closure))
         except BaseException:
-            self._written = {}
+            self.written = {}
             self._drop(drop_partial_batch)
             self.tickets.void()
             raise
@@ -135,15 +136,15 @@ class TicketedSteps(OpenOptimizer):
 
     def wrote(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter's gradient is what this optimizer has released for the update that is under way, unchanged."""
-        gradient, version = self._written.get(parameter, (None, -1))
+        gradient, version = self.written.get(parameter, (None, -1))
         return gradient is not None and parameter.grad is gradient and gradient._version == version
 
     def _note_written(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._written = {each: (each.grad, each.grad._version) for each in parameters if each.grad is not None}
+        self.written = {each: (each.grad, each.grad._version) for each in parameters if each.grad is not None}
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear gradients, and the leave to move parameters by them."""
-        self._written = {}
+        self.written = {}
         super().zero_grad(set_to_none)
 
     def forget_batch(self) -> None:
@@ -162,14 +163,3 @@ class TicketedSteps(OpenOptimizer):
             kept["summed_grad"] = None
         if isinstance(self, LogicalBatch):
             self.forget_sum()
-
-
-def refuse_accumulated(optimizer: DPOptimizer) -> None:
-    """Refuses gradients of several backward passes."""
-    waiting = [getattr(parameter, "grad_sample", None) for parameter in optimizer.params]
-    batches = max((len(each) for each in waiting if isinstance(each, list)), default=1)
-    if batches > 1:
-        raise ValueError(
-            f"gradients of {batches} batches were accumulated: a record might be in two of them; call optimizer.step() and "
-            "zero_grad() after each, or split batches with BatchMemoryManager"
-        )

@@ -28,9 +28,10 @@ import torch
 from opacus.optimizers import DistributedDPOptimizer, DPOptimizer
 
 from opacus_shuffle.core.opacus_compat import mark_as_used, refuse_used
+from opacus_shuffle.engine.optimizers.accumulated import refuse_accumulated
 from opacus_shuffle.engine.optimizers.logical_batch import LogicalBatch
 from opacus_shuffle.engine.optimizers.step_hooks import StepHooks
-from opacus_shuffle.engine.optimizers.ticketed_steps import TicketedSteps, refuse_accumulated
+from opacus_shuffle.engine.optimizers.ticketed_steps import TicketedSteps
 from opacus_shuffle.engine.ranks import add_up
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 

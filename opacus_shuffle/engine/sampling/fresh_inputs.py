@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from opacus_shuffle.core.opacus_compat import forget_unfinished_passes, watches_gradients
-from opacus_shuffle.engine.sampling.tickets import REMEDY, TicketBook
+from opacus_shuffle.engine.sampling.tickets import REMEDY, Origin, TicketBook
 
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, tuple[RemovableHandle, ...]] = weakref.WeakKeyDictionary()
 
@@ -50,11 +51,11 @@ class FreshInputs:
                 "the model was given a batch that was drawn before the last one, or by another data loader: its records are "
                 "accounted no more; " + REMEDY
             )
-        if self._tickets is not None and self._watches():
-            if self._whole is not None and network is self._whole():
-                self._tickets.weights.look(network.parameters())
-            else:
-                self._tickets.weights.look(network._parameters.values(), again=False)
+        if self._tickets is not None and self._watches() and not is_tracing():  # type: ignore[no-untyped-call]
+            whole = self._whole is not None and network is self._whole()
+            self._tickets.weights.look(network, whole=whole)
+            if whole:
+                self._tickets.passes.append(origin_of((inputs, keywords)))
 
     def answered(self, network: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
         """What PyTorch calls after it: a backward pass through this output is refused once the next batch is drawn."""
@@ -85,6 +86,12 @@ class FreshInputs:
         """Whether any of this would have gradients of records, and belongs to an earlier batch."""
         assert self._tickets is not None
         return self._watches() and self._tickets.tensors.is_stale(inputs, self._tickets.latest)
+
+
+def origin_of(inputs: Any) -> Origin:
+    """What the inputs of a forward pass are."""
+    asked = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.requires_grad]
+    return "records" if not asked else "a leaf" if all(each.is_leaf for each in asked) else "a network"
 
 
 def watch_inputs(network: nn.Module, private: Any, tickets: TicketBook | None) -> None:

@@ -5,13 +5,12 @@ of its records (a perturbation that looks for sharp minima, a look-ahead, an upd
 gradients of all others, which nothing bounds: with sharpness-aware minimisation one record was seen to move the sum by three
 clipping norms. Weights may change freely between a step and the next forward pass.
 
->>> weight = torch.nn.Parameter(torch.ones(3))
+>>> layer = nn.Linear(3, 1, bias=False)
 >>> weights = SameWeights()
->>> weights.look([weight])
->>> weight.data.add_(1e-3)
-tensor([1.0010, 1.0010, 1.0010])
->>> weights.changed() == [weight]
-True
+>>> weights.look(layer, whole=True)
+>>> _ = layer.weight.data.add_(1e-3)
+>>> [each is layer.weight for each in weights.changed()]
+[True]
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SUMS = {1: torch.int32, 2: torch.int32, 4: torch.int32, 8: torch.int64}
 
 
 class SameWeights:
@@ -33,27 +34,26 @@ class SameWeights:
         """Begins with another batch."""
         self._first: dict[torch.Tensor, torch.Tensor] = {}
         self._later: list[dict[torch.Tensor, torch.Tensor]] = []
+        self._whole = False
 
-    def look(self, parameters: Iterable[torch.Tensor | None], *, again: bool = True) -> None:
+    def look(self, part: nn.Module, *, whole: bool) -> None:
         """Notes what a forward pass sees.
 
         Args:
-            parameters: Those of what runs; which are trainable is asked now.
-            again: Also of those that a pass on this batch has seen.
+            part: The network, or a layer that is called without it, whose parameters are looked at once for each batch.
+            whole: Whether it is the network.
         """
-        found = _bits(each for each in parameters if again or each not in self._first)
-        if self._first and found:
+        if whole:
+            found = _bits(part.parameters())
             self._later.append(found)
-        self._first = {**found, **self._first}
+            self._first, self._whole = {**found, **self._first}, True
+        elif not self._whole:
+            self._first = {**_bits(part._parameters.values()), **self._first}
 
     def changed(self) -> list[torch.Tensor]:
         """The parameters that are not, or were not at a later look, what they were at the first one."""
-        pairs = [
-            (each, self._first[each], bits)
-            for look in (*self._later, _bits(self._first))
-            for each, bits in look.items()
-            if each in self._first
-        ]
+        looks = [*self._later[1:], _bits(self._first)]
+        pairs = [(each, self._first[each], bits) for look in looks for each, bits in look.items()]
         if not pairs:
             return []
         device = pairs[0][1].device
@@ -63,9 +63,10 @@ class SameWeights:
 
 def _bits(parameters: Iterable[torch.Tensor | None]) -> dict[torch.Tensor, torch.Tensor]:
     """The sum of each parameter's bits, which ``_version`` does not tell: writes to ``.data`` leave no trace there."""
-    # In this type sums wrap around, and take as long as reading.
-    return {
-        each: each.detach().view(_BITS[each.element_size()]).sum(dtype=torch.int64 if each.element_size() == 8 else torch.int32)
-        for each in parameters
-        if type(each) is torch.nn.Parameter and each.requires_grad and not torch.is_complex(each)
-    }
+    found: dict[torch.Tensor, torch.Tensor] = {}
+    for each in parameters:
+        each = vars(each).get("orig_weight", each) if each is not None else None  # expanded weights stand for it in a pass
+        if type(each) is nn.Parameter and each.requires_grad and not each.is_complex():
+            bits = each.detach().view(_BITS[each.element_size()])
+            found[each] = bits.sum(dtype=_SUMS[each.element_size()])  # wraps around, and takes as long as reading
+    return found

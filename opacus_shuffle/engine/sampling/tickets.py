@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Set
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import DataLoader
 
@@ -27,6 +27,9 @@ from opacus_shuffle.engine.sampling.same_weights import SameWeights
 from opacus_shuffle.engine.sampling.yielded_tensors import YieldedTensors
 
 REMEDY = "iterate over the data loader that make_private returned, and step once on each batch, before the next one is drawn"
+
+Origin = Literal["records", "a leaf", "a network"]
+"""What a forward pass was of: records, a tensor whose gradient is asked for, or what another network has made."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -71,6 +74,7 @@ class TicketBook:
 
     Attributes:
         weights: What forward passes on the latest batch saw of the weights.
+        passes: What each forward pass on it was of.
         loader: The loader that issues them, or None if it is gone.
         when_issued: Called at every issue.
         unsplit: No batch may come in parts, as other processes wait for every backward pass.
@@ -87,6 +91,7 @@ class TicketBook:
     def __init__(self, *, drop_outs: bool = False, random_record: bool = False) -> None:
         self.drop_outs, self.random_record = drop_outs, random_record
         self.latest: Part | None = None
+        self.passes: list[Origin] = []
         self.tensors, self.weights = YieldedTensors(), SameWeights()
         self.loader: Callable[[], DataLoader | None] = lambda: None
         self.when_issued: Callable[[], None] | None = None
@@ -104,6 +109,7 @@ class TicketBook:
         """Gives out the ticket of a batch that is being yielded; None is a batch that no step may take."""
         if part is None or self.latest is None or part.ticket is not self.latest.ticket:
             self.weights.forget()
+            self.passes.clear()
         self.latest = part
         self.tensors.remember(batch, part)
         if self.when_issued is not None:

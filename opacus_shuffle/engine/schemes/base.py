@@ -370,7 +370,7 @@ class Scheme:
             optimizer.tickets = tickets
             self.told = [generator for _, generator in _no_secrets(optimizer)]  # by :meth:`predictable`
             optimizer.account_with(self.accountant, self.account(run), tickets)
-            hold(unwrap(run.request.module), optimizer)
+            hold(unwrap(run.request.module), module, optimizer)
         else:
             optimizer.attach_step_hook(self.account(run))
 

@@ -100,7 +100,7 @@ def test_a_physical_batch_that_failed_never_lets_two_draws_into_one_step(failed,
 
 
 @pytest.mark.parametrize("name", ["subsampled_shuffle", "shuffled_checkin", "rdp"])
-def test_two_backward_passes_without_a_step_are_an_error_of_opacus(name):
+def test_two_backward_passes_without_a_step_are_refused(name):
     run = Toy(name)
     run.backward(next(iter(run.loader)))
     with pytest.raises(ValueError, match="accumulation"):
