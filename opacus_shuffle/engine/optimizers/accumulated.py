@@ -1,4 +1,6 @@
-"""Gradients of two backward passes are refused: a record might be in both. Which habit led there, and what to do, is said.
+"""Gradients of two backward passes are refused, with the habit that led there and what to do.
+
+A record might be in both.
 
 >>> why([], used=True, outside=False).partition(":")[0]
 'optimizer.step() has used those'
@@ -29,30 +31,32 @@ def why(passes: Sequence[Origin], *, used: bool, outside: bool) -> str:
     """
     if outside:
         return (
-            "the optimizer does not hold these parameters, so that optimizer.zero_grad() leaves theirs: freeze them by "
-            "requires_grad_(False) before make_private, let the optimizer hold them, or call model.zero_grad() too"
+            "the optimizer does not hold these parameters, so that optimizer.zero_grad() leaves "
+            "theirs: freeze them by requires_grad_(False) before make_private, let the optimizer "
+            "hold them, or call model.zero_grad() too"
         )
     if "a network" in passes:
         return (
-            "a pass went through what another network has made, as a generator's step does: call optimizer.zero_grad() after "
-            "the step and before each pass of its own, or put the generator's pass between model.disable_hooks() and "
-            "model.enable_hooks()"
+            "a pass went through what another network has made, as a generator's step does: call "
+            "optimizer.zero_grad() after the step and before each pass of its own, or put the "
+            "generator's pass between model.disable_hooks() and model.enable_hooks()"
         )
     if "a leaf" in passes:
         return (
-            "a pass was for gradients of its inputs: put it between model.disable_hooks() and model.enable_hooks(), or call "
-            "optimizer.zero_grad() after it"
+            "a pass was for gradients of its inputs: put it between model.disable_hooks() and "
+            "model.enable_hooks(), or call optimizer.zero_grad() after it"
         )
     if used:
         return "optimizer.step() has used those: call optimizer.zero_grad() for each batch, model.zero_grad() is not enough"
     if len(passes) > 1:
         return (
-            "the network had two backward passes on this batch: call loss.backward() once for each optimizer.step(), of the "
-            "sum of all losses of one forward pass"
+            "the network had two backward passes on this batch: call loss.backward() once for each "
+            "optimizer.step(), of the sum of all losses of one forward pass"
         )
     return (
-        "those of an earlier batch wait still: call optimizer.step() and optimizer.zero_grad() for each batch; for larger ones "
-        "take a larger batch_size, and split them with BatchMemoryManager where memory is short"
+        "those of an earlier batch wait still: call optimizer.step() and optimizer.zero_grad() for "
+        "each batch; for larger ones take a larger batch_size, and split them with "
+        "BatchMemoryManager where memory is short"
     )
 
 
@@ -77,13 +81,14 @@ def refuse_second_pass(module: Any, parameters: Iterable[torch.Tensor], current:
     to_come = [each for layer in network.modules() if vars(layer).get("activations") for each in layer._parameters.values()]
     outside = not any(id(each) in planned for each in (*stale, *filter(_waits, to_come)))
     raise ValueError(
-        f"gradient accumulation is refused, for a record might be in it twice ({names_of(stale)} hold gradients still): "
+        f"gradient accumulation is refused, for a record might be in it twice ({names_of(stale)} "
+        "hold gradients still): "
         + why([*(origin for book in books for origin in book.passes), *current], used=any(map(is_used, stale)), outside=outside)
     )
 
 
 def refuse_second_expansion(module: nn.Module, args: Any, keywords: Any) -> None:
-    """Refuses, as a hook before a forward pass with expanded weights, what would fail in the middle of it.
+    """Refuses, as a hook before a pass with expanded weights, what would fail in the middle of it.
 
     Raises:
         ValueError: Gradients of records wait.
@@ -102,6 +107,7 @@ def refuse_accumulated(optimizer: DPOptimizer) -> None:
     batches = max((len(each) for each in waiting if isinstance(each, list)), default=1)
     if batches > 1:
         raise ValueError(
-            f"gradients of {batches} batches were accumulated: a record might be in two of them; call optimizer.step() and "
-            "zero_grad() after each, or split batches with BatchMemoryManager"
+            f"gradients of {batches} batches were accumulated: a record might be in two of them; "
+            "call optimizer.step() and zero_grad() after each, or split batches with "
+            "BatchMemoryManager"
         )

@@ -1,10 +1,11 @@
-"""No raw gradient moves a network that is held: one rule, asked before the step of every optimizer of the process.
+"""No raw gradient moves a private network: one rule, asked before every optimizer's step.
 
-Between the backward pass and the private step ``.grad`` holds what nobody has clipped or noised, and any optimizer would take
-it: the one inside of the private one, called by itself, or another one, over the same parameters, over those that the private
-one leaves alone, or over layers that were put into the network since. So the rule asks for the network's parameters at the
-moment of the step: each may be moved by the gradient that the network's private optimizer wrote for this update, and by nothing
-else. Whose ``step`` it is does not matter, for what is done to a released gradient costs no privacy.
+Between the backward pass and the private step ``.grad`` holds what nobody has clipped or noised,
+and any optimizer would take it: the one inside of the private one, called by itself, or another
+one, over the same parameters, over those that the private one leaves alone, or over layers that
+were put into the network since. So the rule asks for the network's parameters at the moment of
+the step: each may be moved by the gradient that the network's private optimizer wrote for this
+update, and by nothing else.
 
 >>> from types import SimpleNamespace
 >>> from opacus import GradSampleModule
@@ -16,7 +17,7 @@ else. Whose ``step`` it is does not matter, for what is done to a released gradi
 >>> sgd.step()
 Traceback (most recent call last):
     ...
-ValueError: SGD.step() would move parameters of a private run ... neither clipped, noised nor accounted (weight, bias): ...
+ValueError: SGD.step() would move parameters of a private run ... accounted (weight, bias): ...
 >>> network = private.to_standard_module()  # ends it
 >>> sgd.step()
 """
@@ -37,8 +38,8 @@ from opacus_shuffle.core.opacus_compat import is_copy
 OWNER = "private_optimizer"
 """The attribute of a private network that holds the optimizer that trains it.
 
-It keeps that optimizer alive as long as the network: gradients that wait for its step do not become anybody's when a script
-forgets it.
+It keeps that optimizer alive as long as the network: gradients that wait for its step do not become
+anybody's when a script forgets it.
 """
 END = "cleanup"
 """The method by which Opacus's wrappers and hooks end."""
@@ -50,9 +51,10 @@ def hold(network: nn.Module, private: Any, optimizer: Any) -> None:
 
     Args:
         network: The network itself, without wrappers.
-        private: Opacus's wrapper or hooks; their ``cleanup()``, as of ``to_standard_module()``, ends it.
-        optimizer: A private one, with a method ``wrote(parameter)`` and the parameters that it trains, ``planned``; it is
-            told their ``names``.
+        private: Opacus's wrapper or hooks; their ``cleanup()``, as of ``to_standard_module()``,
+            ends it.
+        optimizer: A private one, with a method ``wrote(parameter)`` and the parameters that it
+            trains, ``planned``; it is told their ``names``.
     """
     _look_at_all_steps()
     vars(network)[OWNER] = optimizer
@@ -62,7 +64,7 @@ def hold(network: nn.Module, private: Any, optimizer: Any) -> None:
 
 
 def hold_copy(network: nn.Module) -> None:
-    """From now on lets nothing move the parameters of a copy of a private network, until its hooks are removed."""
+    """Lets nothing move the parameters of a copy of a private network until its hooks are removed."""
     _HELD.add(network)
 
 
@@ -75,7 +77,7 @@ def _end(private: Callable[[], Any], network: Callable[[], nn.Module | None]) ->
 
 
 def held_parameters() -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Every parameter that a private network has now: the network, the parameter's name in it, and the parameter."""
+    """Every parameter that a private network has now: the network, the name in it, the parameter."""
     for network in list(_HELD):
         if OWNER in vars(network) or is_copy(network):
             yield from ((network, name, each) for name, each in network.named_parameters())
@@ -93,7 +95,7 @@ def _owners() -> list[Any]:
 
 
 def names_of(parameters: Iterable[torch.Tensor]) -> str:
-    """Parameters by their names in a private network, now or when it was made so; by their shape where they are of none."""
+    """Names of parameters in a private network, now or when it was made so; else their shapes."""
     known = {number: name for owner in _owners() for number, name in owner.names.items()}
     known |= {id(each): name for _, name, each in held_parameters()}
     names = [known.get(id(each), f"one of shape {tuple(each.shape)}") for each in parameters]
@@ -103,14 +105,15 @@ def names_of(parameters: Iterable[torch.Tensor]) -> str:
 @functools.cache
 def _look_at_all_steps() -> None:
     """Has PyTorch ask before the steps of all optimizers of the process."""
-    # Compiled steps ask outside of their graph, or the answer of the first step would be built into it.
+    # Compiled steps ask outside of their graph, or it would hold the answer of the first one.
     register_optimizer_step_pre_hook(torch.compiler.disable(_refuse_raw))  # type: ignore[no-untyped-call]
 
 
 def _refuse_raw(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """Refuses a step that would move a parameter of a private network by another gradient than the released one."""
+    """Refuses a step that would move a private network by another gradient than the released."""
     may_move = {id(each) for group in optimizer.param_groups for each in group["params"] if _moves(each)}
-    closure = any(each is not None for each in (*args[1:], *keywords.values()))  # which would make other gradients
+    # A closure would make other gradients.
+    closure = any(each is not None for each in (*args[1:], *keywords.values()))
     raw, owners = [], []
     for network, _, each in held_parameters():
         owner = vars(network).get(OWNER)
@@ -122,9 +125,10 @@ def _refuse_raw(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keyword
         raise ValueError(
             f"{type(optimizer).__name__}.step() "
             + ("was called on the optimizer inside of a private one, and " if inside else "")
-            + "would move parameters of a private run by gradients that are neither clipped, noised nor accounted "
-            f"({names_of(raw)}): call step() of the optimizer that make_private returned, and let it hold all that is to be "
-            "trained, which must be in the network, adapters too, before make_private; model.to_standard_module() ends the "
+            + "would move parameters of a private run by gradients that are neither clipped, "
+            f"noised nor accounted ({names_of(raw)}): call step() of the optimizer that "
+            "make_private returned, and let it hold all that is to be trained, which must be in "
+            "the network, adapters too, before make_private; model.to_standard_module() ends the "
             "private run, for training on public data"
         )
 

@@ -1,8 +1,9 @@
 """Every forward pass on a batch, and the step that it ends in, see the same weights.
 
-Clipping bounds what one record adds to the sum at given weights. Weights that were moved in the middle of a batch by a gradient
-of its records (a perturbation that looks for sharp minima, a look-ahead, an update by hand) hand one record's influence to the
-gradients of all others, which nothing bounds: with sharpness-aware minimisation one record was seen to move the sum by three
+Clipping bounds what one record adds to the sum at given weights. Weights that were moved in the
+middle of a batch by a gradient of its records (a perturbation that looks for sharp minima, a
+look-ahead, an update by hand) hand one record's influence to the gradients of all others, which
+nothing bounds: with sharpness-aware minimisation one record was seen to move the sum by three
 clipping norms. Weights may change freely between a step and the next forward pass.
 
 >>> layer = nn.Linear(3, 1, bias=False)
@@ -25,7 +26,7 @@ _SUMS = {1: torch.int32, 2: torch.int32, 4: torch.int32, 8: torch.int64}
 
 
 class SameWeights:
-    """What the forward passes on one batch have seen of the trainable parameters: a sum of the bits of each."""
+    """What passes on one batch have seen of the trainable parameters: a sum of the bits of each."""
 
     def __init__(self) -> None:
         self.forget()
@@ -40,7 +41,8 @@ class SameWeights:
         """Notes what a forward pass sees.
 
         Args:
-            part: The network, or a layer that is called without it, whose parameters are looked at once for each batch.
+            part: The network, or a layer that is called without it, whose parameters are looked at
+            once for each batch.
             whole: Whether it is the network.
         """
         if whole:
@@ -51,22 +53,26 @@ class SameWeights:
             self._first = {**_bits(part._parameters.values()), **self._first}
 
     def changed(self) -> list[torch.Tensor]:
-        """The parameters that are not, or were not at a later look, what they were at the first one."""
+        """The parameters that are not, or were not at a later look, what they were at first."""
         looks = [*self._later[1:], _bits(self._first)]
         pairs = [(each, self._first[each], bits) for look in looks for each, bits in look.items()]
         if not pairs:
             return []
         device = pairs[0][1].device
-        differ = torch.stack([(before != bits).to(device) for _, before, bits in pairs]).tolist()  # one look at the device
-        return list(dict.fromkeys(each for (each, *_), other in zip(pairs, differ, strict=True) if other))
+        # One look at the device.
+        differ = torch.stack([(before != bits).to(device) for _, before, bits in pairs]).tolist()
+        found = [each for (each, *_), other in zip(pairs, differ, strict=True) if other]
+        return list(dict.fromkeys(found))
 
 
 def _bits(parameters: Iterable[torch.Tensor | None]) -> dict[torch.Tensor, torch.Tensor]:
-    """The sum of each parameter's bits, which ``_version`` does not tell: writes to ``.data`` leave no trace there."""
+    """The sum of each parameter's bits; ``_version`` would miss writes to ``.data``."""
     found: dict[torch.Tensor, torch.Tensor] = {}
     for each in parameters:
-        each = vars(each).get("orig_weight", each) if each is not None else None  # expanded weights stand for it in a pass
+        if each is not None:  # in a pass, expanded weights stand for parameters
+            each = vars(each).get("orig_weight", each)
         if type(each) is nn.Parameter and each.requires_grad and not each.is_complex():
             bits = each.detach().view(_BITS[each.element_size()])
-            found[each] = bits.sum(dtype=_SUMS[each.element_size()])  # wraps around, and takes as long as reading
+            # Sums wrap around, and take as long as reading.
+            found[each] = bits.sum(dtype=_SUMS[each.element_size()])
     return found
