@@ -144,7 +144,7 @@ class SecretGenerator(torch.Generator):
     @functools.cached_property
     def _room(self) -> npt.NDArray[np.float64]:
         """Memory that numbers are worked on in: asking for it each time costs more than the work."""
-        return np.empty(_NUMBERS)
+        return np.empty((4, _NUMBERS // 2))
 
     def _start(self, key: bytes) -> None:
         """Begins the stream of a key."""
@@ -234,9 +234,10 @@ class SecretGenerator(torch.Generator):
         """Fills at most ``_NUMBERS`` entries with normal numbers of one draw each."""
         half = -(-len(block) // 2)
         rest = len(block) - half
-        bits, (radius, angle) = self._bits(2 * half), self._room.view(np.float32)[: 2 * half].reshape(2, half)
+        bits, (radius, angle) = self._bits(2 * half), self._room.view(np.float32)[:2, :half]
         _radii(bits[:half], radius)
-        np.multiply(bits[half:], np.float32(_RADIANS), out=angle, casting="unsafe")
+        np.copyto(angle, bits[half:], casting="unsafe")
+        angle *= np.float32(_RADIANS)
         np.multiply(np.cos(angle, out=block[:half]), radius, out=block[:half])
         np.multiply(np.sin(angle[:rest], out=block[half:]), radius[:rest], out=block[half:])
 
@@ -244,19 +245,23 @@ class SecretGenerator(torch.Generator):
         """Fills at most ``_NUMBERS`` entries with halved sums of four draws."""
         half = -(-len(block) // 2)
         rest = len(block) - half
-        x, y = np.zeros((2, half))
+        radius, turned, x, y = self._room[:, :half]
+        x[:], y[:] = 0.0, 0.0
         for _ in range(_DRAWS):
             bits = self._bits(2 * half)
-            radius, turned = self._room[: 2 * half].reshape(2, half)
             _radii(bits[:half], radius)
             place = np.bitwise_and(bits[half:], _TURNS - 1, out=bits[half:])
             for sums, table in ((x, _COARSE[0]), (y, _COARSE[1])):
                 np.take(table, place, out=turned, mode="clip")
                 sums += np.multiply(turned, radius, out=turned)
         place = np.bitwise_and(self._bits(half), _TURNS - 1)
-        cosine, sine = _FINE[0][place], _FINE[1][place]
-        block[:half] = (x * cosine - y * sine) / _DRAWS**0.5
-        block[half:] = ((x * sine + y * cosine) / _DRAWS**0.5)[:rest]
+        cosine, sine = (np.take(table, place, mode="clip") for table in _FINE)
+        first, second = block[:half], block[half:]
+        np.multiply(x, cosine, out=first)
+        first -= np.multiply(y, sine, out=turned)
+        np.multiply(x[:rest], sine[:rest], out=second)
+        second += np.multiply(y[:rest], cosine[:rest], out=turned[:rest])
+        block *= _DRAWS**-0.5
 
     def _bits(self, count: int) -> npt.NDArray[np.int32]:
         """Draws random words of 32 bits, in memory that is kept for them."""
@@ -273,7 +278,8 @@ class SecretGenerator(torch.Generator):
 def _radii(bits: npt.NDArray[np.int32], out: npt.NDArray[np.floating]) -> None:
     """Turns words of 32 bits into distances of normal points of a plane from its origin."""
     kind = out.dtype.type
-    np.abs(np.multiply(bits, kind(2.0**-31), out=out, casting="unsafe"), out=out)
+    np.copyto(out, bits, casting="unsafe")
+    np.abs(np.multiply(out, kind(2.0**-31), out=out), out=out)
     np.log(np.maximum(out, kind(_SMALLEST), out=out), out=out)
     np.sqrt(np.multiply(out, kind(-2), out=out), out=out)
 

@@ -20,9 +20,11 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 
 def in_turn(*ways):
     """Each way in one mode, and each mode with one way or more; the others are for the zoo."""
-    for (place, way), (turn, mode) in itertools.product(enumerate(ways), enumerate(MODES)):
-        now = (place - turn) % len(ways) == 0
-        yield pytest.param(way, mode, marks=() if now else pytest.mark.zoo)
+    both = itertools.product(enumerate(ways), enumerate(MODES))
+    return [
+        pytest.param(way, mode, marks=() if (place - turn) % len(ways) == 0 else pytest.mark.zoo)
+        for (place, way), (turn, mode) in both
+    ]
 
 
 ACCOUNTANTS = ("subsampled_shuffle", "shuffled_fw", "rdp")
