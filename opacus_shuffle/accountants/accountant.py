@@ -121,14 +121,14 @@ class ShuffleAccountant(RecordedRounds):
         delta: float,
         *,
         adjacency: str = "zero_out",
-        max_grad_norm: float | Sequence[float] | None = None,
+        max_grad_norms: Sequence[float] = (),
     ) -> PrivacyReport:
         """Returns every bound, and what the same noise would give under other trust models; needs at least one round.
 
         Args:
             delta: δ in (0, 1).
             adjacency: ``"zero_out"`` or ``"replace"``.
-            max_grad_norm: C, for the statement, as no bound depends on it.
+            max_grad_norms: What rounds were clipped to, for the statement: no bound depends on it.
         """
         simulated = self.mechanism_class.shuffled
         return PrivacyReport(
@@ -139,7 +139,7 @@ class ShuffleAccountant(RecordedRounds):
             emulated=self.emulated,
             rewound=self.rewound,
             predictable=self.predictable,
-            max_grad_norm=max_grad_norm,
+            max_grad_norms=max_grad_norms,
             num_users=self.num_users,
             unchecked=self.unchecked,
         )

@@ -61,7 +61,7 @@ class OpacusReport(PrivacyReport):
         poisson: Whether every batch was a Poisson sample, without which no ε of these accountants is a guarantee.
         rewound: As :class:`~opacus_shuffle.accountants.report.PrivacyReport`'s.
         predictable: Likewise.
-        max_grad_norm: Likewise.
+        max_grad_norms: Likewise.
         num_users: Likewise.
         pytorch_noise: The noise came from PyTorch's own generator, as in Opacus.
         unchecked: Likewise.
@@ -80,7 +80,7 @@ class OpacusReport(PrivacyReport):
         rewound: int = 0,
         predictable: Sequence[str] = (),
         pytorch_noise: bool = False,
-        max_grad_norm: float | Sequence[float] | None = None,
+        max_grad_norms: Sequence[float] = (),
         num_users: int | None = None,
         unchecked: Sequence[str] = (),
     ) -> None:
@@ -104,7 +104,7 @@ class OpacusReport(PrivacyReport):
         self.rewound = integer("rewound", rewound, minimum=0)
         self.predictable, self.unchecked = tuple(predictable), tuple(unchecked)
         self.orders, self.sent, self.pytorch_noise = None, None, boolean("pytorch_noise", pytorch_noise)
-        self.max_grad_norm, self.num_users = max_grad_norm, num_users
+        self.max_grad_norms, self.num_users = tuple(max_grad_norms), num_users
         self._accountant, self._poisson = copy.deepcopy(accountant), poisson
         self.bounds = (self._bound(sum(steps for _, steps in self.rounds)),)
 

@@ -77,7 +77,7 @@ class PrivacyReport:
         predictable: Seeds and generators that a user has passed, with which others can draw the noise again.
         sent: What one user has sent; by default what the mechanism says.
         rewound: Rounds that ran besides and were left out, because a checkpoint was loaded with ``allow_rewind=True``.
-        max_grad_norm: C, or one per layer, for the statement; None if it is not known.
+        max_grad_norms: What one record's gradient was clipped to, least first, for the statement; none if it is not known.
         num_users: n, of the whole data set; by default the users of a round.
         unchecked: Files from which rounds were loaded that nothing but these files vouches for.
 
@@ -103,7 +103,7 @@ class PrivacyReport:
         sent: Communication | None = None,
         rewound: int = 0,
         predictable: Sequence[str] = (),
-        max_grad_norm: float | Sequence[float] | None = None,
+        max_grad_norms: Sequence[float] = (),
         num_users: int | None = None,
         unchecked: Sequence[str] = (),
     ) -> None:
@@ -114,7 +114,7 @@ class PrivacyReport:
         self.simulated, self.clients = boolean("simulated", simulated), boolean("clients", clients)
         self.selected = boolean("selected", selected)
         self.emulated = boolean("emulated", emulated)
-        self.pytorch_noise, self.max_grad_norm = False, max_grad_norm
+        self.pytorch_noise, self.max_grad_norms = False, tuple(max_grad_norms)
         self.num_users = None if num_users is None else integer("num_users", num_users)
         self.rewound = integer("rewound", rewound, minimum=0)
         self.predictable, self.unchecked = tuple(predictable), tuple(unchecked)
@@ -166,10 +166,8 @@ class PrivacyReport:
                 said.append(f"{QUOTED[field.name]} {' to '.join(dict.fromkeys([numbers[0], numbers[-1]]))}")
         if self.num_users and self.num_users != max(getattr(each, "num_users", 0) for each, _ in self.rounds):
             said.append(f"a data set of {self.num_users:,} records")
-        clipped = self.max_grad_norm
-        if clipped is not None:
-            norms = clipped if isinstance(clipped, Sequence) else [clipped]
-            said.append(f"each record's gradient clipped to norm {' and '.join(f'{each:g}' for each in norms)}")
+        if norms := [f"{each:g}" for each in self.max_grad_norms]:
+            said.append(f"each record's gradient clipped to norm {' to '.join(dict.fromkeys([norms[0], norms[-1]]))}")
         return ", ".join(said)
 
     def _cited(self) -> str:

@@ -28,14 +28,29 @@ def heads(count: int, rate: float, generator: torch.Generator | None) -> list[in
     Args:
         count: Number of coins.
         rate: Chance of each, in [0, 1]; exact to 2⁻⁵³.
-        generator: See :func:`~opacus_shuffle.core.randomness.stream_of`.
+        generator: None for a fresh secret. A user's own tosses as Opacus does with it, record by
+            record, but for one coin in 16 million, so that both make the same batches.
     """
+    if not (generator is None or isinstance(generator, SecretGenerator)):
+        return _as_opacus_tosses(count, rate, generator)
     stream = stream_of(generator)
     if rate > _OFTEN:  # then to toss them all is faster
         limit = np.uint64(math.floor(rate * 2.0**53))  # exact, as all products with powers of two
         return np.flatnonzero((stream.words(count) >> np.uint64(11)) < limit).tolist()
     (shown,) = exact_binomials(count, rate, 1, stream)
     return _chosen(count, int(shown), stream).tolist()
+
+
+def _as_opacus_tosses(count: int, rate: float, generator: torch.Generator) -> list[int]:
+    """Compares 24 bits, which Opacus takes alone, and 29 more of the coins that these do not decide."""
+    coarse = math.floor(rate * 2**24)
+    fine = math.floor((rate * 2**24 - coarse) * 2**29) / 2**29
+    drawn = torch.rand(count, generator=generator, dtype=torch.float32)
+    (shown,) = (drawn <= coarse / 2**24).nonzero(as_tuple=True)
+    tied = drawn[shown] == coarse / 2**24
+    rest = torch.rand(int(tied.sum()), generator=generator, dtype=torch.float64)
+    tied[tied.clone()] = rest >= fine
+    return shown[~tied].tolist()
 
 
 def subset(count: int, size: int, generator: torch.Generator | None) -> list[int]:

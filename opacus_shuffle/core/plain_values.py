@@ -58,8 +58,10 @@ def _feed(found: Any, value: Any) -> None:
     kind = type(value).__name__
     if isinstance(value, torch.Tensor):
         part = value.to_local() if hasattr(value, "to_local") else value  # what this process has of a sharded one
+        part = part if part.layout is torch.strided else part.to_dense()
+        part = part.dequantize() if part.is_quantized else part
         found.update(f"tensor {part.dtype} {tuple(part.shape)};".encode())
-        if part.layout is torch.strided and not part.is_quantized and not part.is_meta:
+        if not part.is_meta:
             found.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     elif isinstance(value, dict):
         found.update(f"{kind} {len(value)};".encode())

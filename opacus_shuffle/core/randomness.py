@@ -26,6 +26,7 @@ import functools
 import hashlib
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -44,17 +45,19 @@ BYTES_PER_KEY = 2**32 * _BLOCK_BYTES
 """After so many bytes a key is replaced: far more blocks of one key would differ from random ones."""
 _ZEROS = memoryview(bytes(2**18))
 """What is encrypted: the cipher adds its stream to it."""
-_NUMBERS = 2**15
+_NUMBERS = 2**16
 """Normal numbers that are made at a time, by NumPy, in what a processor's cache holds: PyTorch would
 start threads for so many, for which a forked process waits for ever."""
 _SMALLEST = 2.0**-33
 """The middle of the interval [0, 2⁻³²] of uniform numbers that one word of 32 bits stands for."""
 _RADIANS = 2 * math.pi * 2.0**-32
 _DRAWS, _TURNS = 4, 2**12
+_LOG_WORDS = 32 * math.log(2)
 _ANGLES = np.arange(_TURNS) * (2 * math.pi / _TURNS)
 _COARSE = np.cos(_ANGLES), np.sin(_ANGLES)
-_FINE = np.cos(_ANGLES / _TURNS), np.sin(_ANGLES / _TURNS)
-_NONE = torch.empty(0)
+_SCALE = (2 / _DRAWS) ** 0.5  # of half the sum, and of radii that lack their root of two
+_FINE = _SCALE * np.cos(_ANGLES / _TURNS), _SCALE * np.sin(_ANGLES / _TURNS)
+_NONE = np.empty(0)
 
 
 class _Secret(Protocol):
@@ -111,7 +114,7 @@ class SecretGenerator(torch.Generator):
     Args:
         device: Where it lives.
         key: 32 bytes; by default from the operating system.
-        secret: Whether the key is nobody's choice.
+        secret: Whether the key is nobody's choice; by default only without one.
         secure: Noise is the sum of four draws in double precision, on a grid (``secure_mode``).
 
     Attributes:
@@ -129,10 +132,11 @@ class SecretGenerator(torch.Generator):
         device: torch.device | str = "cpu",
         *,
         key: bytes | None = None,
-        secret: bool = True,
+        secret: bool | None = None,
         secure: bool = False,
     ) -> None:
-        self.secret, self.secure = secret, secure
+        self.secret, self.secure = key is None if secret is None else secret, secure
+        self._lock = threading.RLock()  # no two threads get the same numbers
         self._start(os.urandom(KEY_BYTES) if key is None else key)
         renew_after_fork(self)
 
@@ -151,13 +155,14 @@ class SecretGenerator(torch.Generator):
         self._key = key
         self._stream: CipherContext = Cipher(algorithms.AES(key), modes.CTR(bytes(_BLOCK_BYTES))).encryptor()
         self._left = BYTES_PER_KEY
-        self._ready: dict[type[np.floating], torch.Tensor] = {}  # normal numbers that nobody has had
+        self._ready: dict[type[np.floating], npt.NDArray] = {}  # normal numbers that nobody has had
         seed = bytearray(8 + _BLOCK_BYTES)
         self._draw_into(seed, 8)
         super().manual_seed(int.from_bytes(seed[:8], "little"))
 
     def renew(self) -> None:
         """Takes a key from the operating system, unless a user has seeded the stream."""
+        self._lock = threading.RLock()  # another thread of the parent's may have held the old one
         if self.secret:
             self._start(os.urandom(KEY_BYTES))
 
@@ -182,12 +187,13 @@ class SecretGenerator(torch.Generator):
 
     def _draw_into(self, buffer: bytearray, count: int) -> None:
         """Writes the next bytes of the stream into a buffer that is a block longer at least."""
-        if count > self._left:
-            self.next_key()
-        self._left -= count
-        room = memoryview(buffer)
-        for start in range(0, count, len(_ZEROS)):
-            self._stream.update_into(_ZEROS[: count - start], room[start:])
+        with self._lock:
+            if count > self._left:
+                self.next_key()
+            self._left -= count
+            room = memoryview(buffer)
+            for start in range(0, count, len(_ZEROS)):
+                self._stream.update_into(_ZEROS[: count - start], room[start:])
 
     def words(self, count: int) -> npt.NDArray[np.uint64]:
         """Draws so many times 64 random bits."""
@@ -215,27 +221,31 @@ class SecretGenerator(torch.Generator):
         and Braghin, "Secure random sampling in differential privacy", section 5.1). Directions come
         from tables: each of the four points of a pair has one of 4096, and their sum is turned by
         one of 4096 finer steps between two of these. In all there are 2²⁴, and what is left of the
-        steps is a multiple of the 2²⁴th harmonic, which is nothing: a Bessel function of that order of a number below 10⁴.
+        steps is the 2²⁴th harmonic, a Bessel function of that order of a number below 10⁴: nothing.
         """
         return self._handed_out(count, np.float64, self._fill_precisely)
 
     def _handed_out(self, count: int, kind: type[np.floating], fill: Callable[[npt.NDArray], None]) -> torch.Tensor:
         """Takes so many numbers from those that are ready, each once; small tensors share a block."""
-        ready = self._ready.get(kind, _NONE)
-        if count > len(ready):
-            made = np.empty(max(count, _NUMBERS), kind)
-            for start in range(0, len(made), _NUMBERS):
-                fill(made[start : start + _NUMBERS])
-            ready = torch.from_numpy(made)
-        self._ready[kind] = ready[count:]
-        return ready[:count]
+        with self._lock:
+            ready = self._ready.get(kind, _NONE)
+            if count > len(ready):
+                ready = np.empty(max(count, _NUMBERS), kind)
+                for start in range(0, len(ready), _NUMBERS):
+                    fill(ready[start : start + _NUMBERS])
+            self._ready[kind] = ready[count:]
+            # A copy where some stay: what is saved with these must not hold those that come next.
+            return torch.from_numpy(ready[:count].copy() if count < len(ready) else ready)
 
     def _fill(self, block: npt.NDArray[np.float32]) -> None:
         """Fills at most ``_NUMBERS`` entries with normal numbers of one draw each."""
         half = -(-len(block) // 2)
         rest = len(block) - half
         bits, (radius, angle) = self._bits(2 * half), self._room.view(np.float32)[:2, :half]
-        _radii(bits[:half], radius)
+        np.copyto(radius, bits[:half], casting="unsafe")
+        np.abs(np.multiply(radius, np.float32(2.0**-31), out=radius), out=radius)
+        np.log(np.maximum(radius, np.float32(_SMALLEST), out=radius), out=radius)
+        np.sqrt(np.multiply(radius, np.float32(-2), out=radius), out=radius)
         np.copyto(angle, bits[half:], casting="unsafe")
         angle *= np.float32(_RADIANS)
         np.multiply(np.cos(angle, out=block[:half]), radius, out=block[:half])
@@ -246,14 +256,17 @@ class SecretGenerator(torch.Generator):
         half = -(-len(block) // 2)
         rest = len(block) - half
         radius, turned, x, y = self._room[:, :half]
-        x[:], y[:] = 0.0, 0.0
-        for _ in range(_DRAWS):
+        for draw in range(_DRAWS):
             bits = self._bits(2 * half)
-            _radii(bits[:half], radius)
+            np.add(bits[:half].view(np.uint32), 0.5, out=radius)
+            np.sqrt(np.subtract(_LOG_WORDS, np.log(radius, out=radius), out=radius), out=radius)
             place = np.bitwise_and(bits[half:], _TURNS - 1, out=bits[half:])
             for sums, table in ((x, _COARSE[0]), (y, _COARSE[1])):
                 np.take(table, place, out=turned, mode="clip")
-                sums += np.multiply(turned, radius, out=turned)
+                if draw:
+                    sums += np.multiply(turned, radius, out=turned)
+                else:
+                    np.multiply(turned, radius, out=sums)
         place = np.bitwise_and(self._bits(half), _TURNS - 1)
         cosine, sine = (np.take(table, place, mode="clip") for table in _FINE)
         first, second = block[:half], block[half:]
@@ -261,7 +274,6 @@ class SecretGenerator(torch.Generator):
         first -= np.multiply(y, sine, out=turned)
         np.multiply(x[:rest], sine[:rest], out=second)
         second += np.multiply(y[:rest], cosine[:rest], out=turned[:rest])
-        block *= _DRAWS**-0.5
 
     def _bits(self, count: int) -> npt.NDArray[np.int32]:
         """Draws random words of 32 bits, in memory that is kept for them."""
@@ -273,15 +285,6 @@ class SecretGenerator(torch.Generator):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SecretGenerator:
         return _fresh(self.device, self.secure)
-
-
-def _radii(bits: npt.NDArray[np.int32], out: npt.NDArray[np.floating]) -> None:
-    """Turns words of 32 bits into distances of normal points of a plane from its origin."""
-    kind = out.dtype.type
-    np.copyto(out, bits, casting="unsafe")
-    np.abs(np.multiply(out, kind(2.0**-31), out=out), out=out)
-    np.log(np.maximum(out, kind(_SMALLEST), out=out), out=out)
-    np.sqrt(np.multiply(out, kind(-2), out=out), out=out)
 
 
 def _fresh(device: torch.device | str, secure: bool) -> SecretGenerator:
@@ -337,10 +340,11 @@ class KeyChain:
 
     Args:
         key: 32 bytes; by default from the operating system.
+        secret: Whether they are nobody's choice.
     """
 
-    def __init__(self, key: bytes | None = None) -> None:
-        self.key = os.urandom(KEY_BYTES) if key is None else key
+    def __init__(self, key: bytes | None = None, *, secret: bool = True) -> None:
+        self.key, self.secret = os.urandom(KEY_BYTES) if key is None else key, secret
         renew_after_fork(self)
 
     def renew(self) -> None:
@@ -354,4 +358,4 @@ class KeyChain:
         """Returns a generator of its own for the next draw."""
         drawn = hashlib.sha256(b"draw" + self.key).digest()
         self.key = hashlib.sha256(b"next" + self.key).digest()
-        return SecretGenerator(key=drawn)
+        return SecretGenerator(key=drawn, secret=self.secret)

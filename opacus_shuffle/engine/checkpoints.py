@@ -122,7 +122,7 @@ class CheckpointMixin(opacus.PrivacyEngine):
             self._opacus_history = self._opacus_history or OpacusHistory()
             told["origins"] = self._opacus_history.state(self.accountant)
         saved = plain(saved, foreign)
-        saved[_ACCOUNT] = {**told, "digest": fingerprint(saved[_WEIGHTS], saved[_ROUNDS], told)}
+        saved[_ACCOUNT] = {**told, "digest": fingerprint(_own_parts(saved), told)}
         with replacing(path) as file:
             torch.save(saved, file, **(torch_save_kwargs or {}))
             if self.accountant.history != accounted:
@@ -309,6 +309,12 @@ def _read(path: Any, options: dict[str, Any], allow_pickle: bool) -> dict[str, A
     return saved
 
 
+def _own_parts(saved: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What the digest is over: momenta and schedules hold what rounds released, as weights do."""
+    names = ("optimizer_state_dict", "noise_scheduler_state_dict", "grad_clip_scheduler_state_dict")
+    return [(name, saved[name]) for name in (_WEIGHTS, _ROUNDS, _SHUFFLER, *names) if name in saved]
+
+
 def _told(saved: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """What a checkpoint says of its account besides the accountant's state, and a name for what it holds.
 
@@ -321,10 +327,10 @@ def _told(saved: dict[str, Any]) -> tuple[dict[str, Any], str]:
         return {"origins": None, "poisson": True, "predictable": [], "unchecked": [STOCK]}, name
     digest = told.get("digest") if isinstance(told, dict) else None
     told = {key: told[key] for key in _TOLD if key in told} if isinstance(told, dict) else {}
-    if len(told) < len(_TOLD) or digest != fingerprint(saved[_WEIGHTS], saved[_ROUNDS], told):
+    if len(told) < len(_TOLD) or digest != fingerprint(_own_parts(saved), told):
         raise ValueError(
-            "the checkpoint's weights, privacy_accountant_state_dict and opacus_shuffle_account do not belong together: it was "
-            "changed after it was saved; load it as it was (weights alone go by module.load_state_dict)"
+            "the checkpoint's weights, optimizer, privacy_accountant_state_dict and opacus_shuffle_account do not belong "
+            "together: it was changed after it was saved; load it as it was (weights alone go by module.load_state_dict)"
         )
     boolean("poisson in the checkpoint", told["poisson"])
     for name in ("predictable", "unchecked"):

@@ -60,8 +60,6 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
     runs: int = 0
     pytorch_noise: bool = False
     """Whether a run had Opacus's own noise, from PyTorch's generator."""
-    max_grad_norm: float | list[float] | None = None
-    """C of the latest run, which its statement tells."""
     num_users: int | None = None
     """How many records the latest run's data set has."""
 
@@ -79,6 +77,8 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
                 warnings.filterwarnings("ignore", "Secure RNG turned off")
             super().__init__(accountant=accountant, secure_mode=False, **keywords)  # True would look for torchcsprng
         self.secure_mode, self.seed, self.runs = secure_mode, seed, 0
+        self.num_users = None
+        self.max_grad_norms: set[float] = set()  # that rounds were clipped to
         if secure_mode:
             self.secure_rng = SecretGenerator(secure=True)
         if seed is not None:
@@ -176,7 +176,7 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
             made = super(ShuffleMixin, attempt).make_private(**run.for_opacus(noise_generator))
             scheme.attach(run, made)
         self.runs += 1
-        self.max_grad_norm, self.num_users = max_grad_norm, run.sampling.num_users
+        self.num_users = run.sampling.num_users
         tell_of_weights_alone(unwrap(module), self.known_origins)
         if found := [each for each in scheme.predictable(run) if not each.startswith("seed=")]:
             warnings.warn(not_private(found), stacklevel=2)
@@ -264,7 +264,7 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
         if not len(self.accountant):
             raise ValueError("privacy_report has nothing to report: no training step was taken yet")
         if isinstance(self.accountant, ShuffleAccountant):
-            return self.accountant.report(delta, adjacency=adjacency, max_grad_norm=self.max_grad_norm)
+            return self.accountant.report(delta, adjacency=adjacency, max_grad_norms=sorted(self.max_grad_norms))
         if Adjacency(adjacency) is not Adjacency.ZERO_OUT:
             raise ValueError(
                 f"accountant {self.accountant.mechanism()!r} has an epsilon for zero_out alone, got adjacency={adjacency!r}: "
@@ -277,7 +277,7 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
             rewound=self.rewound,
             predictable=self.predictable,
             pytorch_noise=self.pytorch_noise,
-            max_grad_norm=self.max_grad_norm,
+            max_grad_norms=sorted(self.max_grad_norms),
             num_users=self.num_users,
             unchecked=self.unchecked,
         )

@@ -12,7 +12,7 @@ CHECK_IN = ShuffledCheckIn(noise_multiplier=5.0, num_users=60_000, sample_rate=0
 
 
 def test_a_statement_names_the_model_and_all_numbers_that_the_accounting_was_made_with():
-    report = PrivacyReport([(CHECK_IN, 5540)], delta=1e-5, max_grad_norm=0.5)
+    report = PrivacyReport([(CHECK_IN, 5540)], delta=1e-5, max_grad_norms=[0.5])
     said = report.statement("Our digit classifier")
     assert said.startswith("Our digit classifier was trained by 5,540 rounds of shuffled_checkin (")
     for part in (

@@ -178,8 +178,8 @@ def test_the_server_and_the_bits_are_about_the_same_rounds():
 def test_a_report_s_statement_says_its_proved_epsilon_and_no_other_bound_has_one():
     report = privacy_report("shuffle_gauss", noise_multiplier=5.0, num_users=2000, steps=3, delta=1e-6)
     said = report.statement()
-    assert said.startswith("shuffle_gauss, 3 rounds, is (")
-    number = float(said.split("(")[1].split(",")[0])
+    assert said.startswith("The model was trained by 3 rounds of shuffle_gauss (")
+    number = float(said.split("This training is (")[1].split(",")[0])
     assert report.best.epsilon <= number <= report.best.epsilon * 1.001
     assert "for every data set in zero-out adjacency, trusting the shuffler alone" in said
     pair = next(bound for bound in report.bounds if bound.bound == "pair")

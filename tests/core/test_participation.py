@@ -17,6 +17,24 @@ GENERATORS = [lambda: torch.Generator().manual_seed(0), SecretGenerator, lambda:
 every_generator = pytest.mark.parametrize("generator", GENERATORS, ids=["seeded", "system", "global"])
 
 
+@pytest.fixture
+def fixed_draws(monkeypatch):
+    """``torch.rand`` gives what is laid down for each precision."""
+    laid = {}
+    monkeypatch.setattr(torch, "rand", lambda count, dtype, **_: laid[dtype][:count].to(dtype))
+    return laid
+
+
+@pytest.mark.parametrize("rate", [1e-9, 2.0**-53, 1 / 3, 0.01, 1 / 93, 1 - 2.0**-53])
+def test_a_coin_of_a_user_s_own_generator_is_opacus_s_to_53_bits(rate, fixed_draws):
+    threshold = math.floor(rate * 2**53)
+    for number in (0, max(0, threshold - 1), threshold, min(threshold + 1, 2**53 - 1), 2**53 - 1):
+        coarse, fine = divmod(number, 2**29)
+        fixed_draws[torch.float32] = torch.tensor([coarse / 2**24])
+        fixed_draws[torch.float64] = torch.tensor([fine / 2**29], dtype=torch.float64)
+        assert heads(1, rate, torch.Generator()) == ([0] if number < threshold else []), number
+
+
 @pytest.mark.parametrize("rate", [1 / 3, 0.5, 1 / 10, 1 - 2.0**-53])
 def test_a_coin_that_often_shows_heads_is_one_of_53_bits(rate, monkeypatch):
     threshold = math.floor(rate * 2**53)

@@ -74,7 +74,9 @@ def test_metadata_of_a_state_dict_stays_and_counts():
     assert fingerprint(again(made)) == fingerprint(state) != fingerprint(OrderedDict(state))
 
 
-@pytest.mark.parametrize("value", [np.zeros(2), math.sin, object(), Counter, frozenset([1])], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", [np.zeros(2), math.sin, object(), Counter, frozenset([1])], ids=lambda value: type(value).__name__
+)
 def test_what_is_not_read_back_is_named(value):
     foreign: set[str] = set()
     plain({"mine": [value]}, foreign)

@@ -7,6 +7,8 @@ import hashlib
 import multiprocessing
 import os
 import pickle
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -170,13 +172,13 @@ def test_a_key_is_replaced_by_its_hash_before_it_has_served_too_long(monkeypatch
     assert SecretGenerator(key=key, secret=False).words(7).tolist() == first
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 2**15, 2**15 + 3])
+@pytest.mark.parametrize("count", [1, 2, 7, 2**16, 2**16 + 3])
 def test_normal_numbers_are_box_and_muller_s_of_the_stream(count):
     """By NumPy in double precision, from the same words; what is made beyond the count waits for the next call."""
     generator = SecretGenerator(key=bytes(32), secret=False)
-    found = torch.cat([generator.normals(count), generator.normals(5)])[: 2**15].double()
-    words = SecretGenerator(key=bytes(32), secret=False).words(2**14).view(np.int32).astype(np.float64)
-    uniform, angle = np.abs(words[: 2**14]) * 2.0**-31, words[2**14 :] * 2 * np.pi * 2.0**-32
+    found = torch.cat([generator.normals(count), generator.normals(5)])[: 2**16].double()
+    words = SecretGenerator(key=bytes(32), secret=False).words(2**15).view(np.int32).astype(np.float64)
+    uniform, angle = np.abs(words[: 2**15]) * 2.0**-31, words[2**15 :] * 2 * np.pi * 2.0**-32
     radius = np.sqrt(-2 * np.log(uniform))
     expected = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
     # Single precision turns by 2^-24 of half a turn at most, and knows radii of up to 6.8 to 2^-22.
@@ -190,7 +192,7 @@ def test_numbers_are_independent_and_normal_to_their_fourth_moment(draw):
     assert stats.kstest(x.numpy(), "norm").pvalue > 1e-7
     for power in (1, 2):  # by seven standard errors: neighbours, and both numbers of a pair
         values = (x**power - float(power == 2)) / (1, 2**0.5)[power - 1]
-        for lag in (1, 2**14):
+        for lag in (1, 2**15):
             assert abs(float((values[lag:] * values[:-lag]).mean())) < 7 * len(x) ** -0.5
 
 
@@ -238,3 +240,37 @@ def test_a_stream_of_somebody_s_generator_is_no_secret_and_another_one_each_time
     assert stream_of(secret) is secret
     assert not is_secret(None)
     assert not is_secret(torch.Generator())
+
+
+def test_a_key_that_somebody_chose_is_no_secret():
+    assert not is_secret(SecretGenerator(key=bytes(32)))
+    assert is_secret(KeyChain().next_generator())
+    assert not is_secret(KeyChain(bytes(32), secret=False).next_generator())
+
+
+def test_numbers_that_are_saved_hold_none_of_those_that_come_next():
+    generator = SecretGenerator()
+    first = generator.normals(10)
+    assert first.untyped_storage().nbytes() == 40
+    first.zero_()
+    assert bool((generator.normals(10) != 0).all())
+
+
+def test_threads_get_numbers_of_their_own():
+    generator, drawn_by = SecretGenerator(), {}
+
+    def draw(name):
+        drawn_by[name] = torch.cat([generator.normals(3) for _ in range(2000)])
+
+    threads = [threading.Thread(target=draw, args=(name,)) for name in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    triples = torch.cat(list(drawn_by.values())).view(-1, 3)
+    assert len(torch.unique(triples, dim=0)) == len(triples) == 8000

@@ -211,6 +211,7 @@ REFUSED = {
     "an earlier account": part_of_an_earlier_one(ROUNDS),
     "an earlier account and what is told of it": part_of_an_earlier_one(ROUNDS, ACCOUNT),
     "later weights": weight_by_weight,
+    "another optimizer": lambda saved, _: saved["optimizer_state_dict"]["param_groups"][0].update(lr=9.0),
     "nothing told": lambda saved, _: saved[ACCOUNT].pop("predictable"),
     "told otherwise": lambda saved, _: saved[ACCOUNT].update(predictable=[], poisson=True, unchecked=["nothing"]),
     "told nothing at all": lambda saved, _: saved.update({ACCOUNT: None, "opacus_shuffle": {}}),

@@ -150,6 +150,39 @@ def test_a_generator_that_is_no_secret_any_more_is_named_from_the_next_step_on(a
 
 
 @quietly
+@pytest.mark.parametrize("accountant", ["shuffled_checkin", "shuffled_sums", "prv"])
+def test_a_secure_stream_that_was_seeded_before_the_run_is_named(accountant):
+    engine = PrivacyEngine(accountant=accountant, secure_mode=True)
+    engine.secure_rng.manual_seed(0)
+    run_epoch(*engine.make_private(**make_toy(), noise_multiplier=2.0))
+    assert engine.privacy_report(1e-5).to_dict()["predictable"] == ["optimizer.generator"]
+
+
+@quietly
+@pytest.mark.parametrize("afterwards", [True, False])
+def test_a_generator_in_the_place_of_pytorch_s_own_is_named_with_opacus_s_accountants_too(afterwards):
+    own, engine = torch.Generator().manual_seed(0), PrivacyEngine(accountant="rdp")
+    passed = {} if afterwards else {"noise_generator": own}
+    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0, **passed)
+    optimizer.generator = own
+    run_epoch(model, optimizer, loader)
+    assert engine.privacy_report(1e-5).to_dict()["predictable"] == ["optimizer.generator"]
+    assert engine.privacy_report(1e-5).to_dict()["pytorch_noise"] is afterwards
+
+
+@quietly
+@pytest.mark.parametrize("accountant", ["shuffled_checkin", "rdp"])
+def test_a_statement_tells_every_norm_that_rounds_were_clipped_to(accountant):
+    engine = PrivacyEngine(accountant=accountant)
+    model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0)
+    run_epoch(model, optimizer, loader)
+    assert "clipped to norm 1)" in engine.privacy_report(1e-5).statement()
+    optimizer.max_grad_norm = 50.0
+    run_epoch(model, optimizer, loader)
+    assert "clipped to norm 1 to 50)" in engine.privacy_report(1e-5).statement()
+
+
+@quietly
 def test_the_noise_of_a_stock_engine_is_named_in_reports_of_our_accountants():
     stock = opacus.PrivacyEngine(accountant="shuffle_gauss")
     run_epoch(*stock.make_private(**make_toy(), noise_multiplier=20.0))

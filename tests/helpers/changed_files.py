@@ -16,7 +16,15 @@ def signed(saved: Any) -> Any:
     """A changed checkpoint with a new digest, as someone writes it who knows how: then other checks have to find the change."""
     if isinstance(saved, dict) and {ACCOUNT, WEIGHTS, ROUNDS} <= saved.keys():
         told = {key: value for key, value in saved[ACCOUNT].items() if key != "digest"}
-        saved[ACCOUNT] = {**told, "digest": fingerprint(saved[WEIGHTS], saved[ROUNDS], told)}
+        names = (
+            WEIGHTS,
+            ROUNDS,
+            "opacus_shuffle",
+            "optimizer_state_dict",
+            *(f"{each}_scheduler_state_dict" for each in ("noise", "grad_clip")),
+        )
+        parts = [(name, saved[name]) for name in names if name in saved]
+        saved[ACCOUNT] = {**told, "digest": fingerprint(parts, told)}
     return saved
 
 

@@ -10,10 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from opacus_shuffle.core.randomness import seeded_generator
 from opacus_shuffle.protocols.messages import Messages, shuffled
 
 # The seeds are fixed; a right shuffler would fail for one seed in a million.
 UNLIKELY = 1e-6
+
+
+def stream(seed):
+    return seeded_generator("cpu", seed, "messages")
 
 
 def unpacked(messages):
@@ -50,7 +55,7 @@ def test_large_reports_hold_their_ones_and_then_zeros():
 @settings(max_examples=100, deadline=None)
 def test_shuffling_keeps_every_coordinates_ones_and_adds_no_bits(bits, users, seed, data):
     ones = np.array(data.draw(st.lists(st.lists(st.integers(0, bits), min_size=3, max_size=3), min_size=users, max_size=users)))
-    result = shuffled([report(each, bits) for each in ones], np.random.default_rng(seed))
+    result = shuffled([report(each, bits) for each in ones], stream(seed))
     assert result.num_reports == users
     assert (result.bits_per_report, result.granularity) == (bits, 3)
     assert result.bits.shape == (3, -(-users * bits // 8))
@@ -59,7 +64,7 @@ def test_shuffling_keeps_every_coordinates_ones_and_adds_no_bits(bits, users, se
 
 
 def test_shuffled_messages_can_be_shuffled_with_more():
-    generator = np.random.default_rng(3)
+    generator = stream(3)
     both = shuffled([shuffled([report([1]), report([2])], generator), report([5])], generator)
     assert both.num_reports == 3
     assert both.ones().tolist() == [8]
@@ -68,7 +73,7 @@ def test_shuffled_messages_can_be_shuffled_with_more():
 @pytest.mark.parametrize("split", [[3, 0], [0, 3], [2, 1]])
 def test_every_arrangement_of_the_bits_is_equally_likely(split):
     reports = [report([ones], bits=4) for ones in split]
-    generator = np.random.default_rng(17)
+    generator = stream(17)
     arrangements = {chosen: k for k, chosen in enumerate(itertools.combinations(range(8), 3))}
     counts = np.zeros(len(arrangements))
     for _ in range(12_000):
@@ -78,7 +83,7 @@ def test_every_arrangement_of_the_bits_is_equally_likely(split):
 
 def test_coordinates_are_permuted_independently_of_each_other():
     reports = [report([1, 1], bits=3), report([0, 0], bits=3)]
-    generator = np.random.default_rng(5)
+    generator = stream(5)
     table = np.zeros((6, 6))
     for _ in range(12_000):
         bits = unpacked(shuffled(reports, generator))
@@ -89,7 +94,7 @@ def test_coordinates_are_permuted_independently_of_each_other():
 def test_the_distribution_of_the_shuffled_bits_depends_on_the_sums_only():
     # Whoever sent the ones: every position of a coordinate with 3 ones among 8 bits is 1 equally often.
     for seed, split in ((1, [3, 0]), (2, [1, 2])):
-        generator = np.random.default_rng(seed)
+        generator = stream(seed)
         reports = [report([ones, 1], bits=4) for ones in split]
         totals = sum(unpacked(shuffled(reports, generator)).astype(np.int64) for _ in range(12_000))
         # A frequency's standard error is below 0.5/√12000; the second coordinate has 2 ones among 8.

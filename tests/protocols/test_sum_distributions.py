@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
+from opacus_shuffle.core.randomness import SecretGenerator, seeded_generator
 from opacus_shuffle.protocols import random_rounding
 from opacus_shuffle.protocols.messages import Messages
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
@@ -222,9 +223,9 @@ def test_rounding_by_sixteen_bits_and_a_tie_break_keeps_the_mean_exactly(fractio
     asked = []
 
     def later_bits(value):
-        def draw(count, *, generator, dtype):
+        def draw(self, count):
             asked.append(count)
-            return torch.full((count,), value, dtype=dtype)
+            return torch.full((count,), value, dtype=torch.float64)
 
         return draw
 
@@ -232,8 +233,8 @@ def test_rounding_by_sixteen_bits_and_a_tie_break_keeps_the_mean_exactly(fractio
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(random_rounding, "_sixteen_bits", lambda draws, count: np.arange(count, dtype=np.uint16))
         for value in {0.0, max(1 - rest - 2.0**-40, 0.0), min(1 - rest, 1 - 2.0**-53), 1 - 2.0**-53}:
-            patch.setattr(torch, "rand", later_bits(value))
-            result = random_rounding.round_at_random(place.clone(), torch.Generator().manual_seed(0))
+            patch.setattr(SecretGenerator, "uniforms", later_bits(value))
+            result = random_rounding.round_at_random(place.clone(), SecretGenerator())
             assert set(result.unique().tolist()) <= {whole, whole + 1}
             ups[value] = int((result == whole + 1).sum())
     # Of the 2^16 draws so many decide for above whatever the rest is, and one asks for it: P(above) is (coarse + rest)/2^16.
@@ -243,7 +244,7 @@ def test_rounding_by_sixteen_bits_and_a_tie_break_keeps_the_mean_exactly(fractio
 
 
 def test_the_sixteen_bits_are_uniform():
-    draws = random_rounding._sixteen_bits(torch.Generator().manual_seed(5), 1_000_003)
+    draws = random_rounding._sixteen_bits(seeded_generator("cpu", 5, "bits"), 1_000_003)
     assert draws.dtype == np.uint16
     assert draws.shape == (1_000_003,)
     counts = np.bincount(draws >> 6, minlength=1024)

@@ -124,6 +124,11 @@ class GhostLogicalBatch(LogicalBatch, DPOptimizerFastGradientClipping):
         """How many records the criterion has clipped."""
         return set() if self._pending is None else {self._pending[0]}
 
+    @property
+    def pending(self) -> bool:
+        """Whether a clipped gradient waits for its noise."""
+        return self._pending is not None
+
     def forget_clipped(self) -> None:
         """Forgets clipped gradients, and refuses steps until there are new ones."""
         super().forget_clipped()

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from opacus_shuffle.core.opacus_compat import is_copy
+from opacus_shuffle.core.opacus_compat import is_copy, waits_for_step
 
 OWNER = "private_optimizer"
 """The attribute of a private network that holds the optimizer that trains it.
@@ -70,9 +70,13 @@ def hold_copy(network: nn.Module) -> None:
 
 def _end(private: Callable[[], Any], network: Callable[[], nn.Module | None]) -> None:
     """Takes off Opacus's hooks; the network is everybody's then."""
+    held = network()
+    owner = None if held is None else vars(held).pop(OWNER, None)
+    waiting = () if held is None else filter(waits_for_step, held.parameters())
+    if owner is not None and (any(True for _ in waiting) or getattr(owner, "pending", False)):
+        owner.forget_batch()  # what waits for a step that will not come is raw
     type(private()).cleanup(private())
-    if (held := network()) is not None:
-        vars(held).pop(OWNER, None)
+    if held is not None:
         _HELD.discard(held)
 
 
@@ -111,13 +115,15 @@ def _look_at_all_steps() -> None:
 
 def _refuse_raw(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     """Refuses a step that would move a private network by another gradient than the released."""
-    may_move = {id(each) for group in optimizer.param_groups for each in group["params"] if _moves(each)}
+    moved = [each for group in optimizer.param_groups for each in group["params"] if _moves(each)]
+    itself, memory = set(map(id, moved)), {_memory(each): id(each) for each in moved}
     # A closure would make other gradients.
     closure = any(each is not None for each in (*args[1:], *keywords.values()))
     raw, owners = [], []
     for network, _, each in held_parameters():
         owner = vars(network).get(OWNER)
-        if id(each) in may_move and (closure or owner is None or not owner.wrote(each)):
+        another = memory.get(_memory(each), id(each)) != id(each)  # a second tensor over this one
+        if another or (id(each) in itself and (closure or owner is None or not owner.wrote(each))):
             raw.append(each)
             owners.append(owner)
     if raw:
@@ -131,6 +137,14 @@ def _refuse_raw(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keyword
             "the network, adapters too, before make_private; model.to_standard_module() ends the "
             "private run, for training on public data"
         )
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where a tensor's numbers are; its own identity where that cannot be asked, or there are none."""
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (RuntimeError, NotImplementedError):  # of sharded and of fake tensors
+        return id(tensor)
 
 
 def _moves(parameter: torch.Tensor) -> bool:

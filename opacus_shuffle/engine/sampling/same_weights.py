@@ -16,17 +16,23 @@ clipping norms. Weights may change freely between a step and the next forward pa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from opacus_shuffle.core.randomness import SecretGenerator
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SUMS = {1: torch.int32, 2: torch.int32, 4: torch.int32, 8: torch.int64}
+_WORDS = 2**16
+_LEFT_OUT = (DTensor, nn.parameter.UninitializedParameter)
 
 
 class SameWeights:
-    """What passes on one batch have seen of the trainable parameters: a sum of the bits of each."""
+    """What passes on one batch have seen of the trainable parameters: a digest of each."""
 
     def __init__(self) -> None:
         self.forget()
@@ -66,13 +72,34 @@ class SameWeights:
 
 
 def _bits(parameters: Iterable[torch.Tensor | None]) -> dict[torch.Tensor, torch.Tensor]:
-    """The sum of each parameter's bits; ``_version`` would miss writes to ``.data``."""
+    """A digest of each parameter's bits; ``_version`` would miss writes to ``.data``."""
     found: dict[torch.Tensor, torch.Tensor] = {}
     for each in parameters:
         if each is not None:  # in a pass, expanded weights stand for parameters
             each = vars(each).get("orig_weight", each)
-        if type(each) is nn.Parameter and each.requires_grad and not each.is_complex():
-            bits = each.detach().view(_BITS[each.element_size()])
-            # Sums wrap around, and take as long as reading.
-            found[each] = bits.sum(dtype=_SUMS[each.element_size()])
+        if isinstance(each, nn.Parameter) and not isinstance(each, _LEFT_OUT) and each.requires_grad:
+            found[each] = _digest(torch.view_as_real(each) if each.is_complex() else each)
     return found
+
+
+def _digest(parameter: torch.Tensor) -> torch.Tensor:
+    """Sums a tensor's words of 64 bits, each times a secret odd number of its place: modulo 2⁶⁴.
+
+    A plain sum would not see what moves entries about, or changes all exponents or signs alike.
+    """
+    flat = parameter.detach().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    even = flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()
+    secret = _secret(flat.device)
+    words = [*torch.split(flat[:even].view(torch.int64), _WORDS)]
+    words.append(flat[even:].view(_BITS[flat.element_size()]).long())  # less than one word
+    sums = torch.stack([(each * secret[: len(each)]).sum() for each in words])
+    places = secret.repeat(-(-len(sums) // _WORDS))[: len(sums)]
+    return (sums * places).sum()
+
+
+@functools.cache
+def _secret(device: torch.device) -> torch.Tensor:
+    """Odd numbers that no script knows."""
+    return torch.from_numpy(SecretGenerator().words(_WORDS).view(np.int64) | 1).to(device)

@@ -10,6 +10,7 @@ what is its own; ``make_private`` goes through the verbs of the class in the ord
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import warnings
@@ -298,6 +299,13 @@ class Scheme:
         seed, runs = self.engine.seed, self.engine.runs
         return SecretGenerator(device) if seed is None else seeded_generator(device, seed, f"{use} of run {runs}")
 
+    def named_before(self, run: Run, optimizer: Any) -> list[torch.Generator | None]:
+        """The generators that :meth:`predictable` has named: the user's own, and those of the engine's seed."""
+        asked = run.request
+        named = [asked.noise_generator, asked.data_loader.generator]
+        drawing = [generator for _, generator in _no_secrets(optimizer)]
+        return [each for each in drawing if self.engine.seed is not None or any(each is other for other in named)]
+
     @property
     def tells_of_generators(self) -> Any:
         """What keeps the names of generators that are no secret, for every report."""
@@ -368,7 +376,7 @@ class Scheme:
         watch_inputs(run.request.module, module, tickets)
         if isinstance(optimizer, TicketedSteps):
             optimizer.tickets = tickets
-            self.told = [generator for _, generator in _no_secrets(optimizer)]  # by :meth:`predictable`
+            self.told = self.named_before(run, optimizer)
             optimizer.account_with(self.accountant, self.account(run), tickets)
             hold(unwrap(run.request.module), module, optimizer)
         else:
@@ -389,18 +397,20 @@ class Scheme:
         run = dataclasses.replace(run, request=dataclasses.replace(run.request, data_loader=loader))
 
         def record(optimizer: DPOptimizer) -> None:
-            scheme.name_generators(optimizer)
+            scheme.look_at(optimizer)
             scheme.accountant.record(scheme.round(run, optimizer))
 
         return record
 
-    def name_generators(self, optimizer: Any) -> None:
-        """Names, wherever ε is told, what draws this round and is no secret: looked up at every step, as all may be replaced.
+    def look_at(self, optimizer: Any) -> None:
+        """Notes for reports what this round is clipped to, and what draws it and is no secret: all may change at every step.
 
         What was passed to ``make_private`` has been named by :meth:`predictable` already.
         """
+        with contextlib.suppress(ReferenceError):  # a network may outlive its engine
+            self.engine.max_grad_norms.add(float(optimizer.max_grad_norm))
         for name, generator in _no_secrets(optimizer):
-            if generator not in self.told:
+            if not any(generator is each for each in self.told):
                 self.told.append(generator)
                 keeper = self.tells_of_generators
                 keeper.predictable = tuple(dict.fromkeys((*keeper.predictable, name)))

@@ -114,6 +114,10 @@ class OpacusOwn(Scheme):
         """Whether nothing was asked for that Opacus does not have."""
         return request.shuffling.groups is False and not self.engine.secure_mode and self.engine.seed is None
 
+    def named_before(self, run: Run, optimizer: Any) -> list[torch.Generator | None]:
+        """PyTorch's own alone, where that is what Opacus draws from."""
+        return [None] if self.is_opacus(run.request) else super().named_before(run, optimizer)
+
     @property
     def tells_of_generators(self) -> Any:
         """The engine: Opacus's accountants know nothing of generators."""
@@ -165,7 +169,8 @@ class OpacusOwn(Scheme):
         """Warns where batches are not what Opacus's accountants assume; all else they learn from the step hook."""
         engine = self.engine
         engine.predictable = tuple(dict.fromkeys((*engine.predictable, *self.predictable(run))))
-        engine.pytorch_noise = engine.pytorch_noise or self.is_opacus(run.request)
+        own = self.is_opacus(run.request) and run.request.noise_generator is None
+        engine.pytorch_noise = engine.pytorch_noise or own
         if run.sampling.kind == "own":
             engine.poisson = False
             warnings.warn(
@@ -182,12 +187,13 @@ class OpacusOwn(Scheme):
 
         accountant, engine = self.accountant, weakref.ref(self.engine)  # which knows the data, and a kept network keeps this
 
-        is_opacus, scheme = self.is_opacus(run.request), copy.copy(self)
+        scheme = copy.copy(self)
         scheme.engine = weakref.proxy(self.engine)
 
         def account(optimizer: DPOptimizer) -> None:
-            if not is_opacus and engine() is not None:
-                scheme.name_generators(optimizer)
+            # PyTorch's own has a line of its own; what a user put in its place is named as everywhere.
+            if engine() is not None:
+                scheme.look_at(optimizer)
             with (engine() or OpacusHistory()).another_round(accountant):
                 hook(optimizer)
 

@@ -197,6 +197,15 @@ def a_compiled_step(run):
     torch.compile(sgd(run.network.parameters()).step, backend="eager")()
 
 
+def a_parameter_over_the_same_memory(run):
+    run.step()
+    decoder = nn.Linear(1, 1)
+    decoder.weight = nn.Parameter(run.network[0].weight.detach())
+    run.seen = run.weights()
+    decoder.weight.grad = torch.ones_like(decoder.weight)
+    sgd([decoder.weight]).step()
+
+
 WAYS = [  # what is done, what is refused, where, and whether the first layer is frozen in make_private
     *((way, name, mode, frozen) for way, name, frozen in ((thawed, "0.weight", True), (adapted, "0.down.weight", False))
       for mode in MODES),
@@ -218,6 +227,7 @@ WAYS = [  # what is done, what is refused, where, and whether the first layer is
     (many_tensors_at_a_time, "0.weight", "ghost", False),
     (a_public_network_with_a_private_part, "0.weight", "hooks", False),
     (a_step_hook, "0.weight", "ghost", False),
+    (a_parameter_over_the_same_memory, "0.weight", "functorch", False),
     (the_optimizer_of_an_ended_run, "0.weight", "hooks", False),
     pytest.param(a_compiled_step, "0.weight", "hooks", False, marks=pytest.mark.zoo),  # compiling takes seconds
 ]  # fmt: skip
@@ -248,6 +258,19 @@ def test_a_private_run_that_has_ended_lets_its_network_go(mode):
     before = run.network[0].weight.detach().clone()
     other.step()
     assert not torch.equal(before, run.network[0].weight)
+
+
+@every_mode
+def test_a_private_run_that_ends_in_the_middle_of_a_batch_leaves_no_gradient_behind(mode):
+    run = Private(mode)
+    run.step()
+    run.optimizer.zero_grad()
+    run.backward()
+    run.private.cleanup()
+    for each in run.network.parameters():
+        assert each.grad is None
+        assert getattr(each, "grad_sample", None) is None
+        assert getattr(each, "summed_grad", None) is None
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
@@ -336,6 +359,37 @@ def by_hand(run):
 def loaded(run):
     run.backward()
     run.network.load_state_dict({name: each + 1e-3 for name, each in run.network.state_dict().items()})
+
+
+def negated(run):
+    run.backward()
+    run.network[0].weight.data.neg_()
+
+
+def doubled(run):
+    run.backward()
+    run.network[0].weight.data.mul_(2)
+
+
+def moved_about(run):
+    run.backward()
+    weight = run.network[0].weight.data
+    weight.copy_(weight.flip(0))
+
+
+@pytest.mark.parametrize(
+    ("way", "mode"),
+    [(negated, "hooks"), (doubled, "functorch"), (moved_about, "ghost")],
+)
+def test_changes_that_keep_a_plain_sum_of_bits_are_seen(way, mode):
+    toy = make_toy(records=8, batch_size=8)
+    toy["module"][0] = nn.Linear(5, 512)
+    toy["module"][2] = nn.Linear(512, 3)
+    toy["optimizer"] = torch.optim.SGD(toy["module"].parameters(), lr=0.1)
+    run = Private(mode, toy=toy)
+    way(run)
+    with pytest.raises(ValueError, match=r"0\.weight.* changed between the forward pass"):
+        run.optimizer.step()
 
 
 @pytest.mark.parametrize(("way", "mode"), in_turn(sharpness_aware, sharpness_aware_without_a_trace, by_hand, loaded))
