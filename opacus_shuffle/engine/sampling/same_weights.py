@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -27,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from opacus_shuffle.core.randomness import SecretGenerator
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_WORDS = 2**16
 _LEFT_OUT = (DTensor, nn.parameter.UninitializedParameter)
 
 
@@ -66,7 +64,7 @@ class SameWeights:
             return []
         device = pairs[0][1].device
         # One look at the device.
-        differ = torch.stack([(before != bits).to(device) for _, before, bits in pairs]).tolist()
+        differ = torch.stack([(before != bits).any().to(device) for _, before, bits in pairs]).tolist()
         found = [each for (each, *_), other in zip(pairs, differ, strict=True) if other]
         return list(dict.fromkeys(found))
 
@@ -83,23 +81,24 @@ def _bits(parameters: Iterable[torch.Tensor | None]) -> dict[torch.Tensor, torch
 
 
 def _digest(parameter: torch.Tensor) -> torch.Tensor:
-    """Sums a tensor's words of 64 bits, each times a secret odd number of its place: modulo 2⁶⁴.
+    """Sums the products of entries with secret numbers; of a large tensor those of some, and the bits of all.
 
-    A plain sum would not see what moves entries about, or changes all exponents or signs alike.
+    A sum of bits takes as long as reading, and sees any single change. What changes all signs,
+    exponents or places alike it may not see; the products do, if it reaches the entries that they
+    are of, which are as many as a few microseconds allow and begin where no script knows.
     """
     flat = parameter.detach().reshape(-1)
-    if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()
-    even = flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()
-    secret = _secret(flat.device)
-    words = [*torch.split(flat[:even].view(torch.int64), _WORDS)]
-    words.append(flat[even:].view(_BITS[flat.element_size()]).long())  # less than one word
-    sums = torch.stack([(each * secret[: len(each)]).sum() for each in words])
-    places = secret.repeat(-(-len(sums) // _WORDS))[: len(sums)]
-    return (sums * places).sum()
+    secret, first = _secret(flat.device)
+    if len(flat) <= len(secret):
+        return (flat.float() * secret[: len(flat)]).sum().view(torch.int32)  # which compares NaN, too
+    begin, size = first % (len(flat) - len(secret)), flat.element_size()
+    some = (flat[begin : begin + len(secret)].float() * secret).sum().view(torch.int32)
+    bits = flat.view(_BITS[size]).sum(dtype=torch.int64 if size == 8 else torch.int32)  # wraps around
+    return bits ^ some
 
 
 @functools.cache
-def _secret(device: torch.device) -> torch.Tensor:
-    """Odd numbers that no script knows."""
-    return torch.from_numpy(SecretGenerator().words(_WORDS).view(np.int64) | 1).to(device)
+def _secret(device: torch.device) -> tuple[torch.Tensor, int]:
+    """Numbers that no script knows, and one more."""
+    stream = SecretGenerator()
+    return stream.normals(2**13).to(device), int(stream.words(1)[0] >> 1)
