@@ -208,7 +208,7 @@ class SecretGenerator(torch.Generator):
     def normals(self, count: int) -> torch.Tensor:
         """Draws standard normal numbers by Box and Muller's transform: float32, shape (count,).
 
-        A word w of 32 bits is the uniform number |w|·2⁻³¹, which single precision holds with all of
+        A word w of 32 bits is the uniform number abs(w)·2⁻³¹, which single precision holds with all of
         its bits where it is small: numbers reach 6.76, as if 10⁻¹¹ of a normal distribution were
         cut off.
         """
