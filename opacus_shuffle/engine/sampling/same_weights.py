@@ -75,9 +75,16 @@ def _bits(parameters: Iterable[torch.Tensor | None]) -> dict[torch.Tensor, torch
     for each in parameters:
         if each is not None:  # in a pass, expanded weights stand for parameters
             each = vars(each).get("orig_weight", each)
-        if isinstance(each, nn.Parameter) and not isinstance(each, _LEFT_OUT) and each.requires_grad:
+        if isinstance(each, nn.Parameter) and _can_be_read(each):
             found[each] = _digest(torch.view_as_real(each) if each.is_complex() else each)
     return found
+
+
+def _can_be_read(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is trained and its numbers are here; what is gathered for a pass is given back after it."""
+    if isinstance(parameter, _LEFT_OUT) or not parameter.requires_grad or parameter.is_meta:
+        return False
+    return parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.element_size()
 
 
 def _digest(parameter: torch.Tensor) -> torch.Tensor:
