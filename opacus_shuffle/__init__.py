@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from opacus_shuffle.accountants.plan import plan
     from opacus_shuffle.accountants.report import PrivacyReport
     from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyAssumptionWarning, PrivacyBound
-    from opacus_shuffle.engine.prepare_model import prepare_model
     from opacus_shuffle.engine.privacy_engine import PrivacyEngine, ShuffleMixin
     from opacus_shuffle.engine.weights.module import ShuffleGradSampleModule
     from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
+    from opacus_shuffle.networks.position_ids import prepare_model
     from opacus_shuffle.permutation import PermutationSpec, find_permutations
     from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
@@ -77,7 +77,7 @@ _HOMES = {
     "accountants.plan": "plan",
     "accountants.report": "PrivacyReport",
     "core.guarantees": "Adjacency Guarantee PrivacyAssumptionWarning PrivacyBound",
-    "engine.prepare_model": "prepare_model",
+    "networks.position_ids": "prepare_model",
     "engine.privacy_engine": "PrivacyEngine ShuffleMixin",
     "engine.weights.module": "ShuffleGradSampleModule",
     "engine.weights.weight_shuffling": "WeightShuffling",

@@ -26,9 +26,9 @@ import torch
 
 from opacus_shuffle.audit.slices import Cell, Tables, cut, pair, twins
 from opacus_shuffle.core.validation import instance_of, integer
+from opacus_shuffle.networks.running import plain_name
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 from opacus_shuffle.permutation.moving.layout import on_grid
-from opacus_shuffle.permutation.network import plain_name
 
 StateDict = Mapping[str, torch.Tensor]
 Axes = list[tuple[Cell, int]]

@@ -50,7 +50,7 @@ from opacus_shuffle.core.validation import instance_of, integer, noise_level, on
 from opacus_shuffle.engine.optimizers.local_gaussian import NoisePerRecord
 from opacus_shuffle.engine.weights.optimizers import innermost
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
-from opacus_shuffle.permutation.network import unwrap
+from opacus_shuffle.networks.running import unwrap
 
 
 def audit_training(

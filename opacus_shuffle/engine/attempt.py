@@ -29,7 +29,7 @@ from opacus_shuffle.engine.sampling.loaders import seeded_copy
 from opacus_shuffle.engine.schemes import Scheme
 from opacus_shuffle.engine.watched_buffers import watch_buffers
 from opacus_shuffle.engine.weights.module import ShuffleGradSampleModule, make_plain, make_shuffled
-from opacus_shuffle.permutation.network import unwrap
+from opacus_shuffle.networks.running import unwrap
 
 Engine = TypeVar("Engine", bound="AttemptMixin")
 

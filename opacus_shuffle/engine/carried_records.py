@@ -39,9 +39,9 @@ from opacus_shuffle.engine.mixed_records import (
     rescaled,
     untouched,
 )
+from opacus_shuffle.networks.running import ATTRIBUTES, results
+from opacus_shuffle.networks.sample_input import Call
 from opacus_shuffle.permutation.finding.earlier_calls import EarlierCalls
-from opacus_shuffle.permutation.network import ATTRIBUTES, results
-from opacus_shuffle.permutation.sample_input import Call
 
 Kept = dict[str, list[torch.Tensor] | str]
 """By name of the buffer or attribute: the tensors in it, or what it is as text if there are none."""

@@ -20,8 +20,8 @@ from opacus_shuffle.core.plain_values import fingerprint, plain
 from opacus_shuffle.core.validation import boolean, instance_of
 from opacus_shuffle.engine.opacus_history import OpacusHistory
 from opacus_shuffle.engine.optimizers.released_only import private_optimizers
-from opacus_shuffle.engine.unchanged import unchanged_if_refused
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
+from opacus_shuffle.networks.rollback import rolled_back_if_refused
 
 _SHUFFLER, _ACCOUNT = "opacus_shuffle", "opacus_shuffle_account"
 _WEIGHTS, _ROUNDS = "module_state_dict", "privacy_accountant_state_dict"
@@ -198,7 +198,7 @@ class CheckpointMixin(opacus.PrivacyEngine):
             self.shuffler.check_state_dict(saved[_SHUFFLER])
         self._refuse_of_another_engine(module)
         parts = {"optimizer": optimizer, "noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
-        with unchanged_if_refused(module, *parts.values(), self.shuffler, self.accountant), self._load():
+        with rolled_back_if_refused(module, *parts.values(), self.shuffler, self.accountant), self._load():
             self.accountant.__dict__.update(accountant.__dict__)  # before the weights, should this be interrupted
             module.load_state_dict(saved[_WEIGHTS], **(module_load_dict_kwargs or {}))
             for each, part in parts.items():

@@ -31,8 +31,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from opacus_shuffle.core.progress import enter_phase
-from opacus_shuffle.permutation.network import results, seed_draws, state_kept
-from opacus_shuffle.permutation.sample_input import Call
+from opacus_shuffle.networks.rollback import rolled_back
+from opacus_shuffle.networks.running import results, seed_draws
+from opacus_shuffle.networks.sample_input import Call
 
 Gradients = list[torch.Tensor]
 
@@ -324,7 +325,7 @@ def untouched(network: nn.Module) -> Iterator[None]:
     """A block after which random states, parameters, buffers and attributes are what they were before."""
     held = [(module, dict(vars(module))) for module in network.modules()]
     try:
-        with state_kept(network):
+        with rolled_back(network):
             yield
     finally:
         for module, before in held:

@@ -38,11 +38,11 @@ from opacus_shuffle.engine.mixed_records import UnprobedError, first_rows, refus
 from opacus_shuffle.engine.optimizers.accumulated import refuse_second_expansion, refuse_second_pass
 from opacus_shuffle.engine.optimizers.released_only import held_parameters, hold_copy, names_of, private_optimizers
 from opacus_shuffle.engine.per_sample_check import FEWEST, REMEDY, check_per_sample_gradients, leaves
-from opacus_shuffle.engine.prepare_model import check_position_ids
 from opacus_shuffle.engine.records_apart import are_apart
 from opacus_shuffle.engine.run import Request
-from opacus_shuffle.permutation.network import unwrap
-from opacus_shuffle.permutation.sample_input import Call, first_records, from_batch
+from opacus_shuffle.networks.position_ids import check_position_ids
+from opacus_shuffle.networks.running import unwrap
+from opacus_shuffle.networks.sample_input import Call, first_records, from_batch
 
 
 def check_network(request: Request, engine: Any) -> FirstBatch | None:

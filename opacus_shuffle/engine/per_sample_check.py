@@ -45,8 +45,9 @@ from opacus_shuffle.engine.mixed_records import (
     with_others,
 )
 from opacus_shuffle.engine.optimizers.usable_records import HALF
-from opacus_shuffle.permutation.network import results, seed_draws, tensors_in
-from opacus_shuffle.permutation.sample_input import Call
+from opacus_shuffle.networks.running import results, seed_draws
+from opacus_shuffle.networks.sample_input import Call
+from opacus_shuffle.permutation.network import tensors_in
 
 REMEDY = (
     "so that what is clipped as one record is of several; sort and pick records in the loader's collate_fn, and let every "

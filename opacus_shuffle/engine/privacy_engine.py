@@ -40,8 +40,8 @@ from opacus_shuffle.engine.run import Budget, Request
 from opacus_shuffle.engine.schemes import scheme_of
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 from opacus_shuffle.engine.weights_alone import tell_of_weights_alone
+from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import PermutationSpec
-from opacus_shuffle.permutation.network import unwrap
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 

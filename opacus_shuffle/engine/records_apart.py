@@ -32,12 +32,13 @@ from opacus_shuffle.engine.mixed_records import (
     with_others,
 )
 from opacus_shuffle.engine.record_flow import RecordFlow
+from opacus_shuffle.networks.running import results, seed_draws
+from opacus_shuffle.networks.sample_input import Call
 from opacus_shuffle.permutation.finding.cheap_products import ASKING, Frugal, LeftOutProducts, cheap_products
 from opacus_shuffle.permutation.finding.earlier_calls import EarlierCalls
 from opacus_shuffle.permutation.finding.paths import LEAVING
 from opacus_shuffle.permutation.higher_order import InsightMode
-from opacus_shuffle.permutation.network import kept_activations, results, seed_draws, tensors_in
-from opacus_shuffle.permutation.sample_input import Call
+from opacus_shuffle.permutation.network import kept_activations, tensors_in
 
 RECORDS = 4
 MOST_READ = 16  # values in a run whose opposites are tried one at a time

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
-from opacus_shuffle.permutation.network import ATTRIBUTES
+from opacus_shuffle.networks.running import ATTRIBUTES
 
 
 class WatchedBuffers:

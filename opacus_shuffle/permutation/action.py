@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from opacus_shuffle.core.validation import instance_of
+from opacus_shuffle.networks.running import plain_name
 from opacus_shuffle.permutation.group import PermutationGroup, PermutationPlan
 from opacus_shuffle.permutation.moving.gather import gather_
 from opacus_shuffle.permutation.moving.layout import Block, Blocks, IndexVectors, plan_movement
 from opacus_shuffle.permutation.moving.moves import Move
-from opacus_shuffle.permutation.network import plain_name
 
 
 @dataclasses.dataclass(frozen=True)

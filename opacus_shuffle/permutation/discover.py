@@ -11,6 +11,9 @@ from torch import nn
 
 from opacus_shuffle.core.progress import enter_phase, progress
 from opacus_shuffle.core.validation import instance_of, one_of
+from opacus_shuffle.networks.rollback import rolled_back
+from opacus_shuffle.networks.running import unwrap, without_graph
+from opacus_shuffle.networks.sample_input import Call, call_of, normalise
 from opacus_shuffle.permutation.finding.cheap_products import Frugal
 from opacus_shuffle.permutation.finding.draws import Draws
 from opacus_shuffle.permutation.finding.earlier_calls import EarlierCalls
@@ -19,8 +22,7 @@ from opacus_shuffle.permutation.finding.nesting import LEVELS, build_spec
 from opacus_shuffle.permutation.finding.packings import Packing
 from opacus_shuffle.permutation.finding.paths import Place
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
-from opacus_shuffle.permutation.network import plain_attention, require_apart, require_ready, state_kept, unwrap, without_graph
-from opacus_shuffle.permutation.sample_input import Call, call_of, normalise
+from opacus_shuffle.permutation.network import plain_attention, require_apart, require_ready
 from opacus_shuffle.permutation.self_check import check_calls
 from opacus_shuffle.permutation.spec import PermutationSpec
 
@@ -134,7 +136,7 @@ def _traced(network: nn.Module, calls: list[Call], others: Sequence[Call], draws
         last = attempt == ROUNDS - 1
         run = TracedRun(network, packings, None if last else written)
         explorer = Explorer(network, run, draws, frugal, earlier)
-        with state_kept(network):
+        with rolled_back(network):
             explorer.count()
             learnt = False
             for place, call in enumerate(calls):
@@ -154,7 +156,7 @@ def _traced(network: nn.Module, calls: list[Call], others: Sequence[Call], draws
                     explorer.trace(call, training=training, name="another input")
                 learnt |= _learn(run, packings) or bool(run.newly_written)
         if last or not learnt:
-            with state_kept(network):  # a short sample may have changed the network for good
+            with rolled_back(network):  # a short sample may have changed the network for good
                 explorer.explore([*calls, *met])
         written |= run.newly_written
         if not (learnt or run.newly_written or _learn(run, packings)):
@@ -164,7 +166,7 @@ def _traced(network: nn.Module, calls: list[Call], others: Sequence[Call], draws
 
 def _run_before(network: nn.Module, calls: Sequence[Call], frugal: Frugal, earlier: EarlierCalls, draws: Draws) -> None:
     """Runs the network untraced, for what it draws each time and what it keeps of its calls."""
-    with state_kept(network), plain_attention(), draws.watched():
+    with rolled_back(network), plain_attention(), draws.watched():
         for args, kwargs in calls:
             for training in (True, False):
                 enter_phase("tracing")

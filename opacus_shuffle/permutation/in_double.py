@@ -14,9 +14,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from opacus_shuffle.core.progress import enter_phase
+from opacus_shuffle.networks.rollback import rolled_back
+from opacus_shuffle.networks.running import results, seed_draws, without_graph
+from opacus_shuffle.networks.sample_input import Call
 from opacus_shuffle.permutation.higher_order import InsightMode
-from opacus_shuffle.permutation.network import plain_attention, results, seed_draws, state_kept, without_graph
-from opacus_shuffle.permutation.sample_input import Call
+from opacus_shuffle.permutation.network import plain_attention
 
 NOISE = {"bernoulli": 1.0, "bernoulli_": 1.0} | dict.fromkeys(
     (
@@ -159,7 +161,7 @@ def _outputs(network: nn.Module, tensors: Mapping[str, torch.Tensor], call: Call
 
     def run() -> list[torch.Tensor]:
         with (
-            state_kept(network),
+            rolled_back(network),
             plain_attention(),
             torch.backends.cudnn.flags(enabled=fused),
             _InDouble(),  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from opacus_shuffle.permutation.sample_input import Call
+from opacus_shuffle.networks.sample_input import Call
 
 SHORT = 8
 

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from opacus_shuffle.core.progress import enter_phase
+from opacus_shuffle.networks.rollback import rolled_back
+from opacus_shuffle.networks.running import without_graph
+from opacus_shuffle.networks.sample_input import Call
 from opacus_shuffle.permutation.action import GroupAction
 from opacus_shuffle.permutation.finding.cheap_products import Frugal
 from opacus_shuffle.permutation.group import PermutationPlan
 from opacus_shuffle.permutation.in_double import PerturbedWeights
-from opacus_shuffle.permutation.network import state_kept, without_graph
-from opacus_shuffle.permutation.sample_input import Call
 
 MASK = 1e8
 """Entries beyond this are masks (-1e9, the lowest number of a type) and say nothing about the usual size of outputs."""
@@ -42,7 +43,7 @@ def check_calls(action: GroupAction, network: nn.Module, calls: Sequence[Call]) 
     enter_phase("checking")
     action.tensors(network)
     for args, kwargs in calls:  # what Python keeps for a size must not be made in double precision first: it would stay
-        with contextlib.suppress(Exception), state_kept(network):
+        with contextlib.suppress(Exception), rolled_back(network):
             Frugal(network)(lambda: without_graph(lambda: network.eval()(*args, **kwargs)))  # noqa: B023
     generator = torch.Generator().manual_seed(20_230_101)
     weights = PerturbedWeights(network, generator, buffers=True)

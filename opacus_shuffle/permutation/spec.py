@@ -13,10 +13,10 @@ from torch import nn
 
 from opacus_shuffle.core.tables import text_table
 from opacus_shuffle.core.validation import instance_of, one_of
+from opacus_shuffle.networks.running import unwrap
+from opacus_shuffle.networks.sample_input import call_of
 from opacus_shuffle.permutation.action import GroupAction
 from opacus_shuffle.permutation.moving.layout import Block, Factor, Term
-from opacus_shuffle.permutation.network import unwrap
-from opacus_shuffle.permutation.sample_input import call_of
 from opacus_shuffle.permutation.self_check import check_calls
 
 

@@ -12,7 +12,7 @@ from scipy.stats import binom
 from torch import nn
 
 from opacus_shuffle.audit.canary import GradientCanary
-from opacus_shuffle.permutation.network import unwrap
+from opacus_shuffle.networks.running import unwrap
 
 # The canary -------------------------------------------------------------------------------------------------------------------
 

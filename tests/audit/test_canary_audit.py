@@ -21,8 +21,8 @@ from opacus_shuffle.audit.canary import CanaryTrial, GradientCanary
 from opacus_shuffle.audit.lower_bounds import audit_scores
 from opacus_shuffle.audit.released_weights import ReleasedWeights, orbit
 from opacus_shuffle.core.guarantees import Guarantee
+from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import find_permutations
-from opacus_shuffle.permutation.network import unwrap
 
 # What it shows of DP-SGD ------------------------------------------------------------------------------------------------------
 

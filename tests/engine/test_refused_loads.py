@@ -15,8 +15,8 @@ from helpers.toy import make_toy, run_epoch, way_of
 from torch import nn
 
 from opacus_shuffle import PrivacyEngine
-from opacus_shuffle.engine.unchanged import unchanged_if_refused
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
+from opacus_shuffle.networks.rollback import rolled_back_if_refused
 
 
 def network(width: int = 40, *, counts: bool = False) -> nn.Module:
@@ -209,7 +209,7 @@ def test_what_a_module_keeps_beside_its_tensors_is_put_back_too():
             layer.bias.zero_()
         raise KeyError
 
-    with pytest.raises(KeyError), unchanged_if_refused(layer, None, thing):
+    with pytest.raises(KeyError), rolled_back_if_refused(layer, None, thing):
         spoil()
     assert (layer.count, thing.value) == (1, 1)
     assert layer.weight is weight

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import opacus_shuffle
 from helpers.shuffled_runs import in_record
 from opacus_shuffle.audit.training_audit import audit_training
-from opacus_shuffle.permutation.network import unwrap
+from opacus_shuffle.networks.running import unwrap
 
 DELTA = 1e-5
 

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus_shuffle import PrivacyEngine, prepare_model
 from opacus_shuffle.engine.weights.shuffler import MODES, WeightShuffler
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
+from opacus_shuffle.networks.running import plain_name
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
-from opacus_shuffle.permutation.network import plain_name
 
 SHUFFLE_SEED = 20_260_101
 RECORDS, BATCH, EPOCHS = 32, 8, 2

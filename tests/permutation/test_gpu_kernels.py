@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
+from opacus_shuffle.networks.sample_input import normalise
 from opacus_shuffle.permutation import find_permutations
 from opacus_shuffle.permutation.finding.draws import Draws
 from opacus_shuffle.permutation.finding.nesting import build_spec
 from opacus_shuffle.permutation.finding.trace import Tracer
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
-from opacus_shuffle.permutation.sample_input import normalise
 
 
 def between(middle):

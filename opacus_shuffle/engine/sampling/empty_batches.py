@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.opacus_compat import wrapped_network
 from opacus_shuffle.engine.sampling.sampling_plan import SamplingPlan
-from opacus_shuffle.permutation.sample_input import first_records
+from opacus_shuffle.networks.sample_input import first_records
 
 NEVER = 1e-9
 """An empty batch that is less likely than that in an epoch is not waited for."""

@@ -53,8 +53,8 @@ from opacus_shuffle.engine.schemes.on_ranks import plan_on_ranks, refuse_ranks
 from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan
 from opacus_shuffle.engine.weights.module import start_shuffling
 from opacus_shuffle.engine.weights.weight_shuffling import find_spec
+from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import PermutationSpec
-from opacus_shuffle.permutation.network import unwrap
 
 
 class Scheme:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from opacus_shuffle.core.validation import instance_of
-from opacus_shuffle.permutation.network import unwrap
+from opacus_shuffle.networks.running import unwrap
 
 
 def becomes_average(memo: dict[Any, Any]) -> bool:

@@ -14,8 +14,8 @@ from torch import nn
 
 from opacus_shuffle.core.validation import noise_level, positive
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
+from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import PermutationSpec
-from opacus_shuffle.permutation.network import unwrap
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,8 +28,8 @@ from opacus_shuffle.engine.weights.attached import detach_shuffler, warn_of_anot
 from opacus_shuffle.engine.weights.averages import average_that_reads
 from opacus_shuffle.engine.weights.optimizers import innermost
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
+from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation.discover import find_permutations
-from opacus_shuffle.permutation.network import unwrap
 from opacus_shuffle.permutation.spec import PermutationSpec
 
 

@@ -29,8 +29,8 @@ from opacus_shuffle.engine.weights.optimizers import (
 )
 from opacus_shuffle.engine.weights.released_state import moving_tensors, parts_of, permute_state, permuted_optimizer_state
 from opacus_shuffle.engine.weights.secret import Secret
+from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
-from opacus_shuffle.permutation.network import unwrap
 
 MODES = ("every_step", "on_release")
 

@@ -18,16 +18,17 @@ from opacus_shuffle.core.opacus_compat import refuse_broken_attention, refuse_ti
 from opacus_shuffle.core.progress import progress
 from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.validation import integer, noise_level, one_of, positive_or_infinite
-from opacus_shuffle.engine.prepare_model import check_position_ids
 from opacus_shuffle.engine.ranks import Ranks
 from opacus_shuffle.engine.weights.optimizers import innermost, refuse_optimizer
 from opacus_shuffle.engine.weights.shuffler import MODES
+from opacus_shuffle.networks.position_ids import check_position_ids
+from opacus_shuffle.networks.running import unwrap
+from opacus_shuffle.networks.sample_input import Call, first_records, from_batch, run_quietly
 from opacus_shuffle.permutation import PermutationSpec
 from opacus_shuffle.permutation.discover import find_on_calls
 from opacus_shuffle.permutation.finding.cheap_products import Frugal
 from opacus_shuffle.permutation.finding.nesting import LEVELS
-from opacus_shuffle.permutation.network import require_ready, unwrap
-from opacus_shuffle.permutation.sample_input import Call, first_records, from_batch, run_quietly
+from opacus_shuffle.permutation.network import require_ready
 from opacus_shuffle.permutation.self_check import check_calls
 
 OTHER_RECORDS = 8

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from opacus_shuffle.networks.sample_input import Call
 from opacus_shuffle.permutation.finding.paths import Answer, Paths, Place, possible_answers
 from opacus_shuffle.permutation.finding.watched_runs import Answers, Meeting
-from opacus_shuffle.permutation.sample_input import Call
 
 
 class Decisions:

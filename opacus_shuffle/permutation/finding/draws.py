@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from opacus_shuffle.networks.running import seed_draws
 from opacus_shuffle.permutation.higher_order import InsightMode
-from opacus_shuffle.permutation.network import seed_draws, tensors_in
+from opacus_shuffle.permutation.network import tensors_in
 from opacus_shuffle.permutation.operators import operator_of
 
 WATCHED_FROM = 723_480_237_123  # a random state that no network begins in

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from opacus_shuffle.networks.running import ATTRIBUTES, CLOSED
 from opacus_shuffle.permutation.finding.comparisons import noticed
-from opacus_shuffle.permutation.network import ATTRIBUTES, CLOSED, tensors_in
+from opacus_shuffle.permutation.network import tensors_in
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, MethodType)
 """Types of values that are the same where they are equal."""

@@ -13,6 +13,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from opacus_shuffle.core.progress import enter_phase
+from opacus_shuffle.networks.rollback import random_states_kept, rolled_back
+from opacus_shuffle.networks.running import without_graph
+from opacus_shuffle.networks.sample_input import Call
 from opacus_shuffle.permutation.finding.cheap_products import Frugal
 from opacus_shuffle.permutation.finding.decisions import Decisions
 from opacus_shuffle.permutation.finding.draws import Draws
@@ -36,14 +39,7 @@ from opacus_shuffle.permutation.finding.trace import ReplacingError, Tracer
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
 from opacus_shuffle.permutation.finding.watched_runs import LOOKED_AT, Answers, Watched, runs_plainly
 from opacus_shuffle.permutation.higher_order import OpaqueOperationError
-from opacus_shuffle.permutation.network import (
-    plain_attention,
-    python_random_states,
-    random_states_kept,
-    seed_python,
-    state_kept,
-    without_graph,
-)
+from opacus_shuffle.permutation.network import plain_attention, python_random_states, seed_python
 from opacus_shuffle.permutation.other_inputs import (
     LENGTHS,
     entries_in,
@@ -54,7 +50,6 @@ from opacus_shuffle.permutation.other_inputs import (
     other_values,
     with_as_many_records,
 )
-from opacus_shuffle.permutation.sample_input import Call
 
 MOST_WAYS = 200
 MOST_SIZES = 3
@@ -113,7 +108,7 @@ class Explorer:
         if self._is_settled(call, training, answers, coins):
             return
         try:
-            with state_kept(self._network):
+            with rolled_back(self._network):
                 watched = self._frugal(lambda: self._watched(call, training, answers, coins))
         except (HandlerError, OpaqueOperationError):
             raise
@@ -251,7 +246,7 @@ class Explorer:
         """Traces what the network does when it was called before: on the first of these often, on each of the others once."""
         traced: list[dict[Any, Any]] = []
         for earlier, training in itertools.product(calls, (True, False)):
-            with state_kept(self._network):
+            with rolled_back(self._network):
                 for _ in range(CALLS if earlier is calls[0] else 1):
                     before = self._earlier.state()
                     self._call_before(earlier, training=training)
@@ -337,7 +332,7 @@ class Explorer:
             except Exception as error:
                 if replaces:  # what is labelled on the way would stay labelled
                     return error
-        with state_kept(self._network):
+        with rolled_back(self._network):
             try:
                 watched = self._frugal(lambda: self._watched(call, training, answers, coins, alone=replaces))
             except ReplacingError:
@@ -361,7 +356,7 @@ class Explorer:
         def run() -> None:
             paths = self._paths(call, answers, coins)
             try:
-                with state_kept(self._network), plain_attention(), paths:  # type: ignore[no-untyped-call]
+                with rolled_back(self._network), plain_attention(), paths:  # type: ignore[no-untyped-call]
                     self._network.train(training)(*args, **kwargs)
             finally:
                 self._spent += paths.operations

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from opacus_shuffle.networks.running import results
 from opacus_shuffle.permutation.finding import (  # noqa: F401  (they register their rules)
     rules_algebra,
     rules_indexing,
@@ -27,7 +28,7 @@ from opacus_shuffle.permutation.finding.paths import LEAVING, Paths, frames, pla
 from opacus_shuffle.permutation.finding.rules import find_rule
 from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun, bind
 from opacus_shuffle.permutation.higher_order import InsightMode
-from opacus_shuffle.permutation.network import kept_activations, plain_attention, results
+from opacus_shuffle.permutation.network import kept_activations, plain_attention
 from opacus_shuffle.permutation.operators import operator_of
 
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from opacus_shuffle.networks.rollback import rolled_back
+from opacus_shuffle.networks.running import without_graph
+from opacus_shuffle.networks.sample_input import Call
 from opacus_shuffle.permutation.finding.paths import Answer, Paths, Place
 from opacus_shuffle.permutation.finding.trace import Tracer
-from opacus_shuffle.permutation.network import state_kept, without_graph
-from opacus_shuffle.permutation.sample_input import Call
 
 LOOKED_AT = (
     "It runs where it is not looked at: meanwhile sizes of tensors, and numbers read out of them, are of subclasses of int and "
@@ -46,7 +47,7 @@ def runs_plainly(network: nn.Module, call: Call) -> bool:
     """Returns whether a network runs where nobody looks, in the mode that it is in."""
     args, kwargs = call
     try:
-        with state_kept(network):
+        with rolled_back(network):
             without_graph(lambda: network(*args, **kwargs))
     except Exception:
         return False

@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
-from opacus_shuffle.permutation.network import unwrap
+from opacus_shuffle.networks.running import unwrap
 
 VISIBLE = 1e-3
 HALF_LIFE = {"mean": {}, "ema": {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}, "with buffers": {"use_buffers": True}}

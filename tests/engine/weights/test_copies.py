@@ -30,8 +30,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
+from opacus_shuffle.networks.running import plain_name
 from opacus_shuffle.permutation import find_permutations
-from opacus_shuffle.permutation.network import plain_name
 
 VISIBLE = 1e-3
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_shuffle
-from opacus_shuffle.engine.prepare_model import check_position_ids, prepare_model
+from opacus_shuffle.networks.position_ids import check_position_ids, prepare_model
 
 VOCABULARY, LENGTH, RECORDS = 40, 6, 3
 

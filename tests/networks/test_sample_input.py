@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from opacus_shuffle.permutation.sample_input import first_records, from_batch, guess, normalise, run_quietly
+from opacus_shuffle.networks.sample_input import first_records, from_batch, guess, normalise, run_quietly
 
 
 class TwoInputs(nn.Module):

@@ -31,8 +31,7 @@ import torch
 from torch import nn
 
 from opacus_shuffle.core.validation import instance_of
-from opacus_shuffle.permutation.finding.cheap_products import Frugal
-from opacus_shuffle.permutation.sample_input import run_quietly
+from opacus_shuffle.networks.sample_input import run_quietly
 
 # What models call the tensor that holds their records, first dimension first.
 _RECORDS = ("input_ids", "inputs_embeds", "input_embeds", "pixel_values", "input_values", "input_features")
@@ -227,7 +226,7 @@ def _first_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
     named = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
     handles = [module.register_forward_hook(note) for _, module in named]
     try:
-        Frugal(model)(lambda: run_quietly(model, args, kwargs))  # sizes are all that is looked at
+        run_quietly(model, args, kwargs)
     finally:
         for handle in handles:
             handle.remove()

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, IterableDataset
 
 from opacus_shuffle.core.validation import integer
-from opacus_shuffle.permutation.network import random_states_kept, state_kept, without_graph
+from opacus_shuffle.networks.rollback import random_states_kept, rolled_back
+from opacus_shuffle.networks.running import without_graph
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -228,7 +229,7 @@ def _shapes(module: nn.Module, first: nn.Module | None) -> list[tuple[int, ...]]
 
 def run_quietly(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Runs one forward pass without gradients, in evaluation mode, that leaves no trace."""
-    with state_kept(module):
+    with rolled_back(module):
         module.eval()
         return without_graph(lambda: module(*args, **kwargs))
 
