@@ -269,10 +269,10 @@ def forget_unfinished_passes(network: nn.Module) -> None:
         if isinstance(kept, list) and all(isinstance(each, list) for each in kept):
             kept.clear()
             layer.__dict__.pop("max_batch_len", None)
-    for parameter in network.parameters():
-        if "_forward_counter" in parameter.__dict__:
-            parameter.__dict__["_forward_counter"] = 0
-        parameter.__dict__.pop("_current_grad_sample", None)
+        for parameter in layer.parameters(recurse=False):
+            if "_forward_counter" in parameter.__dict__:
+                parameter.__dict__["_forward_counter"] = 0
+            parameter.__dict__.pop("_current_grad_sample", None)
 
 
 def unknown_to_hooks(network: nn.Module) -> dict[str, torch.Tensor]:

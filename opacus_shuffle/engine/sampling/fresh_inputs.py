@@ -103,9 +103,14 @@ def watch_inputs(network: nn.Module, private: Any, tickets: TicketBook | None) -
         fresh = FreshInputs(tickets, private, network)
         tickets.when_issued = functools.partial(_forget, weakref.ref(network), weakref.ref(private))
         # Layers with hooks of their own may be called without the whole; expanded weights know the whole alone.
-        called = network.modules() if hasattr(private, "autograd_grad_sample_hooks") else [network]
+        called = _entrances(network) if hasattr(private, "autograd_grad_sample_hooks") else [network]
         before = [each.register_forward_pre_hook(fresh, with_kwargs=True) for each in called]
         _HANDLES[network] = *before, network.register_forward_hook(fresh.answered, with_kwargs=True)
+
+
+def _entrances(network: nn.Module) -> list[nn.Module]:
+    """The network, and its layers that have parameters, as Opacus keeps nothing of what others see."""
+    return [layer for layer in network.modules() if layer is network or layer._parameters]
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from opacus_shuffle.core.randomness import SecretGenerator
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.int8, 2: torch.int16}  # by the size of an entry; larger ones are whole words
 _LEFT_OUT = (DTensor, nn.parameter.UninitializedParameter)
 
 
@@ -59,14 +59,19 @@ class SameWeights:
     def changed(self) -> list[torch.Tensor]:
         """The parameters that are not, or were not at a later look, what they were at first."""
         looks = [*self._later[1:], _bits(self._first)]
-        pairs = [(each, self._first[each], bits) for look in looks for each, bits in look.items()]
-        if not pairs:
+        seen = [(parameter, digest) for look in looks for parameter, digest in look.items()]
+        if not seen:
             return []
-        device = pairs[0][1].device
-        # One look at the device.
-        differ = torch.stack([(before != bits).any().to(device) for _, before, bits in pairs]).tolist()
-        found = [each for (each, *_), other in zip(pairs, differ, strict=True) if other]
-        return list(dict.fromkeys(found))
+        first = _stacked(self._first[parameter] for parameter, _ in seen)
+        differs = (first != _stacked(digest for _, digest in seen)).tolist()  # waits for a GPU once
+        pairs = zip(seen, differs, strict=True)
+        return list(dict.fromkeys(parameter for (parameter, _), differ in pairs if differ))
+
+
+def _stacked(digests: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Digests of parameters, which may be on several devices, as one vector."""
+    first, *others = digests
+    return torch.stack([first, *(digest.to(first.device) for digest in others)])
 
 
 def _bits(parameters: Iterable[torch.Tensor | None]) -> dict[torch.Tensor, torch.Tensor]:
@@ -95,17 +100,27 @@ def _digest(parameter: torch.Tensor) -> torch.Tensor:
     are of, which are as many as a few microseconds allow and begin where no script knows.
     """
     flat = parameter.detach().reshape(-1)
-    secret, first = _secret(flat.device)
-    if len(flat) <= len(secret):
-        return (flat.float() * secret[: len(flat)]).sum().view(torch.int32)  # which compares NaN, too
-    begin, size = first % (len(flat) - len(secret)), flat.element_size()
-    some = (flat[begin : begin + len(secret)].float() * secret).sum().view(torch.int32)
-    bits = flat.view(_BITS[size]).sum(dtype=torch.int64 if size == 8 else torch.int32)  # wraps around
+    size, (secret, first) = flat.numel(), _secret(flat.device, flat.numel())
+    most = secret.numel()
+    if size <= most:
+        # Not torch.dot, whose last bits depend on the number of threads. Bits compare NaN, too.
+        return (flat.float() * secret).sum().view(torch.int32)
+    begin = first % (size - most)
+    some = (flat[begin : begin + most].float() * secret).sum().view(torch.int32)
+    words = flat.view(_BITS.get(flat.element_size(), torch.int32))
+    bits = words.sum(dtype=torch.int32)  # wraps around
     return bits ^ some
 
 
 @functools.cache
-def _secret(device: torch.device) -> tuple[torch.Tensor, int]:
-    """Numbers that no script knows, and one more."""
+def _secret_numbers(device: torch.device) -> tuple[torch.Tensor, int]:
+    """Numbers that no script knows, and one more, which says where they begin in a large tensor."""
     stream = SecretGenerator()
     return stream.normals(2**13).to(device), int(stream.words(1)[0] >> 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _secret(device: torch.device, size: int) -> tuple[torch.Tensor, int]:
+    """The numbers for a tensor of this size; kept, as a slice takes as long as the product."""
+    numbers, first = _secret_numbers(device)
+    return numbers[:size], first
