@@ -7,7 +7,6 @@ import importlib.util
 import opacus.accountants.registry as opacus_registry
 import pytest
 
-from opacus_shuffle.accountants import ACCOUNTANTS
 from opacus_shuffle.accountants.bounds import registry
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 from opacus_shuffle.engine.schemes.base import Scheme
@@ -23,8 +22,8 @@ collect_ignore = [page for page, package in PAGES.items() if importlib.util.find
 
 @pytest.fixture(autouse=True)
 def registries_are_left_as_they_were():
-    """Restores the tables of mechanisms, accountants, bounds and schemes."""
-    ours = (MECHANISMS, ACCOUNTANTS, registry._TABLE, Scheme._by_mechanism)
+    """Restores the tables of mechanisms, bounds and schemes."""
+    ours = (MECHANISMS, registry._TABLE, Scheme._by_mechanism)
     tables = (*ours, opacus_registry._ACCOUNTANTS)
     saved = [dict(table) for table in tables]
     yield

@@ -1,7 +1,7 @@
 """The Opacus side of accounting: what ran, as mechanisms, and every bound on it.
 
->>> from opacus_shuffle.accountants import ShuffledCheckInAccountant
->>> accountant = ShuffledCheckInAccountant(num_users=60_000, local_noise=True)
+>>> from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn
+>>> accountant = ShuffleAccountant(ShuffledCheckIn, num_users=60_000, local_noise=True)
 >>> for _ in range(100):
 ...     accountant.step(noise_multiplier=5.0, sample_rate=0.1)
 >>> accountant.rounds
@@ -24,10 +24,9 @@ from typing import Any
 from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.accountants.bounds.registry import bounds_of, compute_bound
-from opacus_shuffle.accountants.forgotten_flags import little_noise, unread_flags
-from opacus_shuffle.accountants.mechanism import Mechanism
-from opacus_shuffle.accountants.origins import rewound_sentence
-from opacus_shuffle.accountants.recorded_rounds import RecordedRounds, optional_count
+from opacus_shuffle.accountants.flag_warnings import little_noise, unread_flags
+from opacus_shuffle.accountants.history import RecordedRounds, optional_count
+from opacus_shuffle.accountants.lineage import rewound_sentence
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyAssumptionWarning, PrivacyBound
@@ -40,9 +39,9 @@ _STOCK_GENERATOR = "the state of the generator of opacus.PrivacyEngine's noise, 
 
 
 class ShuffleAccountant(RecordedRounds):
-    """Accounts rounds of one mechanism; :func:`accountant_class` makes the subclass for it.
+    """Accounts rounds of one mechanism, whichever it is.
 
-    Arguments and attributes are those of :class:`~opacus_shuffle.accountants.recorded_rounds.RecordedRounds`.
+    Arguments and attributes are those of :class:`~opacus_shuffle.accountants.history.RecordedRounds`.
 
     Formal Guarantees:
         Those of the bound; ``bound="certified"``, the default, is proved for every data set.
@@ -73,7 +72,7 @@ class ShuffleAccountant(RecordedRounds):
         Raises:
             ValueError: If something is unknown, out of range or contradicts what is known, or a keyword is unknown.
         """
-        told = self._told(fields)
+        told = self._with_fields(fields)
         open_unit_interval("delta", delta)
         one_of("bound", bound, bounds_of(self.mechanism_class))
         Adjacency(adjacency)
@@ -89,7 +88,7 @@ class ShuffleAccountant(RecordedRounds):
             warnings.warn(sentence, PrivacyAssumptionWarning, stacklevel=3)
         return answer.epsilon
 
-    def _told(self, facts: dict[str, Any]) -> ShuffleAccountant:
+    def _with_fields(self, facts: dict[str, Any]) -> ShuffleAccountant:
         """An accountant of the same rounds that knows these facts besides."""
         given = {name: value for name, value in facts.items() if value is not None}
         told = copy.copy(self)
@@ -98,8 +97,8 @@ class ShuffleAccountant(RecordedRounds):
             if known is not None and asked not in (None, known):
                 raise ValueError(f"{name} is known to be {known}, got {asked}: leave it out")
             setattr(told, name, asked if known is None else known)
-        if self._rounds and (told.num_users, told.batch_size) != (self.num_users, self.batch_size):
-            raise ValueError(f"every round is known, up to {self._rounds[-1]}: leave out num_users and batch_size")
+        if self._recorded() and (told.num_users, told.batch_size) != (self.num_users, self.batch_size):
+            raise ValueError(f"every round is known, up to {self._recorded()[-1]}: leave out num_users and batch_size")
         told._fields = {**self._fields, **self._known_fields(given)}
         if not self._unknown():
             known = self.planned or (self.rounds[-1][0] if self.rounds else None)
@@ -211,21 +210,6 @@ class ShuffleAccountant(RecordedRounds):
             self.num_users, self.batch_size = round(batch / sample_rate), math.floor(batch) + 1
         else:
             self.num_users, self.batch_size = users, math.ceil(users * sample_rate - 1e-6)
-
-
-ACCOUNTANTS: dict[str, type[ShuffleAccountant]] = {}
-"""The accountants made so far, by the names of their mechanisms."""
-
-
-def accountant_class(mechanism: type[Mechanism]) -> type[ShuffleAccountant]:
-    """Returns the accountant of a mechanism; it pickles as ``opacus_shuffle.accountants.<Mechanism>Accountant``."""
-    known = ACCOUNTANTS.get(mechanism.name)
-    if known is not None and known.mechanism_class is mechanism:
-        return known
-    text = f"Accounts for rounds of {mechanism.__name__}: {mechanism.__doc__}"
-    members = {"mechanism_class": mechanism, "__doc__": text, "__module__": "opacus_shuffle.accountants"}
-    ACCOUNTANTS[mechanism.name] = made = type(f"{mechanism.__name__}Accountant", (ShuffleAccountant,), members)
-    return made
 
 
 def assumption(answer: PrivacyBound, certified: PrivacyBound, *, emulated: bool = False) -> str:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from opacus.accountants import register_accountant
@@ -28,19 +29,14 @@ def register_accountants() -> None:
             f"Opacus has other accountants already registered as {', '.join(strangers)}: register those under other names"
         )
     for name, owner in known.items():
-        register_accountant(name, _Maker(name), force=owner is True)  # type: ignore[arg-type]
+        register_accountant(name, functools.partial(_make, name), force=owner is True)  # type: ignore[arg-type]
 
 
-class _Maker:
-    """Makes a mechanism's accountant when called, as its class does: at registration that class may be half imported."""
+def _make(name: str, **arguments: Any) -> Any:
+    """Makes a mechanism's accountant when called: at registration its class may be half imported."""
+    from opacus_shuffle.accountants.accountant import ShuffleAccountant
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, **arguments: Any) -> Any:
-        from opacus_shuffle.accountants.accountant import accountant_class
-
-        return accountant_class(MECHANISMS[self._name])(**arguments)  # type: ignore[arg-type]
+    return ShuffleAccountant(MECHANISMS[name], **arguments)
 
 
 def _registered(name: str) -> bool | None:
@@ -49,7 +45,7 @@ def _registered(name: str) -> bool | None:
         existing = type(create_accountant(name))
     except Exception as error:  # a stranger's may want arguments; a ValueError is Opacus's word for "not registered"
         return None if isinstance(error, ValueError) else False
-    return (existing.__module__, existing.__qualname__) == (__package__, f"{MECHANISMS[name].__name__}Accountant")
+    return (existing.__module__, existing.__qualname__) == (f"{__package__}.accountant", "ShuffleAccountant")
 
 
 register_accountants()

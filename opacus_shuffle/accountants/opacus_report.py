@@ -21,7 +21,8 @@ import numpy as np
 from opacus.accountants import GaussianAccountant, IAccountant, PRVAccountant, RDPAccountant
 
 from opacus_shuffle.accountants.bounds.registry import STYLES, Style
-from opacus_shuffle.accountants.report import POINTS, PrivacyReport, first_rounds
+from opacus_shuffle.accountants.lineage import first_rounds
+from opacus_shuffle.accountants.report import POINTS, PrivacyReport
 from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Adjacency, Guarantee, PrivacyBound
 from opacus_shuffle.core.validation import boolean, integer, open_unit_interval
 

@@ -21,7 +21,7 @@ import numpy as np
 from opacus_shuffle._version import __version__
 from opacus_shuffle.accountants.bounds.registry import Rounds, Style, baselines_of, bounds_of, find_bound, kind_of, ladder
 from opacus_shuffle.accountants.communication import Communication, sent_per_user
-from opacus_shuffle.accountants.origins import rewound_sentence
+from opacus_shuffle.accountants.lineage import first_rounds, rewound_sentence
 from opacus_shuffle.core import extras
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound, finite
 from opacus_shuffle.core.rounding import round_down, round_up
@@ -434,14 +434,3 @@ def epsilons_over_rounds(
         for bound in ladder(first_rounds(rounds, count), delta=delta, adjacency=adjacency, orders=orders):
             curves.setdefault(bound.bound, []).append((count, bound.epsilon))
     return curves
-
-
-def first_rounds(rounds: Rounds, count: int) -> Rounds:
-    """Returns the history's first ``count`` rounds."""
-    found = []
-    for mechanism, repetitions in rounds:
-        taken = min(repetitions, count)
-        if taken:
-            found.append((mechanism, taken))
-        count -= taken
-    return found

@@ -5,7 +5,7 @@ gaussian                the Gaussian mechanism without any shuffler
 mean_ratio              Rényi moments of the papers' pair: the mean ratio R of shuffled Gaussian reports
 subsampling             what the paper prints for sampled rounds; composition turns RDP into (ε, δ)
 ratio_distribution      the distribution of R from above and from below; privacy_loss composes it over rounds
-opposite_reports        the same for a record that becomes its opposite; cells is what both are made of
+opposite_reports        the same for a record that becomes its opposite; discretization is what both are made of
 shuffled_rounds         ε of rounds of shuffled reports: the pair's, without the shuffler, and DP-SGD's
 gaussian_clones         ε of the same rounds for every data set
 clones                  the baseline that knows of a report only that it is locally private

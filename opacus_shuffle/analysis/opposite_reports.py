@@ -24,7 +24,14 @@ import math
 import numpy as np
 from scipy.special import ndtr
 
-from opacus_shuffle.analysis.cells import Atoms, atoms_above, growing_grid, lognormal_moments, mean_of_atoms, normal_masses
+from opacus_shuffle.analysis.discretization import (
+    Atoms,
+    atoms_above,
+    growing_grid,
+    lognormal_moments,
+    mean_of_atoms,
+    normal_masses,
+)
 from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution
 

@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 from scipy.special import ndtr
 
-from opacus_shuffle.analysis.cells import atoms_above, growing_grid, lognormal_moments, mean_of_atoms, normal_masses
+from opacus_shuffle.analysis.discretization import atoms_above, growing_grid, lognormal_moments, mean_of_atoms, normal_masses
 from opacus_shuffle.analysis.mean_ratio import Sampling, Vector, check_round
 from opacus_shuffle.core.validation import one_of
 

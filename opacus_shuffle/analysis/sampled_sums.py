@@ -26,8 +26,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from opacus_shuffle.analysis import gaussian, privacy_loss
-from opacus_shuffle.analysis.classes import classes
 from opacus_shuffle.analysis.mean_ratio import Vector
+from opacus_shuffle.analysis.merge import merged_kinds
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution, mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import MOST_KINDS, ShuffledRound, merge, tail_for
@@ -134,7 +134,7 @@ def _coarsen(rounds: tuple[tuple[SampledSum, int], ...]) -> tuple[tuple[SampledS
         return np.log1p(rows[:, 1] * np.expm1(np.minimum(rows[:, 0] ** 2, 600.0)))
 
     found = []
-    for few in classes(numbers, np.array([count for _, count in rounds]), size, most=MOST_KINDS):
+    for few in merged_kinds(numbers, np.array([count for _, count in rounds]), size, most=MOST_KINDS):
         mu, rate, lost = (float(number) for number in numbers[few].max(axis=0))
         # What holds for a sample of fixed size holds for coins, too.
         kinds = {rounds[index][0].sampling for index in few}

@@ -22,8 +22,8 @@ import numpy as np
 from scipy.special import ndtr
 
 from opacus_shuffle.analysis import gaussian, privacy_loss
-from opacus_shuffle.analysis.classes import classes
 from opacus_shuffle.analysis.mean_ratio import Sampling, Vector, check_round
+from opacus_shuffle.analysis.merge import merged_kinds
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import TAILS, RatioDistribution, Side, has_distribution, mean_distribution
 from opacus_shuffle.core.validation import integer, open_unit_interval
@@ -250,7 +250,7 @@ def _joined(rounds: Rounds, side: Side, most: int) -> Iterable[tuple[ShuffledRou
     rows, kind_of = np.unique(rows, axis=0, return_inverse=True)
     counts = np.array([count for _, count in rounds])
     most *= max(int(np.count_nonzero(np.ptp(rows, axis=0))), 1)
-    for few in classes(rows, np.bincount(kind_of, counts), size, most=most):
+    for few in merged_kinds(rows, np.bincount(kind_of, counts), size, most=most):
         noise, users, drawn = (float(number) for number in np.abs(rows[few].max(axis=0)))
         kind = dataclasses.replace(
             like,

@@ -4,7 +4,7 @@ Where few take part, coins are not tossed one by one: how many show heads is bin
 number all subsets of its size are equally likely. So a batch of 1,000 out of ten million records
 costs a thousand numbers.
 
->>> heads(5, 1.0, None), heads(5, 0.0, None), sorted(subset(5, 5, None))
+>>> bernoulli_indices(5, 1.0, None), bernoulli_indices(5, 0.0, None), sorted(subset(5, 5, None))
 ([0, 1, 2, 3, 4], [], [0, 1, 2, 3, 4])
 """
 
@@ -22,7 +22,7 @@ from opacus_shuffle.core.randomness import SecretGenerator, stream_of
 _OFTEN = 1 / 16
 
 
-def heads(count: int, rate: float, generator: torch.Generator | None) -> list[int]:
+def bernoulli_indices(count: int, rate: float, generator: torch.Generator | None) -> list[int]:
     """Tosses so many coins and returns which of them show heads, in order.
 
     Args:

@@ -14,18 +14,18 @@ import opacus
 import torch
 
 from opacus_shuffle.accountants import PrivacyAssumptionWarning, ShuffleAccountant
-from opacus_shuffle.accountants.origins import Origins, rewound_sentence
+from opacus_shuffle.accountants.lineage import Lineage, rewound_sentence
 from opacus_shuffle.core.atomic_file import replacing
 from opacus_shuffle.core.plain_values import fingerprint, plain
 from opacus_shuffle.core.validation import boolean, instance_of
-from opacus_shuffle.engine.opacus_history import OpacusHistory
+from opacus_shuffle.engine.opacus_lineage import OpacusLineage
 from opacus_shuffle.engine.optimizers.released_only import private_optimizers
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
 from opacus_shuffle.networks.rollback import rolled_back_if_refused
 
 _SHUFFLER, _ACCOUNT = "opacus_shuffle", "opacus_shuffle_account"
 _WEIGHTS, _ROUNDS = "module_state_dict", "privacy_accountant_state_dict"
-_TOLD = ("origins", "poisson", "predictable", "unchecked")
+_TOLD = ("lineage", "poisson", "predictable", "unchecked")
 STOCK = "a checkpoint of Opacus's own engine, which says neither how its batches were drawn nor whether it was changed"
 PICKLED = "a file read with allow_pickle=True, which could run code, and so change anything"
 
@@ -61,7 +61,7 @@ class CheckpointMixin(opacus.PrivacyEngine):
     predictable: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
     accountant: Any  # Opacus's, untyped
-    _opacus_history: OpacusHistory | None = None
+    _followed: OpacusLineage | None = None
     _loading: bool = False
 
     def save_checkpoint(  # type: ignore[override]
@@ -119,8 +119,8 @@ class CheckpointMixin(opacus.PrivacyEngine):
         told: dict[str, Any] = dict.fromkeys(_TOLD)
         told.update(poisson=self.poisson, predictable=list(self.predictable), unchecked=list(self.unchecked))
         if not isinstance(self.accountant, ShuffleAccountant):  # ours say it themselves
-            self._opacus_history = self._opacus_history or OpacusHistory()
-            told["origins"] = self._opacus_history.state(self.accountant)
+            self._followed = self._followed or OpacusLineage()
+            told["lineage"] = self._followed.state(self.accountant)
         saved = plain(saved, foreign)
         saved[_ACCOUNT] = {**told, "digest": fingerprint(_own_parts(saved), told)}
         with replacing(path) as file:
@@ -193,7 +193,7 @@ class CheckpointMixin(opacus.PrivacyEngine):
         unchecked = (*told["unchecked"], *([PICKLED] if allow_pickle else []))
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            accountant, history = self._accounting(saved[_ROUNDS], told["origins"], name, allow_rewind)
+            accountant, history = self._accounting(saved[_ROUNDS], told["lineage"], name, allow_rewind)
         if self.shuffler is not None and _SHUFFLER in saved:
             self.shuffler.check_state_dict(saved[_SHUFFLER])
         self._refuse_of_another_engine(module)
@@ -216,7 +216,7 @@ class CheckpointMixin(opacus.PrivacyEngine):
                 warnings.warn(message.message, stacklevel=2)
             for private in private_optimizers(module):
                 private.forget_batch()
-        self._opacus_history = history
+        self._followed = history
         self.poisson = self.poisson and told["poisson"]
         self.predictable = tuple(dict.fromkeys((*self.predictable, *told["predictable"])))
         knows = self.accountant if isinstance(self.accountant, ShuffleAccountant) else self
@@ -233,13 +233,13 @@ class CheckpointMixin(opacus.PrivacyEngine):
 
     def another_round(self, accountant: Any) -> contextlib.AbstractContextManager[None]:
         """Counts a round beside one of Opacus's own accountants, whose history anybody may set."""
-        self._opacus_history = self._opacus_history or OpacusHistory()
-        return self._opacus_history.another_round(accountant)
+        self._followed = self._followed or OpacusLineage()
+        return self._followed.another_round(accountant)
 
     @property
     def rewound(self) -> int:
         """Rounds that ran and are no longer accounted by one of Opacus's own accountants; the others count them themselves."""
-        return 0 if self._opacus_history is None else self._opacus_history.rewound(self.accountant)
+        return 0 if self._followed is None else self._followed.rewound(self.accountant)
 
     def warn_if_rewound(self) -> None:
         """Says so where rounds that ran are no longer accounted by one of Opacus's own accountants; the others say it."""
@@ -250,13 +250,13 @@ class CheckpointMixin(opacus.PrivacyEngine):
         """What copies and pickles take along: the account, and neither the data set nor what trains."""
         return {**self.__dict__, "dataset": None, "shuffler": None}
 
-    def known_origins(self) -> Origins | None:
+    def known_lineage(self) -> Lineage | None:
         """Which releases are accounted; None while a checkpoint is loaded, whose account comes with it."""
         if self._loading:
             return None
         if isinstance(self.accountant, ShuffleAccountant):
-            return self.accountant.origins
-        return self._opacus_history.origins if self._opacus_history else Origins()
+            return self.accountant.lineage
+        return self._followed.lineage if self._followed else Lineage()
 
     @contextlib.contextmanager
     def _load(self) -> Iterator[None]:
@@ -267,14 +267,14 @@ class CheckpointMixin(opacus.PrivacyEngine):
         finally:
             self._loading = False
 
-    def _accounting(self, state: Any, origins: Any, name: str, allow_rewind: bool) -> tuple[Any, OpacusHistory | None]:
+    def _accounting(self, state: Any, told: Any, name: str, allow_rewind: bool) -> tuple[Any, OpacusLineage | None]:
         """What the accountant is after a load, and what follows its history; refuses what does not fit."""
         if isinstance(self.accountant, ShuffleAccountant):
             accountant = copy.deepcopy(self.accountant)
             accountant.load_state_dict(state, allow_rewind=allow_rewind)
             return accountant, None
-        history = self._opacus_history or OpacusHistory()
-        return history.loaded(self.accountant, state, origins, name=name, allow_rewind=allow_rewind)
+        history = self._followed or OpacusLineage()
+        return history.loaded(self.accountant, state, told, name=name, allow_rewind=allow_rewind)
 
 
 def _read(path: Any, options: dict[str, Any], allow_pickle: bool) -> dict[str, Any]:
@@ -324,7 +324,7 @@ def _told(saved: dict[str, Any]) -> tuple[dict[str, Any], str]:
     told = saved.get(_ACCOUNT)
     if told is None and _SHUFFLER not in saved:  # nothing of ours
         name = fingerprint(saved[_WEIGHTS], saved[_ROUNDS])
-        return {"origins": None, "poisson": True, "predictable": [], "unchecked": [STOCK]}, name
+        return {"lineage": None, "poisson": True, "predictable": [], "unchecked": [STOCK]}, name
     digest = told.get("digest") if isinstance(told, dict) else None
     told = {key: told[key] for key in _TOLD if key in told} if isinstance(told, dict) else {}
     if len(told) < len(_TOLD) or digest != fingerprint(_own_parts(saved), told):

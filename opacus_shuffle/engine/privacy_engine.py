@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants import ShuffleAccountant
-from opacus_shuffle.accountants.forgotten_flags import little_local_noise, little_noise
+from opacus_shuffle.accountants.flag_warnings import little_local_noise, little_noise
 from opacus_shuffle.accountants.opacus_report import OpacusReport
 from opacus_shuffle.accountants.report import PrivacyReport, not_private
 from opacus_shuffle.core.guarantees import Adjacency
@@ -177,7 +177,7 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
             scheme.attach(run, made)
         self.runs += 1
         self.num_users = run.sampling.num_users
-        tell_of_weights_alone(unwrap(module), self.known_origins)
+        tell_of_weights_alone(unwrap(module), self.known_lineage)
         if found := [each for each in scheme.predictable(run) if not each.startswith("seed=")]:
             warnings.warn(not_private(found), stacklevel=2)
         planned = getattr(self.accountant, "planned", None)  # Opacus's own plan nothing

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound, find_bound, kind_of
 from opacus_shuffle.accountants.calibrate import noise_within
-from opacus_shuffle.accountants.forgotten_flags import FLAGS
+from opacus_shuffle.accountants.flag_warnings import FLAGS
 from opacus_shuffle.core.guarantees import Adjacency, PrivacyBound
 from opacus_shuffle.core.validation import (
     boolean,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from opacus_shuffle.accountants.origins import Origins
+from opacus_shuffle.accountants.lineage import Lineage
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 
 _MARK = "opacus_shuffle"
@@ -29,7 +29,7 @@ class WeightsAlone:
         account: A method that returns which rounds are accounted, or None where nothing is to be said.
     """
 
-    def __init__(self, network: nn.Module, account: Callable[[], Origins | None]) -> None:
+    def __init__(self, network: nn.Module, account: Callable[[], Lineage | None]) -> None:
         self._account: Callable[[], Any] = weakref.WeakMethod(account)  # type: ignore[arg-type]
         self._handles: list[Any] = [
             network.register_state_dict_post_hook(self),  # type: ignore[no-untyped-call]
@@ -44,18 +44,18 @@ class WeightsAlone:
         for handle in self._handles:
             handle.remove()
 
-    def _origins(self) -> Origins | None:
+    def _lineage(self) -> Lineage | None:
         account = self._account()
         return None if account is None else account()
 
     def __call__(self, network: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
         """Marks a state dict."""
-        if (origins := self._origins()) is not None:
-            metadata[_MARK] = dict(origins.held)
+        if (lineage := self._lineage()) is not None:
+            metadata[_MARK] = dict(lineage.held)
 
     def _before_load(self, network: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-        origins, mark = self._origins(), metadata.get(_MARK)
-        if origins is None or (isinstance(mark, dict) and all(origins.seen.get(each, 0) >= mark[each] for each in mark)):
+        lineage, mark = self._lineage(), metadata.get(_MARK)
+        if lineage is None or (isinstance(mark, dict) and all(lineage.seen.get(each, 0) >= mark[each] for each in mark)):
             return
         warnings.warn(
             "weights were loaded into a private network without their account: if they come from a private run, or "
@@ -73,7 +73,7 @@ def _of_a_copy() -> WeightsAlone:
     return copied
 
 
-def tell_of_weights_alone(network: nn.Module, account: Callable[[], Origins | None]) -> None:
+def tell_of_weights_alone(network: nn.Module, account: Callable[[], Lineage | None]) -> None:
     """Warns from now on of weights that are loaded into a network without their account; replaces an earlier watch."""
     for each in list(network._state_dict_hooks.values()):
         if isinstance(each, WeightsAlone):

@@ -19,7 +19,7 @@ from scipy import stats
 
 from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn, ShuffleGauss, SubsampledShuffle
 from opacus_shuffle.core.opacus_compat import gaussian_noise
-from opacus_shuffle.core.participation import heads, subset
+from opacus_shuffle.core.participation import bernoulli_indices, subset
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import noise_level, one_of
 from opacus_shuffle.federated.report_format import ReportFormat
@@ -123,7 +123,7 @@ class GaussianReports(ReportFormat):
                 "no more and no fewer must be there"
             )
         poisson = self.server_selects == "poisson"
-        chosen = heads(count, self.sample_rate, draws) if poisson else subset(count, self.fewest_reports, draws)
+        chosen = bernoulli_indices(count, self.sample_rate, draws) if poisson else subset(count, self.fewest_reports, draws)
         return [clients[place] for place in chosen]
 
     @property

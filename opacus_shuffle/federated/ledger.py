@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from opacus_shuffle.accountants.accountant import ShuffleAccountant, accountant_class
+from opacus_shuffle.accountants.accountant import ShuffleAccountant
 from opacus_shuffle.accountants.bounds.registry import compute_bound
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.core.atomic_file import replacing
@@ -84,7 +84,7 @@ class Ledger:
         if self.path is not None and not self.path.absolute().parent.is_dir():
             raise ValueError(f"path={str(path)!r} must be a file in a folder that is there: make the folder")
         compute_bound([(format.mechanism, 1)], delta=self.delta)  # refuses a δ that no round can have
-        self.accountant: ShuffleAccountant = accountant_class(type(format.mechanism))()
+        self.accountant = ShuffleAccountant(type(format.mechanism))
         self.accountant.plan(format.mechanism)
         self.round, self.begun = 0, False
         self.result: Any = None

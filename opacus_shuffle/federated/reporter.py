@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from opacus_shuffle.core.participation import heads
+from opacus_shuffle.core.participation import bernoulli_indices
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import boolean, instance_of, integer
 from opacus_shuffle.federated.client_book import ClientBook
@@ -66,7 +66,7 @@ class Reporter:
         round_ = integer("number", number, minimum=0, maximum=LARGEST_ROUND)
         always = boolean("always_train", always_train)
         self.book.note(round_, max_rounds=self.max_rounds, fingerprint=self.format.fingerprint)
-        takes_part = bool(heads(1, self.format.coin_rate, SecretGenerator()))
+        takes_part = bool(bernoulli_indices(1, self.format.coin_rate, SecretGenerator()))
         if not (takes_part or always):
             submit(self.format.encode(round_, None))
             return

@@ -26,7 +26,7 @@ from opacus.accountants.utils import get_noise_multiplier
 
 import opacus_shuffle
 from opacus_shuffle import Guarantee, PrivacyAssumptionWarning
-from opacus_shuffle.accountants import ShuffledCheckInAccountant, bounds_of
+from opacus_shuffle.accountants import ShuffleAccountant, bounds_of
 from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn
 from opacus_shuffle.analysis import composition
 from opacus_shuffle.core.guarantees import Adjacency
@@ -36,9 +36,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptio
 
 
 @every_accountant
-def test_it_has_the_three_bounds_and_the_certified_ones_are_proved(accountant_class):
-    accountant = accountant_of(accountant_class, [(2.0, 0.1, 5)])
-    names = bounds_of(accountant_class.mechanism_class)
+def test_it_has_the_three_bounds_and_the_certified_ones_are_proved(kind):
+    accountant = accountant_of(kind, [(2.0, 0.1, 5)])
+    names = bounds_of(kind)
     guarantees = {name: accountant.bound(DELTA, bound=name).guarantee for name in names}
     assert {"published", "pair", "certified"} <= set(guarantees)
     proved = {name for name, worth in guarantees.items() if worth is Guarantee.PROVED}
@@ -46,22 +46,22 @@ def test_it_has_the_three_bounds_and_the_certified_ones_are_proved(accountant_cl
 
 
 @every_bound
-def test_nothing_ran_costs_nothing(accountant_class, bound):
+def test_nothing_ran_costs_nothing(kind, bound):
     with pytest.raises(ValueError, match="bound"):
-        accountant_class().get_epsilon(DELTA, bound="bogus")
-    assert spent(accountant_class, [], bound=bound) == 0.0
-    assert accountant_class().get_epsilon(DELTA, bound=bound) == 0.0
-    assert len(accountant_class()) == 0
+        ShuffleAccountant(kind).get_epsilon(DELTA, bound="bogus")
+    assert spent(kind, [], bound=bound) == 0.0
+    assert ShuffleAccountant(kind).get_epsilon(DELTA, bound=bound) == 0.0
+    assert len(ShuffleAccountant(kind)) == 0
 
 
 @pytest.mark.zoo  # at one setting each, tests/accountants/test_report.py's ladders have such numbers
 @every_bound
 @settings(deadline=None, max_examples=2)
 @given(sigma=st.floats(0.3, 20), rate=st.floats(0.01, 1.0), steps=st.integers(1, 10**6), users=st.integers(100, 10**6))
-def test_epsilon_is_finite_and_positive(accountant_class, bound, sigma, rate, steps, users):
+def test_epsilon_is_finite_and_positive(kind, bound, sigma, rate, steps, users):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", composition.OrderCapWarning)
-        epsilon = spent(accountant_class, [(sigma, rate, steps)], bound=bound, num_users=users)
+        epsilon = spent(kind, [(sigma, rate, steps)], bound=bound, num_users=users)
     assert math.isfinite(epsilon)
     assert epsilon >= 0
     # At σ = 2 and with 10⁴ users δ(0) is at least about 0.4·γ·√(Var X / n) = 2e-5, and less noise or fewer users leave more.
@@ -69,23 +69,23 @@ def test_epsilon_is_finite_and_positive(accountant_class, bound, sigma, rate, st
 
 
 @every_bound
-def test_more_noise_fewer_rounds_and_a_larger_delta_cost_less(accountant_class, bound):
-    base = spent(accountant_class, [(2.0, 0.1, 50)], bound=bound)
-    assert spent(accountant_class, [(2.2, 0.1, 50)], bound=bound) < base
-    assert spent(accountant_class, [(2.0, 0.1, 49)], bound=bound) < base
-    assert spent(accountant_class, [(2.0, 0.1, 50)], bound=bound, delta=1e-4) < base
+def test_more_noise_fewer_rounds_and_a_larger_delta_cost_less(kind, bound):
+    base = spent(kind, [(2.0, 0.1, 50)], bound=bound)
+    assert spent(kind, [(2.2, 0.1, 50)], bound=bound) < base
+    assert spent(kind, [(2.0, 0.1, 49)], bound=bound) < base
+    assert spent(kind, [(2.0, 0.1, 50)], bound=bound, delta=1e-4) < base
 
 
 @pytest.mark.zoo
 @every_shuffler_of_reports  # the papers' bounds are above their pair; WS's estimate is not
 @settings(deadline=None, max_examples=3)
 @given(sigma=st.floats(0.01, 20), rate=st.floats(1e-4, 1.0), steps=st.integers(1, 1000), users=st.integers(2, 10**5))
-def test_pair_never_exceeds_published(accountant_class, sigma, rate, steps, users):
-    if rate * users < 1 and accountant_class.mechanism() != "shuffled_checkin":
+def test_pair_never_exceeds_published(kind, sigma, rate, steps, users):
+    if rate * users < 1 and kind.name != "shuffled_checkin":
         return  # no report at all
     history = [(sigma, rate, steps)]
-    published = spent(accountant_class, history, bound="published", num_users=users)
-    pair = spent(accountant_class, history, bound="pair", num_users=users)
+    published = spent(kind, history, bound="published", num_users=users)
+    pair = spent(kind, history, bound="pair", num_users=users)
     assert pair <= published * (1 + 1e-9)
 
 
@@ -93,36 +93,32 @@ def test_pair_never_exceeds_published(accountant_class, sigma, rate, steps, user
 @every_accountant
 @settings(deadline=None, max_examples=3)
 @given(sigma=st.floats(0.3, 20), rate=st.floats(0.01, 1.0), steps=st.integers(1, 10**4), users=st.integers(100, 10**5))
-def test_what_holds_for_every_data_set_is_never_below_one_pair(accountant_class, sigma, rate, steps, users):
-    pair, certified = (
-        spent(accountant_class, [(sigma, rate, steps)], bound=bound, num_users=users) for bound in ("pair", "certified")
-    )
+def test_what_holds_for_every_data_set_is_never_below_one_pair(kind, sigma, rate, steps, users):
+    pair, certified = (spent(kind, [(sigma, rate, steps)], bound=bound, num_users=users) for bound in ("pair", "certified"))
     assert pair <= certified
 
 
 @every_shuffler_of_reports  # what is proved of shuffled weights is DP-SGD's own
-def test_shuffling_helps_in_every_bound(accountant_class):
+def test_shuffling_helps_in_every_bound(kind):
     for bound in ("pair", "certified"):
-        crowd = spent(accountant_class, [(4.0, 0.5, 20)], bound=bound, num_users=100_000)
-        assert crowd < spent(accountant_class, [(4.0, 0.5, 20)], bound=bound, num_users=100) / 3
+        crowd = spent(kind, [(4.0, 0.5, 20)], bound=bound, num_users=100_000)
+        assert crowd < spent(kind, [(4.0, 0.5, 20)], bound=bound, num_users=100) / 3
 
 
 @pytest.mark.zoo
 @every_bound
-def test_histories_that_change_compose(accountant_class, bound):
-    whole = spent(accountant_class, [(2.0, 0.1, 70)], bound=bound)
-    assert spent(accountant_class, [(2.0, 0.1, 30), (2.0, 0.1, 40)], bound=bound) == pytest.approx(whole, rel=1e-12)
-    mixed = spent(accountant_class, [(2.0, 0.1, 30), (3.0, 0.2, 40)], bound=bound)
-    assert spent(accountant_class, [(3.0, 0.2, 40), (2.0, 0.1, 30)], bound=bound) == pytest.approx(mixed, rel=1e-12)
-    assert spent(accountant_class, [(3.0, 0.1, 70)], bound=bound) < spent(
-        accountant_class, [(2.0, 0.1, 30), (3.0, 0.1, 40)], bound=bound
-    )
-    assert spent(accountant_class, [(2.0, 0.1, 30), (3.0, 0.1, 40)], bound=bound) < whole
+def test_histories_that_change_compose(kind, bound):
+    whole = spent(kind, [(2.0, 0.1, 70)], bound=bound)
+    assert spent(kind, [(2.0, 0.1, 30), (2.0, 0.1, 40)], bound=bound) == pytest.approx(whole, rel=1e-12)
+    mixed = spent(kind, [(2.0, 0.1, 30), (3.0, 0.2, 40)], bound=bound)
+    assert spent(kind, [(3.0, 0.2, 40), (2.0, 0.1, 30)], bound=bound) == pytest.approx(mixed, rel=1e-12)
+    assert spent(kind, [(3.0, 0.1, 70)], bound=bound) < spent(kind, [(2.0, 0.1, 30), (3.0, 0.1, 40)], bound=bound)
+    assert spent(kind, [(2.0, 0.1, 30), (3.0, 0.1, 40)], bound=bound) < whole
 
 
 @every_accountant
-def test_step_writes_opacus_triples_and_merges_neighbours(accountant_class):
-    accountant = accountant_of(accountant_class)
+def test_step_writes_opacus_triples_and_merges_neighbours(kind):
+    accountant = accountant_of(kind)
     for sigma in (2.0, 2.0, 3.0, 2.0):
         accountant.step(noise_multiplier=sigma, sample_rate=0.1)
     assert accountant.history == [(2.0, 0.1, 2), (3.0, 0.1, 1), (2.0, 0.1, 1)]
@@ -130,27 +126,27 @@ def test_step_writes_opacus_triples_and_merges_neighbours(accountant_class):
 
 
 @every_shuffler_of_reports  # shuffled weights have no reports with noise of their own
-def test_the_noise_of_the_sum_is_root_b_times_the_local_one(accountant_class):
-    local = spent(accountant_class, [(2.0, 0.1, 5)], local_noise=True)
-    assert spent(accountant_class, [(2.0 * math.sqrt(100), 0.1, 5)], local_noise=False) == pytest.approx(local, rel=1e-9)
+def test_the_noise_of_the_sum_is_root_b_times_the_local_one(kind):
+    local = spent(kind, [(2.0, 0.1, 5)], local_noise=True)
+    assert spent(kind, [(2.0 * math.sqrt(100), 0.1, 5)], local_noise=False) == pytest.approx(local, rel=1e-9)
 
 
 def test_more_reports_than_planned_share_the_noise_of_the_sum():
     for kind in (opacus_shuffle.ShuffledCheckIn, opacus_shuffle.ShuffleGauss):
         rate = {} if kind.sampling is None else {"sample_rate": 0.1}
-        found = opacus_shuffle.accountants.ACCOUNTANTS[kind.name](num_users=1000)
+        found = ShuffleAccountant(kind, num_users=1000)
         found.plan(kind(noise_multiplier=1.0, num_users=1000 if rate else 100, **rate))
         found.step(noise_multiplier=20.0, sample_rate=0.2)
         assert found.rounds[0][0].noise_multiplier == pytest.approx(20 / math.sqrt(200), rel=1e-12)
 
 
 @every_accountant
-def test_the_first_epsilon_that_is_not_proved_warns_once_and_names_the_proved_one(accountant_class):
-    accountant = accountant_of(accountant_class, [(2.0, 0.1, 5)])
+def test_the_first_epsilon_that_is_not_proved_warns_once_and_names_the_proved_one(kind):
+    accountant = accountant_of(kind, [(2.0, 0.1, 5)])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         certified = accountant.get_epsilon(DELTA, bound="certified")
-    covered = "one pair of data sets" if accountant_class in FAMILY else "no data set for certain"
+    covered = "one pair of data sets" if kind in FAMILY else "no data set for certain"
     with pytest.warns(PrivacyAssumptionWarning, match=f"{covered}.*epsilon={round_up(certified)}"):
         accountant.get_epsilon(DELTA, bound="published")
     with warnings.catch_warnings():
@@ -176,16 +172,16 @@ def test_the_first_epsilon_that_is_not_proved_warns_once_and_names_the_proved_on
         ({"delta": 10**400}, "delta"),
     ],
 )
-def test_bad_arguments_are_named(accountant_class, options, named):
-    accountant = accountant_of(accountant_class, [(2.0, 0.1, 5)])
+def test_bad_arguments_are_named(kind, options, named):
+    accountant = accountant_of(kind, [(2.0, 0.1, 5)])
     with pytest.raises(ValueError, match=named):
         accountant.get_epsilon(**{"delta": DELTA, **options})
 
 
 @every_accountant
 @pytest.mark.parametrize("sigma", [0.0, -1.0, math.nan, math.inf, 1e-170, 1e200, "2", True, None, np.bool_(True)])
-def test_noise_must_be_positive_and_finite(accountant_class, sigma):
-    accountant = accountant_of(accountant_class)
+def test_noise_must_be_positive_and_finite(kind, sigma):
+    accountant = accountant_of(kind)
     with pytest.raises(ValueError, match="noise_multiplier"):
         accountant.step(noise_multiplier=sigma, sample_rate=0.1)
     with pytest.raises(ValueError, match="noise_multiplier"):
@@ -194,36 +190,34 @@ def test_noise_must_be_positive_and_finite(accountant_class, sigma):
 
 
 @every_shuffler_of_reports  # shuffled weights hide in the same way among any number of records
-def test_an_unknown_population_is_refused_with_the_remedy(accountant_class):
-    accountant = accountant_class()
+def test_an_unknown_population_is_refused_with_the_remedy(kind):
+    accountant = ShuffleAccountant(kind)
     accountant.history = [(20.0, 0.1, 5)]
     with pytest.raises(ValueError, match=r"accountant\.num_users = "):
         accountant.get_epsilon(DELTA)
     with pytest.raises(ValueError, match="make_private_with_epsilon"):
-        get_noise_multiplier(
-            target_epsilon=1.0, target_delta=DELTA, sample_rate=0.1, steps=5, accountant=accountant_class.mechanism()
-        )
+        get_noise_multiplier(target_epsilon=1.0, target_delta=DELTA, sample_rate=0.1, steps=5, accountant=kind.name)
     assert accountant.get_epsilon(DELTA, num_users=1000) > 0
 
 
 @pytest.mark.zoo
 @every_bound_named("certified")
-def test_the_certified_value_never_exceeds_the_unshuffled_gaussian_and_is_it_for_one_user(accountant_class, bound):
+def test_the_certified_value_never_exceeds_the_unshuffled_gaussian_and_is_it_for_one_user(kind, bound):
     from opacus.accountants.analysis.gdp import eps_from_mu
 
     for adjacency, distance in zip(Adjacency, (1, 2), strict=True):
         exact = eps_from_mu(mu=distance * math.sqrt(50 / 16 + 20 / 25), delta=DELTA)
         history = [(4.0, 0.1, 50), (5.0, 0.2, 20)]
-        assert spent(accountant_class, history, bound=bound, adjacency=adjacency) < exact
+        assert spent(kind, history, bound=bound, adjacency=adjacency) < exact
         alone = [(4.0, 1.0, 50), (5.0, 1.0, 20)]
-        found = spent(accountant_class, alone, bound=bound, adjacency=adjacency, num_users=1)
+        found = spent(kind, alone, bound=bound, adjacency=adjacency, num_users=1)
         assert found == pytest.approx(exact, rel=1e-7)  # Opacus's root finder stops at about 1e-9 absolute
 
 
 @pytest.mark.parametrize("told_by_opacus", [False, True], ids=["record", "step"])
 def test_a_round_takes_as_much_work_to_record_after_many_kinds_of_rounds_as_after_few(told_by_opacus):
     """Every round counted all rounds before it: 10,000 rounds by turns of two noises took the square of that."""
-    accountant, kinds = ShuffledCheckInAccountant(num_users=50), itertools.cycle((2.0, 3.0))
+    accountant, kinds = ShuffleAccountant(ShuffledCheckIn, num_users=50), itertools.cycle((2.0, 3.0))
 
     def record(rounds):
         for sigma in itertools.islice(kinds, rounds):

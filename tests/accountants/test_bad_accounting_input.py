@@ -58,10 +58,10 @@ def test_bad_arguments_of_accountants_are_named():
     require_named_refusals(lambda **given: accountant().bound(**given), QUESTION)
     require_named_refusals(lambda **given: accountant().report(**given), REPORT)
     sizes = {"num_users": 100, "batch_size": 10, "local_noise": True}
-    require_named_refusals(lambda **given: accountants.ACCOUNTANTS["shuffled_checkin"](**given) and None, sizes)
+    require_named_refusals(lambda **given: accountants.ShuffleAccountant(ShuffledCheckIn, **given) and None, sizes)
 
     def load(state_dict):
-        other = accountants.ACCOUNTANTS["shuffled_checkin"]()
+        other = accountants.ShuffleAccountant(ShuffledCheckIn)
         other.load_state_dict(state_dict)
 
     require_named_refusals(load, {"state_dict": accountant().state_dict()})

@@ -19,27 +19,27 @@ pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptio
 
 @pytest.mark.zoo
 @every_bound
-def test_opacus_own_calibration_works(accountant_class, bound):
+def test_opacus_own_calibration_works(kind, bound):
     sigma = get_noise_multiplier(
         target_epsilon=20.0,  # Theorems 2 and 3 keep terms that no noise removes: smaller targets are out of their reach
         target_delta=DELTA,
         sample_rate=0.1,
         steps=20,
-        accountant=accountant_class.mechanism(),
+        accountant=kind.name,
         num_users=2000,
         bound=bound,
-        **weights_of(accountant_class),
+        **weights_of(kind),
     )
-    assert spent(accountant_class, [(sigma, 0.1, 20)], bound=bound, num_users=2000, local_noise=False) <= 20.0
+    assert spent(kind, [(sigma, 0.1, 20)], bound=bound, num_users=2000, local_noise=False) <= 20.0
 
 
 @pytest.mark.zoo
 @every_bound
-def test_the_calibrated_noise_meets_the_budget_and_a_little_less_does_not(accountant_class, bound):
-    name = accountant_class.mechanism()
+def test_the_calibrated_noise_meets_the_budget_and_a_little_less_does_not(kind, bound):
+    name = kind.name
     target = 12.0 if bound == "published" else 1.0  # Theorems 2 and 3 keep terms that no noise removes
     run = {"num_users": 3000, "steps": 20, "sample_rate": 1.0 if name == "shuffle_gauss" else 0.2, "bound": bound}
-    run |= weights_of(accountant_class)
+    run |= weights_of(kind)
     sigma = opacus_shuffle.compute_noise_multiplier(name, target_epsilon=target, target_delta=DELTA, **run)
     assert opacus_shuffle.compute_epsilon(name, noise_multiplier=sigma, delta=DELTA, **run) <= target
     # Grids and groups of pool sizes move ε by some tenths of a percent; σ moves it at least as much as itself.

@@ -24,7 +24,7 @@ from opacus_shuffle.accountants.mechanisms import (
     SubsampledShuffle,
 )
 from opacus_shuffle.analysis import advanced_composition, binomial_sums, composition, gaussian, sampled_sums
-from opacus_shuffle.analysis.falling import falling_epsilon
+from opacus_shuffle.analysis.monotone_epsilon import monotone_epsilon
 from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.rounding import round_down, round_up
@@ -103,7 +103,7 @@ def test_chords_orders_and_printed_digits_never_fall_below_the_curve(sigma, delt
     mu = adjacency.distance * math.sqrt(steps) / sigma
     exact = {"mu": mu, "delta": delta}
     own = gaussian.compute_epsilon(**exact)
-    assert falling_epsilon(lambda share: gaussian.compute_epsilon(mu=mu, delta=share), delta) == own
+    assert monotone_epsilon(lambda share: gaussian.compute_epsilon(mu=mu, delta=share), delta) == own
     assert holds(own, **exact)
     by_orders = composition.epsilon_from_rdp(lambda orders: orders * mu**2 / 2, delta=delta, orders=[1.1, 1.5, 3, 8, 50])[0]
     assert holds(by_orders, **exact)

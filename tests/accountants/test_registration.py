@@ -19,8 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptio
 
 
 @every_accountant
-def test_opacus_creates_it_by_name(accountant_class):
-    assert type(create_accountant(accountant_class.mechanism())) is accountant_class
+def test_opacus_creates_it_by_name(kind):
+    assert create_accountant(kind.name).mechanism_class is kind
 
 
 def reload_everything():

@@ -170,7 +170,7 @@ def test_emulated_noise_is_said():
 
 @pytest.mark.parametrize(("rewound", "said"), [(0, None), (1, "1 round that ran is"), (5, "5 rounds that ran are")])
 def test_whatever_is_quoted_of_a_rewound_account_says_so(rewound, said):
-    accountant = opacus_shuffle.accountants.ShuffledCheckInAccountant(num_users=100, local_noise=True)
+    accountant = opacus_shuffle.accountants.ShuffleAccountant(ShuffledCheckIn, num_users=100, local_noise=True)
     accountant.record(FEW[0][0])
     state = accountant.state_dict()
     if rewound:
@@ -233,9 +233,9 @@ BOUNDS = "opacus_shuffle.accountants.bounds"
 @pytest.mark.parametrize(
     ("spoilt", "share", "rounds", "adjacency", "named"),
     [
-        ("shuffle_gaussian.falling.falling_epsilon", 0.1, FEW, "zero_out", "'certified' says .*'pair' at least"),
-        ("shuffle_gaussian.falling.falling_epsilon", 100, FEW, "zero_out", "'certified' says .*'local'"),
-        ("shuffle_gaussian.falling.falling_epsilon", 100, FEW, "replace", r"'certified' says .*'local'.*\(replace\)"),
+        ("shuffle_gaussian.monotone_epsilon.monotone_epsilon", 0.1, FEW, "zero_out", "'certified' says .*'pair' at least"),
+        ("shuffle_gaussian.monotone_epsilon.monotone_epsilon", 100, FEW, "zero_out", "'certified' says .*'local'"),
+        ("shuffle_gaussian.monotone_epsilon.monotone_epsilon", 100, FEW, "replace", r"'certified' says .*'local'.*\(replace\)"),
         ("shuffle_gaussian.unshuffled_epsilon", 1e-3, FEW, "replace", "'certified' says .*'local'"),
         ("shuffled_weights.sampled_gaussian_epsilon", 0.1, WEIGHTS, "zero_out", "'certified' says .*'pair' at least"),
         ("shuffled_sums.unshuffled_epsilon", 0.5, [(SUMS, 3)], "zero_out", "'certified' says .*lower"),

@@ -16,7 +16,7 @@ from scipy.stats import norm as normal
 
 import opacus_shuffle
 from opacus_shuffle import Guarantee, PrivacyAssumptionWarning
-from opacus_shuffle.accountants import ShuffledWeightsAccountant, compute_baseline, compute_bound
+from opacus_shuffle.accountants import ShuffleAccountant, compute_baseline, compute_bound
 from opacus_shuffle.accountants.mechanisms import ShuffledWeights
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.analysis.advanced_composition import step_budget
@@ -321,7 +321,7 @@ def planned(**changes):
 
 
 def accountant(**weights):
-    found = ShuffledWeightsAccountant(**{"dimension": 1000, "batch_clip": 50.0, **weights})
+    found = ShuffleAccountant(ShuffledWeights, **{"dimension": 1000, "batch_clip": 50.0, **weights})
     found.history = [(1.0, 0.1, 30)]
     return found
 
@@ -331,7 +331,7 @@ def test_the_number_of_records_is_not_needed():
 
 
 def test_it_can_be_told_of_the_weights_when_it_is_asked():
-    known, unknown = accountant(), ShuffledWeightsAccountant()
+    known, unknown = accountant(), ShuffleAccountant(ShuffledWeights)
     unknown.history = known.history
     with pytest.raises(ValueError, match=r"does not know dimension.*engine\.accountant\.plan"):
         unknown.get_epsilon(DELTA)
@@ -391,11 +391,11 @@ def test_weights_that_cannot_be_are_refused_by_name(weights, named):
 def test_the_state_keeps_the_weights(weights):
     saved = accountant(**weights)
     state = saved.state_dict()
-    restored = ShuffledWeightsAccountant()
+    restored = ShuffleAccountant(ShuffledWeights)
     restored.load_state_dict(through_json(state))  # lists in place of tuples
     assert restored.state_dict() == state
     assert restored.get_epsilon(DELTA) == saved.get_epsilon(DELTA)
-    other = ShuffledWeightsAccountant()
+    other = ShuffleAccountant(ShuffledWeights)
     other.plan(planned(dimension=7))
     with pytest.raises(ValueError, match="made private with the same"):
         other.load_state_dict(state)

@@ -12,7 +12,7 @@ from helpers.toy import ONE_NOISE, make_toy, run_epoch
 
 import opacus_shuffle
 from opacus_shuffle import ShuffledCheckIn, ShuffledWeights, compute_epsilon
-from opacus_shuffle.accountants import ACCOUNTANTS
+from opacus_shuffle.accountants import ShuffleAccountant
 
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
 every_accountant = pytest.mark.parametrize("name", ONE_NOISE)
@@ -52,7 +52,7 @@ def test_the_stock_engine_s_rounding_never_makes_epsilon_smaller(name, records, 
     shares = 1 if name == "shuffled_fw" else batch
     assert 8.0 / rounds[0][0].noise_multiplier >= math.sqrt(shares) * (1 - 1e-9)
     # and where the data set cannot be seen: n down, B up
-    blind = type(engine.accountant)(**(WEIGHTS if name == "shuffled_fw" else {}))
+    blind = ShuffleAccountant(engine.accountant.mechanism_class, **(WEIGHTS if name == "shuffled_fw" else {}))
     blind._learn(optimizer, 1 / len(loader), None)
     blind.history = [(8.0, 1 / len(loader), len(loader))]
     for bound in ("pair", "certified"):
@@ -156,12 +156,12 @@ def test_a_stock_engine_s_batches_must_be_random_samples(name, poisson_sampling)
 
 
 def test_an_accountant_made_from_ours_looks_at_the_sampler_too():
-    class Mine(ACCOUNTANTS["shuffled_checkin"]):
+    class Mine(ShuffleAccountant):
         def get_optimizer_hook_fn(self, sample_rate):
             return super().get_optimizer_hook_fn(sample_rate)
 
     engine = opacus.PrivacyEngine()
-    engine.accountant = Mine()
+    engine.accountant = Mine(ShuffledCheckIn)
     with pytest.raises(ValueError, match="random samples"):
         engine.make_private(**make_toy(), noise_multiplier=1.0, poisson_sampling=False)
 
@@ -229,7 +229,7 @@ def test_the_remedies_that_a_stock_engine_s_run_is_answered_with_work():
     passed = engine.accountant.get_epsilon(1e-5, dimension=1)
     engine.accountant.plan(ShuffledWeights(noise_multiplier=2.0, num_users=24, sample_rate=0.25, dimension=1))
     assert engine.get_epsilon(1e-5) == passed > 0
-    plain = ACCOUNTANTS["shuffled_checkin"]()
+    plain = ShuffleAccountant(ShuffledCheckIn)
     plain.step(noise_multiplier=2.0, sample_rate=0.25)
     with pytest.raises(ValueError, match=r"set engine.accountant.num_users = len\(dataset\)"):
         plain.get_epsilon(1e-5)

@@ -100,7 +100,7 @@ def interrupted(function, number: int) -> bool:
 
     def trace(frame, event, _):
         nonlocal lines
-        if frame.f_code.co_filename.endswith(("accountants/rdp.py", "recorded_rounds.py", "origins.py", "opacus_history.py")):
+        if frame.f_code.co_filename.endswith(("accountants/rdp.py", "accountants/history.py", "lineage.py")):
             lines += event == "line"
             if lines == number:
                 sys.settrace(None)
@@ -157,7 +157,7 @@ def test_a_checkpoint_is_not_kept_if_training_went_on_while_it_was_written(name,
 @forks
 @pytest.mark.parametrize("name", ["rdp", "gdp", "shuffled_checkin"])
 @pytest.mark.filterwarnings("ignore:the checkpoint holds", "ignore:GDP accounting")
-def test_forked_children_that_train_on_count_what_they_have_in_common_once(name, tmp_path):
+def test_forked_processes_that_train_on_have_parted_and_no_account_holds_both(name, tmp_path):
     run = Run(name, tmp_path / "parent.pt").train()
     children = []
     for child in ("one.pt", "two.pt"):
@@ -176,9 +176,12 @@ def test_forked_children_that_train_on_count_what_they_have_in_common_once(name,
     assert [each.rounds for each in alone] == [8, 8]
     one, two, own = (torch.cat([each.flatten() for each in run.model.parameters()]) for run in (*alone, run))
     assert not any(torch.equal(*pair) for pair in ((one, two), (one, own), (two, own)))  # their noise is their own
-    for each, rounds in (("one.pt", 12), ("two.pt", 16)):
-        run.path = tmp_path / each
-        assert run.load().rounds == rounds
+    for path in (tmp_path / "one.pt", tmp_path / "two.pt"):
+        for other in (run, *alone[(path.name == "one.pt") :][:1]):
+            other.path = path
+            with pytest.raises(ValueError, match=r"another run than the 8 rounds .* or has parted from them at a fork"):
+                other.load()
+            assert other.rounds == 8
 
 
 @pytest.mark.parametrize("name", ["rdp", "shuffled_checkin"])

@@ -111,12 +111,12 @@ def with_parameters_of(name: str, place: str, value: object):
     return spoil
 
 
-def with_origins(origins: dict):
+def with_lineage(lineage: dict):
     def spoil(saved: dict) -> dict:
-        if saved["opacus_shuffle_account"]["origins"] is None:
-            saved["privacy_accountant_state_dict"]._metadata = origins
+        if saved["opacus_shuffle_account"]["lineage"] is None:
+            saved["privacy_accountant_state_dict"]._metadata = lineage
         else:
-            saved["opacus_shuffle_account"]["origins"] = origins
+            saved["opacus_shuffle_account"]["lineage"] = lineage
         return saved
 
     return spoil
@@ -130,7 +130,7 @@ SPOILT = {
     "empty history": with_history(lambda rounds: []),
     "no history": with_history(lambda rounds: None),
     "more noise": with_history(lambda rounds: [(5.0, 0.25, 4)] if len(rounds[0]) == 3 else [({"noise_multiplier": 9.0}, 4)]),
-    "an origin that is no origin": with_origins({"rounds": [("a", 4, 4)], "digest": ""}),
+    "a lineage that is none": with_lineage({"rounds": [("a", 4, 4)], "digest": ""}),
     "a weight of another shape": with_parameters_of("module_state_dict", "_module.2.bias", torch.zeros(7)),
     "a weight too many": with_parameters_of("module_state_dict", "_module.9.bias", torch.zeros(7)),
     "no optimizer's groups": with_parameters_of("optimizer_state_dict", "param_groups", []),
@@ -145,7 +145,7 @@ def test_a_spoilt_checkpoint_changes_nothing(name, damage):
     saved, other = SPOILT[damage](Run(name).saved()), Run(name)
     before = other.contents()
     with pytest.raises(Exception):  # noqa: B017, PT011 - PyTorch's own words for half of these
-        other.load(signed(saved))
+        other.load(signed(saved), allow_rewind=True)
     assert equal(before, other.contents())
     run_epoch(other.model, other.optimizer, other.loader)
 
@@ -156,7 +156,7 @@ def test_a_checkpoint_of_another_network_or_optimizer_changes_nothing(name, chan
     other = Run(name)
     before = other.contents()
     with pytest.raises((ValueError, RuntimeError)):
-        other.load(Run(name, **change).saved())
+        other.load(Run(name, **change).saved(), allow_rewind=True)
     assert equal(before, other.contents())
 
 
@@ -182,7 +182,7 @@ def test_a_refused_load_keeps_what_is_shuffled_as_it_is(mode):
             other.model.state_dict()
         before = other.contents()
         with pytest.raises(RuntimeError, match="size mismatch"):
-            other.load(signed(saved))
+            other.load(signed(saved), allow_rewind=True)
         assert equal(before, other.contents())
 
 

@@ -29,7 +29,7 @@ import scipy  # whose statistics are loaded when first used
 from opacus_shuffle.accountants.bounds.registry import Answer, Rounds, register_bound
 from opacus_shuffle.accountants.mechanism import Mechanism
 from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn, ShuffleGauss, SubsampledShuffle
-from opacus_shuffle.analysis import composition, falling, gaussian_clones, mean_ratio, shuffled_rounds, subsampling
+from opacus_shuffle.analysis import composition, gaussian_clones, mean_ratio, monotone_epsilon, shuffled_rounds, subsampling
 from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, sampled_gaussian_epsilon, unshuffled_epsilon
 from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Adjacency, Guarantee, NotCovered
@@ -84,14 +84,14 @@ def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
 
     def best(share: float) -> float:
         epsilon, _ = gaussian_clones.smallest_epsilon(ran, delta=share, adjacency=adjacency.value)
-        if adjacency is Adjacency.REPLACE or share < falling.FIRST or not 0 < epsilon <= falling.SMALL:
+        if adjacency is Adjacency.REPLACE or share < monotone_epsilon.FIRST or not 0 < epsilon <= monotone_epsilon.SMALL:
             return epsilon
         # A report of zero is one that a record may be replaced by.
         return min(epsilon, gaussian_clones.smallest_epsilon(ran, delta=share, adjacency=Adjacency.REPLACE.value)[0])
 
     _, clones = gaussian_clones.smallest_epsilon(ran, delta=delta, adjacency=adjacency.value)
     proof = "no gain from shuffling" if clones is None else f"{clones} clones"
-    return Answer(falling.falling_epsilon(best, delta), proof=proof)
+    return Answer(monotone_epsilon.monotone_epsilon(best, delta), proof=proof)
 
 
 @register_bound(

@@ -18,7 +18,7 @@ from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
-from opacus_shuffle.core.participation import heads, subset
+from opacus_shuffle.core.participation import bernoulli_indices, subset
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import integer
 from opacus_shuffle.engine.ranks import Ranks
@@ -96,7 +96,7 @@ class ExactPoissonSampler(PoissonSampler):
         """The batches of an epoch."""
         here = self.ranks.share(self.num_samples)
         for _ in range(self.steps):
-            yield [here[place] for place in heads(len(here), self.sample_rate, self.generator)]
+            yield [here[place] for place in bernoulli_indices(len(here), self.sample_rate, self.generator)]
 
 
 class DistributedPoissonSampler(TicketedSampler, DistributedUniformWithReplacementSampler):
@@ -113,7 +113,7 @@ class DistributedPoissonSampler(TicketedSampler, DistributedUniformWithReplaceme
         here = order[self.rank :: self.num_replicas]
         for _ in range(self.num_batches):
             if isinstance(self.generator, SecretGenerator):
-                yield [int(here[place]) for place in heads(len(here), self.sample_rate, self.generator)]
+                yield [int(here[place]) for place in bernoulli_indices(len(here), self.sample_rate, self.generator)]
             else:  # as Opacus draws
                 yield here[torch.rand(len(here), generator=self.generator) < self.sample_rate].tolist()
 

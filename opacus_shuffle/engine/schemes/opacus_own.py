@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.randomness import secret_after_fork
 from opacus_shuffle.core.validation import finite_number, positive
-from opacus_shuffle.engine.opacus_history import OpacusHistory
+from opacus_shuffle.engine.opacus_lineage import OpacusLineage
 from opacus_shuffle.engine.ranks import PARALLEL
 from opacus_shuffle.engine.run import Budget, Request, Run
 from opacus_shuffle.engine.sampling.samplers import (
@@ -194,7 +194,7 @@ class OpacusOwn(Scheme):
             # PyTorch's own has a line of its own; what a user put in its place is named as everywhere.
             if engine() is not None:
                 scheme.look_at(optimizer)
-            with (engine() or OpacusHistory()).another_round(accountant):
+            with (engine() or OpacusLineage()).another_round(accountant):
                 hook(optimizer)
 
         return account

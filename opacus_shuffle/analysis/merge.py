@@ -1,7 +1,7 @@
-r"""Few classes for many different rounds: those are joined that cost least together, each class counted as its worst round.
+r"""Few kinds for many different rounds: those are joined that cost least together, each kind counted as its worst round.
 
 >>> noises = np.array([[-4.0], [-3.9], [-1.0], [-0.9]])  # the larger, the more it costs
->>> classes(noises, np.ones(4), lambda worst: worst[:, 0] ** -2, most=2)
+>>> merged_kinds(noises, np.ones(4), lambda worst: worst[:, 0] ** -2, most=2)
 [[0, 1], [2, 3]]
 """
 
@@ -16,14 +16,14 @@ import numpy.typing as npt
 Vector = npt.NDArray[np.float64]
 
 
-def classes(kinds: Vector, counts: npt.NDArray[Any], size: Callable[[Vector], Vector], *, most: int) -> list[list[int]]:
-    """Returns which kinds of rounds are to be joined, so that ``most`` classes are left at most.
+def merged_kinds(kinds: Vector, counts: npt.NDArray[Any], size: Callable[[Vector], Vector], *, most: int) -> list[list[int]]:
+    """Returns which kinds of rounds are to be joined, so that ``most`` are left at most.
 
     Args:
         kinds: What describes each kind, shape (k, c), every number such that a larger one costs more.
         counts: How many rounds of each kind there are.
         size: What a round of each of these kinds costs: a class costs what the largest of its numbers do together.
-        most: How many classes may be left.
+        most: How many may be left.
     """
     worst, number, own = kinds.copy(), counts.astype(np.float64), size(kinds)
     members = [[index] for index in range(len(kinds))]

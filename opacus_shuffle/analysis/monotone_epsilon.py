@@ -7,7 +7,7 @@ e^ε, and what holds at a smaller δ holds at a larger one. From :data:`FIRST` o
 
 >>> def wavering(delta):
 ...     return {0.256: 2e-6, 0.3: 9e-3, 0.5: 2.5e-6, 0.512: 3e-6, 0.6: 0.0}.get(delta, 1e-3)
->>> [round(falling_epsilon(wavering, delta), 8) for delta in (0.25, 0.3, 0.5, 0.6)]
+>>> [round(monotone_epsilon(wavering, delta), 8) for delta in (0.25, 0.3, 0.5, 0.6)]
 [4.88e-05, 2e-06, 2e-06, 0.0]
 """
 
@@ -22,7 +22,7 @@ FIRST, SMALL = 1e-3, 0.05
 _POINTS = [FIRST * 2.0**power for power in range(10)]
 
 
-def falling_epsilon(epsilon: Callable[[float], float], delta: float) -> float:
+def monotone_epsilon(epsilon: Callable[[float], float], delta: float) -> float:
     """Returns a valid ε at δ, at most the one that is given: a chord cuts off what wavers upwards.
 
     Args:

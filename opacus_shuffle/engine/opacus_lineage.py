@@ -7,24 +7,24 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from opacus.accountants import GaussianAccountant, IAccountant
+from opacus.accountants import IAccountant
 
-from opacus_shuffle.accountants.origins import Origins, append, count, cut, tell_of_kept_rounds
+from opacus_shuffle.accountants.lineage import Lineage, append, count, tell_of_kept_rounds
 from opacus_shuffle.core.validation import finite_number, integer
 
 Entries = list[tuple[tuple[float, float], int]]
 
 
-class OpacusHistory:
-    """Follows an accountant's history, and unites it with those of checkpoints.
+class OpacusLineage:
+    """Follows an accountant's history, and holds it against those of checkpoints.
 
     Attributes:
-        origins: Which releases the history consists of, as far as is known.
+        lineage: Of which run the history is, as far as is known.
     """
 
     def __init__(self) -> None:
-        self.origins = Origins()
-        self._looked_at: Entries = []
+        self.lineage = Lineage()
+        self._looked_at: list[Any] = []
 
     @contextlib.contextmanager
     def another_round(self, accountant: IAccountant) -> Iterator[None]:
@@ -35,37 +35,51 @@ class OpacusHistory:
         if not _keeps_triples(accountant):
             yield
             return
+        # Before it grows: a history that was shortened would be as long again after some rounds.
+        self._look(accountant)
         before = list(accountant.history)
         try:
             yield
         except BaseException:
             accountant.history = before
             raise
-        self.origins.reach(sum(steps for *_, steps in accountant.history))
+        self._look(accountant)
+
+    def _look(self, accountant: IAccountant) -> None:
+        """Names what ran since the last look; what was set by hand, or loaded by the accountant, is another run's."""
+        history, known = list(accountant.history), len(self._looked_at)
+        if known:
+            *whole, last = self._looked_at
+            goes_on = len(history) >= known and history[: known - 1] == whole
+            if not goes_on or tuple(history[known - 1][:2]) != tuple(last[:2]) or history[known - 1][2] < last[2]:
+                self.lineage = self.lineage.replaced_by(Lineage())
+        self.lineage.reach(sum(steps for *_, steps in history))
+        self._looked_at = history
 
     def follow(self, accountant: IAccountant) -> Entries:
-        """Looks at what ran since the last look; a history that was set by hand, or by the accountant, is another one."""
+        """Looks at what ran since the last look, and returns all of it.
+
+        Raises:
+            ValueError: If what was set by hand is no history.
+        """
         entries = entries_of(accountant.history)
-        if cut(entries, 0, count(self._looked_at)) != self._looked_at or count(entries) < self.origins.rounds:
-            self.origins = self.origins.replaced_by(Origins())
-        self.origins.reach(count(entries))
-        self._looked_at = entries
+        self._look(accountant)
         return entries
 
     def loaded(
-        self, accountant: IAccountant, state: Any, origins: Any, *, name: str, allow_rewind: bool
-    ) -> tuple[IAccountant, OpacusHistory]:
+        self, accountant: IAccountant, state: Any, told: Any, *, name: str, allow_rewind: bool
+    ) -> tuple[IAccountant, OpacusLineage]:
         """A copy of the accountant after a load, and what it then follows; this one and the accountant stay as they are.
 
         Args:
             accountant: What is loaded into.
             state: The accountant's state in the checkpoint.
-            origins: What :meth:`state` wrote beside it; None in a checkpoint of Opacus's own engine.
+            told: What :meth:`state` wrote beside it; None in a checkpoint of Opacus's own engine.
             name: A name for such a checkpoint's content.
             allow_rewind: Whether the state's rounds take the place of those that ran.
 
         Raises:
-            ValueError: If the state is none of this accountant, malformed, or not as it was saved.
+            ValueError: If the state is none of this accountant, of another run, malformed, or not as it was saved.
         """
         trial, after = copy.deepcopy(accountant), copy.deepcopy(self)
         trial.load_state_dict(copy.deepcopy(state))
@@ -77,32 +91,27 @@ class OpacusHistory:
                 )
             return trial, after
         saved = entries_of(trial.history)
-        told = Origins.from_state(origins, saved) if origins is not None else Origins.named(name, count(saved))
+        rounds = count(saved)
+        lineage = Lineage.from_state(told, saved, rounds) if told is not None else Lineage.named(name, rounds)
         ran = after.follow(accountant)
         if allow_rewind or not ran:
-            after.origins = after.origins.replaced_by(told)
+            after.lineage = after.lineage.replaced_by(lineage)
         else:
-            after.origins, union = after.origins.united(ran, told, saved)
-            if isinstance(accountant, GaussianAccountant) and len(union) > 1:
-                raise ValueError(
-                    "accountant 'gdp' cannot hold what ran here and the checkpoint, whose noise or sample rate differs: load "
-                    "it into a new engine, or pass allow_rewind=True"
-                )
-            if union != saved:
-                trial.history = [(*entry, steps) for entry, steps in union]
-            tell_of_kept_rounds(count(union) - count(saved), count(saved))
-        after._looked_at = entries_of(trial.history)
+            after.lineage, longer = after.lineage.longer_of(ran, lineage, saved)
+            trial.history = [(*entry, steps) for entry, steps in longer]
+            tell_of_kept_rounds(count(longer) - rounds, rounds)
+        after._looked_at = list(trial.history)
         return trial, after
 
     def rewound(self, accountant: IAccountant) -> int:
         """How many rounds ran that the accountant no longer holds."""
         if _keeps_triples(accountant):
             self.follow(accountant)
-        return self.origins.rewound
+        return self.lineage.rewound
 
     def state(self, accountant: IAccountant) -> dict[str, Any] | None:
         """Plain values to stand in a checkpoint beside the accountant's own; None for a history that is not Opacus's."""
-        return self.origins.as_state(self.follow(accountant)) if _keeps_triples(accountant) else None
+        return self.lineage.as_state(self.follow(accountant)) if _keeps_triples(accountant) else None
 
 
 def _keeps_triples(accountant: IAccountant) -> bool:
@@ -119,7 +128,7 @@ def entries_of(history: Any) -> Entries:
     entries: Entries = []
     for triple in history if isinstance(history, list | tuple) else [history]:
         if not isinstance(triple, list | tuple) or len(triple) != 3:
-            raise ValueError(f"history must hold (noise_multiplier, sample_rate, steps) triples, got {history!r}")
+            raise ValueError(f"history must hold (noise_multiplier, sample_rate, steps) triples, got {triple!r}")
         noise, rate = (
             finite_number(f"{name} in history", value) for name, value in zip(("noise", "rate"), triple, strict=False)
         )

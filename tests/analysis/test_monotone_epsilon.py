@@ -16,7 +16,7 @@ from opacus_shuffle import ShuffleGauss, compute_epsilon, compute_noise_multipli
 from opacus_shuffle.accountants.bounds.registry import compute_baseline, compute_bound
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.analysis.falling import FIRST, SMALL, falling_epsilon
+from opacus_shuffle.analysis.monotone_epsilon import FIRST, SMALL, monotone_epsilon
 
 DELTAS = [1e-3, 2.4e-3, 3.8e-3, 6.7e-3, 7.8e-3, 0.0121, 0.0187, 0.0335, 0.05, 0.08, 0.11, 0.127, 0.2, 0.3, 0.4, 0.7, 0.9, 0.99]
 
@@ -43,24 +43,24 @@ def test_what_wavers_is_cut_off_but_never_below_the_truth_and_never_raised(sigma
     def wavering(delta):
         return exact(delta) + spikes(delta)
 
-    found = falling_epsilon(wavering, delta)
+    found = monotone_epsilon(wavering, delta)
     assert delta_of(found) <= delta + 1e-15  # two rounded probabilities below 1
     assert found <= wavering(delta)
     earlier = [FIRST * 2**power for power in range(10) if FIRST * 2**power <= delta]
     assert wavering(delta) > SMALL or found <= min(map(wavering, earlier))
-    assert falling_epsilon(exact, delta) <= exact(delta)
+    assert monotone_epsilon(exact, delta) <= exact(delta)
 
 
 def test_a_spike_between_two_points_is_cut_off():
     exact, _ = curve(9.0)
     chord = math.log((math.exp(exact(0.016)) * 0.002 + math.exp(exact(0.032)) * 0.014) / 0.016)
-    found = falling_epsilon(lambda delta: 0.0499 if delta == 0.03 else exact(delta), 0.03)
+    found = monotone_epsilon(lambda delta: 0.0499 if delta == 0.03 else exact(delta), 0.03)
     assert exact(0.03) < found < 0.04
     assert found == pytest.approx(chord, rel=1e-9)
 
 
 def test_where_zero_is_proved_it_stays_zero():
-    assert falling_epsilon(lambda delta: 0.0 if delta == 0.3 else 0.01, 0.3) == 0.0
+    assert monotone_epsilon(lambda delta: 0.0 if delta == 0.3 else 0.01, 0.3) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_an_epsilon_that_has_come_down_to_zero_stays_there(run):
 
 
 def test_a_large_epsilon_or_a_small_delta_is_left_alone():
-    assert falling_epsilon(lambda delta: 1 / delta, 0.3) == 1 / 0.3
-    assert falling_epsilon(lambda delta: 0.01, 1e-5) == 0.01
+    assert monotone_epsilon(lambda delta: 1 / delta, 0.3) == 1 / 0.3
+    assert monotone_epsilon(lambda delta: 0.01, 1e-5) == 0.01
 
 
 @pytest.mark.slow

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 from opacus.accountants import IAccountant
 
+from opacus_shuffle.accountants.lineage import Lineage, append, count, tell_of_kept_rounds
 from opacus_shuffle.accountants.mechanism import Mechanism
-from opacus_shuffle.accountants.origins import Origins, append, count, tell_of_kept_rounds
 from opacus_shuffle.core.plain_values import plain
 from opacus_shuffle.core.validation import boolean, instance_of, integer, noise_level, one_of, reject_unknown, sampling_rate
 
 Triple = tuple[float, float, int]
 """Opacus's record of equal steps: noise multiplier, sample rate, number of steps."""
+Entry = Mechanism | tuple[float, float]
+"""A round, or the noise multiplier and sample rate of one of Opacus's steps that is not yet one."""
 _TOLD_BY_OPACUS = ("noise_multiplier", "num_users", "sample_rate")
 _SAID = ("predictable", "unchecked")
 """What a state holds where there is something to say."""
@@ -28,6 +29,7 @@ class RecordedRounds(IAccountant):
     """The rounds of one mechanism that ran.
 
     Args:
+        mechanism_class: What is accounted, such as ``ShuffledCheckIn``.
         num_users: n, the size of the data set. On a stock engine the step hook learns it.
         batch_size: B, reports per round. Used for n while n is unknown; where it exceeds n·γ, the noise of the sum is
             divided by its root.
@@ -42,12 +44,16 @@ class RecordedRounds(IAccountant):
         unchecked: Files whose word for the rounds that they brought is all there is.
     """
 
-    mechanism_class: ClassVar[type[Mechanism]]
-
     def __init__(
-        self, *, num_users: int | None = None, batch_size: int | None = None, local_noise: bool = False, **fields: Any
+        self,
+        mechanism_class: type[Mechanism],
+        *,
+        num_users: int | None = None,
+        batch_size: int | None = None,
+        local_noise: bool = False,
+        **fields: Any,
     ) -> None:
-        kind = self.mechanism_class
+        self.mechanism_class = kind = mechanism_class
         if boolean("local_noise", local_noise) and not kind.noise_is_local:
             raise ValueError(f"{kind.name} has no noise of each report's own: leave out local_noise=True")
         self.num_users = optional_count("num_users", num_users)
@@ -55,9 +61,8 @@ class RecordedRounds(IAccountant):
         self.planned: Mechanism | None = None
         self.emulated = kind.noise_is_local and not local_noise
         self._fields = self._known_fields(fields)
-        self._rounds: list[tuple[Mechanism, int]] = []
-        self._unread: list[tuple[tuple[float, float], int]] = []
-        self._origins = Origins()
+        self._entries: list[tuple[Entry, int]] = []
+        self._lineage = Lineage()
         self._ran = False  # else all rounds were set as a history, as calibration does, and none was released
         self.predictable: tuple[str, ...] = ()
         self.unchecked: tuple[str, ...] = ()
@@ -66,10 +71,9 @@ class RecordedRounds(IAccountant):
         if fields and kind.trains_on_stock_engines and self._unknown() in ([], ["num_users"]):
             kind.of_batch(noise_multiplier=kind.least_noise, num_users=1, sample_rate=1.0, **self._fields)  # refuses bad ones
 
-    @classmethod
-    def mechanism(cls) -> str:
+    def mechanism(self) -> str:  # type: ignore[override]
         """The name under which Opacus knows this accountant."""
-        return cls.mechanism_class.name
+        return self.mechanism_class.name
 
     def plan(self, mechanism: Mechanism, *, emulated: bool | None = None) -> None:
         """Says what every round of a run is, before it starts.
@@ -93,18 +97,19 @@ class RecordedRounds(IAccountant):
                 "use a new PrivacyEngine for another run"
             )
         if self.planned is not None:
-            self._rounds, self._unread = ran, []  # the earlier plan's
+            self._entries = list(ran)  # the earlier plan's
         self.planned, self.emulated = mechanism, emulated
 
     def record(self, mechanism: Mechanism, steps: int = 1) -> None:
         """Records rounds; equal neighbours are merged."""
         self._check_kind(mechanism)
-        if self._unread:
-            self._rounds, self._unread = self.rounds, []
-        steps, self._ran = integer("steps", steps), True
-        named = self._origins.rounds + steps
-        append(self._rounds, mechanism, steps)
-        self._origins.reach(named)
+        self._append(mechanism, integer("steps", steps))
+
+    def _append(self, entry: Entry, steps: int) -> None:
+        """Records what ran, and names it; an interrupt between the two is made up for by :attr:`lineage`."""
+        self._ran, rounds = True, self._lineage.rounds + steps
+        append(self._entries, entry, steps)
+        self._lineage.reach(rounds)
 
     def _check_kind(self, mechanism: Any) -> None:
         """Refuses all but rounds of this very mechanism: one derived from it may mean something else, with other bounds."""
@@ -122,28 +127,22 @@ class RecordedRounds(IAccountant):
         told, steps = _read((noise_multiplier, sample_rate, 1))
         if not self._unknown():
             self._round(*told)  # refuses what is no round
-        self._ran, named = True, self._origins.rounds + steps
-        append(self._unread, told, steps)
-        self._origins.reach(named)
+        self._append(told, steps)
 
     def __len__(self) -> int:
         """Rounds so far."""
-        return count([*self._rounds, *self._unread])
+        return count(self._entries)
 
     @property
-    def origins(self) -> Origins:
-        """Which releases the rounds are."""
-        return self._origins
+    def lineage(self) -> Lineage:
+        """Of which run the rounds are: of every round, should an interrupt have come between it and its name."""
+        self._lineage.reach(len(self))
+        return self._lineage
 
     @property
     def rewound(self) -> int:
         """Rounds that ran and are no longer accounted, by ``allow_rewind=True`` or a history set by hand."""
-        return self._all_origins().rewound
-
-    def _all_origins(self) -> Origins:
-        """The origins of every round, should an interrupt have come between a round and its name."""
-        self._origins.reach(len(self))
-        return self._origins
+        return self.lineage.rewound
 
     @property
     def rounds(self) -> list[tuple[Mechanism, int]]:
@@ -153,7 +152,7 @@ class RecordedRounds(IAccountant):
             ValueError: If something is unknown that turns Opacus's steps into rounds, such as n.
         """
         unknown = self._unknown()
-        if self._unread and unknown:
+        if unknown and len(self._recorded()) < len(self._entries):
             given = ", ".join(f"{name}=..." for name in unknown)
             users = "set engine.accountant.num_users = len(dataset), " if unknown == ["num_users"] else ""
             raise ValueError(
@@ -162,10 +161,14 @@ class RecordedRounds(IAccountant):
                 f"opacus_shuffle.PrivacyEngine, which knows. (A stock engine takes make_private_with_epsilon(..., {given}) "
                 "for the noise, but forgets it.)"
             )
-        found = list(self._rounds)
-        for told, steps in self._unread:
-            append(found, self._round(*told), steps)
-        return found
+        rounds: list[tuple[Mechanism, int]] = []
+        for entry, steps in self._entries:
+            append(rounds, entry if isinstance(entry, Mechanism) else self._round(*entry), steps)
+        return rounds
+
+    def _recorded(self) -> list[Mechanism]:
+        """The rounds that are known whatever else is told."""
+        return [entry for entry, _ in self._entries if isinstance(entry, Mechanism)]
 
     @property
     def history(self) -> list[Triple]:
@@ -173,18 +176,17 @@ class RecordedRounds(IAccountant):
 
         Opacus's calibration sets it, in the place of all rounds so far; those that ran are said to be left out then.
         """
-        return [self._as_triple(mechanism, steps) for mechanism, steps in self._rounds] + [
-            (*told, steps) for told, steps in self._unread
-        ]
+        return [(*(self._as_step(entry) if isinstance(entry, Mechanism) else entry), steps) for entry, steps in self._entries]
 
     @history.setter
     def history(self, triples: Iterable[Triple]) -> None:
         if not isinstance(triples, Iterable):
             raise ValueError(f"history must be a list of (noise_multiplier, sample_rate, steps) triples, got {triples!r}")
-        unread = [_read(triple) for triple in triples]
-        origins = Origins.unknown(count(unread))
-        self._origins = self._all_origins().replaced_by(origins) if self._ran else origins
-        self._rounds, self._unread = [], unread
+        entries: list[tuple[Entry, int]] = [_read(triple) for triple in triples]
+        lineage = Lineage()
+        lineage.reach(count(entries))
+        self._lineage = self.lineage.replaced_by(lineage) if self._ran else lineage
+        self._entries = entries
 
     def _unknown(self) -> list[str]:
         """What is needed to turn one of Opacus's steps into a round, and not known."""
@@ -217,13 +219,13 @@ class RecordedRounds(IAccountant):
             **self._fields,
         )
 
-    def _as_triple(self, mechanism: Mechanism, steps: int) -> Triple:
-        """A round as Opacus's optimizer and sampler had it."""
+    def _as_step(self, mechanism: Mechanism) -> tuple[float, float]:
+        """The noise multiplier and sample rate of a round as Opacus's optimizer and sampler had it."""
         shares = max(1, mechanism.expected_reports, self.batch_size or 1) if self.emulated else 1
         rate = mechanism.sample_rate
         if self.num_users is not None and mechanism.sampling is None:
             rate = min(1.0, mechanism.expected_reports / self.num_users)
-        return mechanism.noise_multiplier * math.sqrt(shares), rate, steps
+        return mechanism.noise_multiplier * math.sqrt(shares), rate
 
     def state_dict(self, destination: Any = None) -> Any:
         """Returns plain values: every round by the fields of its mechanism, and what else this accountant knows.
@@ -233,11 +235,10 @@ class RecordedRounds(IAccountant):
         a state cannot be loaded.
         """
         destination = OrderedDict() if destination is None else destination
-        rounds, unread = (self._rounds, list(self._unread)) if self._unknown() else (self.rounds, [])
+        entries: Iterable[tuple[Entry, int]] = self._entries if self._unknown() else self.rounds
         destination.update(
             mechanism=self.mechanism(),
-            rounds=[(dataclasses.asdict(mechanism), steps) for mechanism, steps in rounds],
-            unread=unread,
+            rounds=[(dataclasses.asdict(entry) if isinstance(entry, Mechanism) else entry, steps) for entry, steps in entries],
             planned=None if self.planned is None else dataclasses.asdict(self.planned),
             emulated=self.emulated,
             num_users=self.num_users,
@@ -246,16 +247,14 @@ class RecordedRounds(IAccountant):
         )
         destination.update({name: list(getattr(self, name)) for name in _SAID if getattr(self, name)})
         if isinstance(destination, OrderedDict):
-            whole = [*rounds, *unread, _rest(destination)]
-            destination._metadata = self._all_origins().as_state(whole)  # type: ignore[attr-defined]
+            destination._metadata = self.lineage.as_state(destination)  # type: ignore[attr-defined]
         return destination
 
     def load_state_dict(self, state_dict: Any, *, allow_rewind: bool = False) -> None:
-        """Adds the rounds of a :meth:`state_dict`; refused whole if it is not one, was changed, or speaks of another run.
+        """Goes on from a :meth:`state_dict`; refused whole if it is not one, was changed, or is of another run.
 
-        What ran here was released, whatever is loaded. So afterwards this accountant holds every round that it has recorded
-        *and* every round of the state, each once: going back to an earlier state of the same run leaves its later rounds in
-        the history, and a state that another engine saved is added in full.
+        What ran here was released, whatever is loaded. So an earlier state of the same run leaves its later rounds in the
+        history, a later one adds those that are missing here, and one that has parted from what ran here is refused.
 
         Args:
             state_dict: From :meth:`state_dict` of this mechanism's accountant.
@@ -267,66 +266,60 @@ class RecordedRounds(IAccountant):
                 another run already, or the state is not as it was saved. Nothing is changed then.
         """
         boolean("allow_rewind", allow_rewind)
-        saved, history = self._parsed(state_dict)
+        saved = self._parsed(state_dict)
         if self._contradicts(saved):
             raise ValueError(
                 f"state_dict speaks of {_run(saved)}, this accountant of {_run(self)}: load it into an engine made private "
                 "with the same data set and the same kind of noise"
             )
+        rounds = len(saved)
         metadata = getattr(state_dict, "_metadata", None)
         if metadata is None:
             raise ValueError(
-                f"state_dict of {self.mechanism()} has lost its _metadata, which says which releases its {count(history)} "
+                f"state_dict of {self.mechanism()} has lost its _metadata, which says which releases its {rounds} "
                 "rounds are, and whether it was changed: load what state_dict() returned, or a copy by copy.deepcopy"
             )
-        origins = Origins.from_state(metadata, [*history, _rest(state_dict)])
+        lineage = Lineage.from_state(metadata, state_dict, rounds)
         saved.planned, saved.batch_size = self.planned or saved.planned, saved.batch_size or self.batch_size
         saved._fields, saved._warned, saved._ran = {**self._fields, **saved._fields}, self._warned, True
         for name in _SAID:
             setattr(saved, name, tuple(dict.fromkeys((*getattr(self, name), *getattr(saved, name)))))
         if allow_rewind or not len(self):
-            saved._origins = self._all_origins().replaced_by(origins)
+            saved._lineage = self.lineage.replaced_by(lineage)
         else:
             ran = copy.copy(saved)  # what ran here, in the light of what the state tells
-            ran._rounds, ran._unread = self._rounds, self._unread
-            for each in (ran, saved):
-                if not each._unknown():
-                    each._rounds, each._unread = each.rounds, []
-                elif each._rounds:
-                    unknown = ", ".join(each._unknown())
-                    raise ValueError(f"what ran here cannot be merged with state_dict while {unknown} is unknown: set it first")
-            loaded: list[tuple[Any, int]] = [*saved._rounds, *saved._unread]
-            union: list[tuple[Any, int]]
-            saved._origins, union = self._all_origins().united([*ran._rounds, *ran._unread], origins, loaded)
-            saved._rounds = [(entry, steps) for entry, steps in union if isinstance(entry, Mechanism)]
-            saved._unread = [(entry, steps) for entry, steps in union if not isinstance(entry, Mechanism)]
-            tell_of_kept_rounds(len(saved) - count(loaded), count(loaded))
+            ran._entries = self._entries
+            unknown = ", ".join(saved._unknown())
+            if unknown and (ran._recorded() or saved._recorded()):
+                raise ValueError(f"what ran here cannot be merged with state_dict while {unknown} is unknown: set it first")
+            mine, theirs = (each._entries if unknown else each.rounds for each in (ran, saved))
+            saved._lineage, saved._entries = self.lineage.longer_of(mine, lineage, theirs)  # type: ignore[type-var]
+            tell_of_kept_rounds(len(saved) - rounds, rounds)
         self.__dict__.update(saved.__dict__)
 
-    def _parsed(self, state_dict: Any) -> tuple[RecordedRounds, list[tuple[Any, int]]]:
-        """An accountant that holds what a state says, and its history as it is written there; refuses what is no state."""
+    def _parsed(self, state_dict: Any) -> RecordedRounds:
+        """An accountant that holds what a state says; refuses what is no state."""
         keys = [key for key in self.state_dict() if key not in _SAID]
         if not isinstance(state_dict, dict) or set(state_dict) - {*_SAID} != set(keys):
             got = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else repr(state_dict)
             raise ValueError(f"state_dict of {self.mechanism()} must hold {', '.join(keys)}, got {got}")
         one_of("mechanism in state_dict", state_dict["mechanism"], [self.mechanism()])
-        saved = type(self)(num_users=state_dict["num_users"], batch_size=state_dict["batch_size"])
+        saved = type(self)(self.mechanism_class, num_users=state_dict["num_users"], batch_size=state_dict["batch_size"])
         saved.emulated = boolean("emulated", state_dict["emulated"])
         saved._fields = saved._known_fields(instance_of("fields in state_dict", state_dict["fields"], (dict,)))
-        saved._rounds = [
-            (self._restored(fields), integer("steps", steps)) for fields, steps in _pairs("rounds", state_dict["rounds"])
-        ]
+        for entry, steps in _pairs("rounds", state_dict["rounds"]):
+            if isinstance(entry, dict):
+                saved._entries.append((self._restored(entry), integer("steps", steps)))
+            else:
+                saved._entries.append(_read((*_pairs("rounds", [entry])[0], steps)))
         for name in _SAID:
             said = instance_of(f"{name} in state_dict", state_dict.get(name, []), (list,))
-            setattr(saved, name, tuple(instance_of(f"{name} in state_dict", each, (str,)) for each in said))
-        unread = _pairs("unread", state_dict["unread"])
-        saved._unread = [_read((*_pairs("unread", [told])[0], steps)) for told, steps in unread]
+            setattr(saved, name, tuple(instance_of(f"{name} in state_dict", text, (str,)) for text in said))
         if state_dict["planned"] is not None:
             saved.planned = self._restored(state_dict["planned"])
-        history: list[tuple[Any, int]] = [*saved._rounds, *saved._unread]
         if not saved._unknown():
-            saved._rounds, saved._unread = saved.rounds, []  # refuses what no such run can have
-        return saved, history
+            saved._entries = list(saved.rounds)  # refuses what no such run can have
+        return saved
 
     def _contradicts(self, saved: RecordedRounds) -> bool:
         """Whether the other one is of another run than this one is known to account for, or of several."""
@@ -338,7 +331,7 @@ class RecordedRounds(IAccountant):
             return True
         if any(saved._fields.get(name, value) != value for name, value in self._fields.items()):
             return True
-        kind, ran = self.mechanism_class, [mechanism for mechanism, _ in saved._rounds]
+        kind, ran = self.mechanism_class, saved._recorded()
         if kind.sampling is not None and saved.num_users is not None and any(m.num_users != saved.num_users for m in ran):
             return True
         plans = [planned for planned in (self.planned, saved.planned) if planned is not None]
@@ -375,12 +368,6 @@ def _read(triple: Any) -> tuple[tuple[float, float], int]:
     return (noise_level("noise_multiplier", sigma), sampling_rate("sample_rate", rate)), integer("steps", steps)
 
 
-def _rest(state_dict: dict[str, Any]) -> tuple[Any, int]:
-    """What a state says besides its rounds, as an entry of none, for the digest."""
-    rest = {key: value for key, value in state_dict.items() if key not in ("rounds", "unread")}
-    return json.dumps(rest, sort_keys=True, default=repr), 0  # to which tuples and lists are the same
-
-
 def optional_count(name: str, value: Any) -> int | None:
     """A whole number of at least 1, or None."""
     return None if value is None else integer(name, value)
@@ -397,4 +384,4 @@ def _run(accountant: RecordedRounds) -> str:
     """What an accountant accounts for, in words."""
     known = {"num_users": accountant.num_users, "batch_size": accountant.batch_size, "emulated": accountant.emulated}
     said = ", ".join(f"{name}={value}" for name, value in {**known, **accountant._fields}.items())
-    return f"{said}, {accountant.planned or accountant._rounds[-1:]}"
+    return f"{said}, {accountant.planned or accountant._recorded()[-1:]}"

@@ -1,4 +1,4 @@
-"""Few classes for many different rounds."""
+"""Few kinds for many different rounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from opacus_shuffle.accountants import bounds_of, compute_bound
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
-from opacus_shuffle.analysis.classes import classes
+from opacus_shuffle.analysis.merge import merged_kinds
 from opacus_shuffle.analysis.ratio_distribution import mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import MOST_SHUFFLED_KINDS, ShuffledRound, coarsen, merge
 
@@ -28,17 +28,18 @@ def test_those_are_joined_that_cost_least_together():
         return worst[:, 0]
 
     sizes = np.array([[9.0], [2.9], [8.0], [3.0], [2.8]])
-    assert classes(sizes, np.ones(5), cost, most=2) == [[0, 2], [1, 3, 4]]
-    assert classes(sizes, np.ones(5), cost, most=5) == classes(sizes, np.ones(5), cost, most=9) == [[0], [1], [2], [3], [4]]
-    assert classes(sizes, np.ones(5), cost, most=1) == [[0, 1, 2, 3, 4]]
+    assert merged_kinds(sizes, np.ones(5), cost, most=2) == [[0, 2], [1, 3, 4]]
+    for most in (5, 9):
+        assert merged_kinds(sizes, np.ones(5), cost, most=most) == [[0], [1], [2], [3], [4]]
+    assert merged_kinds(sizes, np.ones(5), cost, most=1) == [[0, 1, 2, 3, 4]]
     # Many rounds of a kind are worth a class of their own.
-    assert [0] in classes(sizes, np.array([1, 1, 1e3, 1, 1]), cost, most=2)
+    assert [0] in merged_kinds(sizes, np.array([1, 1, 1e3, 1, 1]), cost, most=2)
     # Of two numbers each class counts the larger ones, wherever they come from.
     crossed = np.array([[1.0, 9.0], [9.0, 1.0], [1.0, 8.0], [8.0, 1.0]])
-    assert classes(crossed, np.ones(4), lambda worst: worst.prod(axis=1), most=2) == [[0, 2], [1, 3]]
+    assert merged_kinds(crossed, np.ones(4), lambda worst: worst.prod(axis=1), most=2) == [[0, 2], [1, 3]]
 
 
-def test_classes_are_found_as_by_trying_every_pair_at_each_step():
+def test_kinds_are_joined_as_by_trying_every_pair_at_each_step():
     draws = np.random.default_rng(0)
     kinds, counts = draws.uniform(1, 2, (40, 3)), draws.integers(1, 9, 40)
 
@@ -53,7 +54,7 @@ def test_classes_are_found_as_by_trying_every_pair_at_each_step():
         pairs = itertools.combinations(tried, 2)
         one, other = min(pairs, key=lambda pair: together(pair[0] + pair[1]) - together(pair[0]) - together(pair[1]))
         tried = [members for members in tried if members not in (one, other)] + [one + other]
-    assert sorted(classes(kinds, counts, cost, most=5)) == sorted(sorted(members) for members in tried)
+    assert sorted(merged_kinds(kinds, counts, cost, most=5)) == sorted(sorted(members) for members in tried)
 
 
 @pytest.mark.parametrize(("side", "sign"), [("upper", 1), ("lower", -1)])

@@ -1,0 +1,210 @@
+"""Which run a history is of, so that no file that is loaded takes rounds away or brings in others.
+
+Equal numbers do not make equal rounds: two runs with the same noise release different things. So a
+run counts its rounds under a random name, and whatever goes on from the same rounds elsewhere (a
+fork, a copy, a checkpoint that was loaded, an account that was taken back) goes on under a new
+one. A history is a chain of such names. Of two chains one is the beginning of the other, and then
+the longer one holds all that was released; or they have parted, and no single account holds both.
+
+>>> run = Lineage()
+>>> run.reach(2)
+>>> saved, other = run.replaced_by(run), Lineage()
+>>> run.reach(3)
+>>> run.longer_of([("round", 3)], saved, [("round", 2)])[1]
+[('round', 3)]
+>>> other.reach(2)
+>>> run.longer_of([("round", 3)], other, [("round", 2)])
+Traceback (most recent call last):
+    ...
+ValueError: the state is of another run than the 3 rounds that ran here, or has parted from them ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import secrets
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from opacus_shuffle.core.validation import integer
+
+Entry = TypeVar("Entry")
+_NAME_LENGTH = 32
+
+
+@dataclasses.dataclass
+class Lineage:
+    """How many rounds a history holds under each name, in the history's order.
+
+    Attributes:
+        held: The rounds of the history, by name.
+        seen: The most rounds ever known under a name; more than ``held`` where an account was taken back.
+    """
+
+    held: dict[str, int] = dataclasses.field(default_factory=dict)
+    seen: dict[str, int] = dataclasses.field(default_factory=dict)
+    _own: tuple[int, str] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def reach(self, rounds: int) -> None:
+        """Names the rounds of a history that now has so many; no copy and no forked process has that name."""
+        if rounds <= self.rounds:
+            return
+        process, name = self._own or (0, "")
+        last = next(reversed(self.held), None)
+        # A name is left for good where somebody else may have counted on under it.
+        if process != os.getpid() or name != last or self.held[name] != self.seen[name]:
+            name = secrets.token_hex(_NAME_LENGTH // 2)
+        total = self.held.get(name, 0) + rounds - self.rounds
+        held, seen = {**self.held, name: total}, {**self.seen, name: total}
+        # All at once, because a handler of a signal may save a checkpoint in the middle of anything.
+        self.__dict__.update(held=held, seen=seen, _own=(os.getpid(), name))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the name under which this very object counts on."""
+        return {"held": dict(self.held), "seen": dict(self.seen), "_own": None}
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the history holds."""
+        return sum(self.held.values())
+
+    @property
+    def rewound(self) -> int:
+        """How many rounds were released that the history no longer holds."""
+        return sum(most - self.held.get(name, 0) for name, most in self.seen.items())
+
+    def longer_of(
+        self, history: Sequence[tuple[Entry, int]], other: Lineage, other_history: Sequence[tuple[Entry, int]]
+    ) -> tuple[Lineage, list[tuple[Entry, int]]]:
+        """Returns the longer of two histories of one run, and its lineage.
+
+        Args:
+            history: What this one is of: entries with their numbers of rounds.
+            other: The lineage of the other one.
+            other_history: The other one.
+
+        Raises:
+            ValueError: If neither is the beginning of the other, or they hold the same rounds differently.
+        """
+        sides = (self.held, history), (other.held, other_history)
+        (short_held, short), (long_held, long) = sorted(sides, key=lambda side: sum(side[0].values()))
+        if not _begins(short_held, long_held):
+            raise ValueError(
+                f"the state is of another run than the {self.rounds} rounds that ran here, or has parted from them at a "
+                "fork or an earlier checkpoint, and an account holds one run: load it into a new engine (the epsilons and "
+                "deltas of both add up), or pass allow_rewind=True if nothing of what ran here was ever seen by anyone"
+            )
+        if first_rounds(long, count(short)) != first_rounds(short, count(short)):
+            raise ValueError(
+                "state_dict holds other rounds than this accountant has recorded of the very same steps: it was changed "
+                "after it was saved; load the checkpoint as it was"
+            )
+        return Lineage(dict(long_held), self._most(other)), list(long)
+
+    def replaced_by(self, other: Lineage) -> Lineage:
+        """Returns the lineage of the other's history, which remembers that this one's rounds ran, too."""
+        return Lineage(dict(other.held), self._most(other))
+
+    def _most(self, other: Lineage) -> dict[str, int]:
+        return {name: max(self.seen.get(name, 0), other.seen.get(name, 0)) for name in {**self.seen, **other.seen}}
+
+    def as_state(self, content: Any) -> dict[str, Any]:
+        """Plain values for a checkpoint, with a digest of the content that they belong to."""
+        known = [(name, self.held.get(name, 0), self.seen[name]) for name in {**self.held, **self.seen}]
+        return {"rounds": known, "digest": _digest(content)}
+
+    @classmethod
+    def from_state(cls, state: Any, content: Any, rounds: int) -> Lineage:
+        """Reads :meth:`as_state`.
+
+        Args:
+            state: What it returned.
+            content: What it was saved with.
+            rounds: How many rounds the content has.
+
+        Raises:
+            ValueError: If it is malformed, or the content is not the one that it was saved with.
+        """
+        lineage = cls()
+        entries = state.get("rounds") if isinstance(state, dict) and set(state) == {"rounds", "digest"} else None
+        for entry in entries if isinstance(entries, list | tuple) else [state]:
+            if not isinstance(entry, list | tuple) or len(entry) != 3 or type(entry[0]) is not str or entry[0] in lineage.seen:
+                raise ValueError(f"the names of the rounds in state_dict are malformed, got {entry!r}: they were changed")
+            name, held = entry[0], integer("rounds held in state_dict", entry[1], minimum=0)
+            if held:
+                lineage.held[name] = held
+            lineage.seen[name] = integer("rounds seen in state_dict", entry[2], minimum=max(1, held))
+        if lineage.rounds != rounds or state["digest"] != _digest(content):
+            raise ValueError(
+                f"the history in state_dict, {rounds} rounds, is not the one that was saved, {lineage.rounds} rounds: "
+                "it was changed after it was saved; load the checkpoint as it was"
+            )
+        return lineage
+
+    @classmethod
+    def named(cls, name: str, rounds: int) -> Lineage:
+        """Returns the lineage of a history that says nothing of its own, under a name for its content."""
+        return cls({name: rounds}, {name: rounds}) if rounds else cls()
+
+
+def _begins(short: dict[str, int], long: dict[str, int]) -> bool:
+    """Whether a chain of names is the beginning of another, where its last name may have gone on."""
+    beginning = dict(list(long.items())[: len(short)])
+    last = next(reversed(short), None)
+    if last in beginning:
+        beginning[last] = min(beginning[last], short[last])
+    return list(beginning.items()) == list(short.items())
+
+
+def tell_of_kept_rounds(kept: int, loaded: int) -> None:
+    """Warns that an account now holds more than what was loaded."""
+    if kept:
+        warnings.warn(
+            f"the checkpoint holds {loaded} rounds; {kept} more, which ran or were loaded here before, were released and "
+            "stay in the account (allow_rewind=True would leave them out, and reports would say so)",
+            stacklevel=3,
+        )
+
+
+def rewound_sentence(rounds: int) -> str:
+    """Returns what to say of an account that was taken back; empty if it was not."""
+    if not rounds:
+        return ""
+    which = "1 round that ran is" if rounds == 1 else f"{rounds:,} rounds that ran are"
+    return (
+        f"{which} left out of this account, because a checkpoint was loaded with allow_rewind=True, or the history set by "
+        "hand: no epsilon here covers whoever saw anything of what was released then."
+    )
+
+
+def _digest(content: Any) -> str:
+    """Returns a fingerprint of plain values, the same for lists and tuples, as JSON keeps them."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def count(history: Iterable[tuple[Any, int]]) -> int:
+    """Returns the number of rounds."""
+    return sum(steps for _, steps in history)
+
+
+def append(history: list[tuple[Entry, int]], entry: Entry, steps: int) -> None:
+    """Adds rounds to a history; an equal last entry is counted on, and is missing at no moment."""
+    if history and history[-1][0] == entry:
+        history[-1] = (entry, history[-1][1] + steps)
+    else:
+        history.append((entry, steps))
+
+
+def first_rounds(history: Iterable[tuple[Entry, int]], rounds: int) -> list[tuple[Entry, int]]:
+    """Returns the history's first so many rounds; equal neighbours are merged."""
+    first: list[tuple[Entry, int]] = []
+    for entry, steps in history:
+        taken = min(steps, rounds)
+        if taken > 0:
+            append(first, entry, taken)
+        rounds -= steps
+    return first
