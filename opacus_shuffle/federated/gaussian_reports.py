@@ -80,33 +80,34 @@ class GaussianReports(ReportFormat):
             min_reports=min_reports,
         )
         self.server_selects = one_of("server_selects", server_selects, (None, "poisson", "fixed_size"))
-        noise: dict[str, Any] = {"noise_multiplier": noise_level("noise_multiplier", noise_multiplier)}
-        self.noise_multiplier, self.selected = noise["noise_multiplier"], server_selects is not None
+        self.noise_multiplier = noise_level("noise_multiplier", noise_multiplier)
+        self.selected = server_selects is not None
         if not (self.noise_multiplier * self.max_norm >= _LEAST and self.longest_report <= _MOST):
             raise ValueError(
                 f"max_norm={max_norm} with noise_multiplier={noise_multiplier} is beyond single precision, which reports "
                 "travel in: scale the vectors"
             )
         if self.selected:
-            self._leave_to_the_server(honest_fraction, min_reports)
+            # Clients toss no coins then; that others are missing or lie is no part of that simulation.
+            if self.sample_rate == 1 or honest_fraction != 1 or min_reports is not None:
+                raise ValueError(
+                    f"server_selects={self.server_selects!r} takes sample_rate below 1, and neither honest_fraction nor "
+                    f"min_reports, got sample_rate={self.sample_rate}, honest_fraction={honest_fraction}, "
+                    f"min_reports={min_reports}: it is a simulation in which all are honest and there"
+                )
+            self.coin_rate, self.fewest_reports = 1.0, 1
         if server_selects == "fixed_size":
-            self.mechanism = SubsampledShuffle(**noise, num_users=self.num_users, sample_rate=self.sample_rate)
+            self.mechanism = SubsampledShuffle(
+                noise_multiplier=self.noise_multiplier, num_users=self.num_users, sample_rate=self.sample_rate
+            )
             self.sample_rate = self.mechanism.sample_rate  # of a whole number of clients
             self.fewest_reports = self.most_reports = round(self.sample_rate * self.num_users)
         elif self.sample_rate == 1:
-            self.mechanism = ShuffleGauss(**noise, num_users=self.honest_reports)
+            self.mechanism = ShuffleGauss(noise_multiplier=self.noise_multiplier, num_users=self.honest_reports)
         else:
-            self.mechanism = ShuffledCheckIn(**noise, num_users=self.honest_reports, sample_rate=self.sample_rate)
-
-    def _leave_to_the_server(self, honest_fraction: float, min_reports: int | None) -> None:
-        """Clients toss no coins then; that others are missing or lie is no part of that simulation."""
-        if self.sample_rate == 1 or honest_fraction != 1 or min_reports is not None:
-            raise ValueError(
-                f"server_selects={self.server_selects!r} takes sample_rate below 1, and neither honest_fraction nor "
-                f"min_reports, got sample_rate={self.sample_rate}, honest_fraction={honest_fraction}, "
-                f"min_reports={min_reports}: it is a simulation in which all are honest and there"
+            self.mechanism = ShuffledCheckIn(
+                noise_multiplier=self.noise_multiplier, num_users=self.honest_reports, sample_rate=self.sample_rate
             )
-        self.coin_rate, self.fewest_reports = 1.0, 1
 
     def ask(self, clients: Sequence[int]) -> list[int]:
         """Everyone; or whom the server draws afresh, in secret.
@@ -159,10 +160,6 @@ class GaussianReports(ReportFormat):
         absent = bytes(self.bytes_per_report)
         there = [numbers for numbers in held if numbers != absent]
         return [there[place] for place in subset(len(there), len(there), generator)]
-
-    def taking_part(self, mixed: Sequence[bytes]) -> int | None:
-        """One report each."""
-        return len(mixed)
 
     def estimate(self, mixed: Sequence[bytes], num_reports: int) -> torch.Tensor:
         """The sum of the reports, whose noise has mean zero."""

@@ -168,6 +168,11 @@ class Ledger:
         """The unbiased estimate of the sum of a round's vectors; None if it was dropped."""
         return None if released.dropped else self.format.estimate(released.mixed, released.num_reports)
 
+    def estimated_mean(self, released: Released) -> torch.Tensor | None:
+        """The sum's estimate over γ·n, the public number of clients expected; None if the round was dropped."""
+        total = self.estimate(released)
+        return None if total is None else total / (self.format.sample_rate * self.format.num_users)
+
     def epsilon(self, *, bound: str = "certified", adjacency: str = "zero_out") -> PrivacyBound:
         """What all rounds cost together, with its meaning; at least one must have been accounted."""
         return self.accountant.bound(self.delta, bound=bound, adjacency=adjacency)

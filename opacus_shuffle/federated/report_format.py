@@ -115,12 +115,12 @@ class ReportFormat(ABC):
         Raises:
             ValueError: If there is no such kind, or a keyword is missing, unknown or out of range.
         """
-        given = {str(name): each for name, each in instance_of("settings", settings, (dict,)).items()}
+        given = {str(name): value for name, value in instance_of("settings", settings, (dict,)).items()}
         kind = ReportFormat._kinds[one_of("kind in settings", given.pop("kind", None), tuple(ReportFormat._kinds))]
         parameters = inspect.signature(kind).parameters
-        unknown = {name: each for name, each in given.items() if name not in parameters}
+        unknown = {name: value for name, value in given.items() if name not in parameters}
         reject_unknown(f"settings of {kind.kind}", unknown, parameters)
-        missing = [name for name, each in parameters.items() if each.default is each.empty and name not in given]
+        missing = [name for name, parameter in parameters.items() if parameter.default is parameter.empty and name not in given]
         if missing:
             raise ValueError(f"settings of {kind.kind} need {', '.join(missing)}: add them")
         return kind(**given)
@@ -138,7 +138,7 @@ class ReportFormat(ABC):
 
     @functools.cached_property
     def fingerprint(self) -> bytes:
-        """Eight bytes that another format hardly has: what was agreed, in every report and at the opening of every round."""
+        """First 8 bytes of SHA-256 of the agreed settings: in every report and at the opening of every round."""
         return hashlib.sha256(json.dumps(self.agreed, sort_keys=True).encode()).digest()[:8]
 
     def check_fingerprint(self, whose: str, fingerprint: bytes) -> None:
@@ -187,10 +187,6 @@ class ReportFormat(ABC):
             num_reports: How many clients reported.
         """
 
-    def taking_part(self, mixed: Sequence[bytes]) -> int | None:
-        """How many of the clients took part, as the server sees it; None where that is a secret."""
-        return None
-
     def ask(self, clients: Sequence[int]) -> list[int]:
         """Whom of all clients the server asks in a round: everyone, as clients toss their own coins."""
         return list(clients)
@@ -214,7 +210,8 @@ class ReportFormat(ABC):
 
         Args:
             number: The round.
-            vector: Shape (d,), any norm. One that is not finite is reported as zero; None if the client's coin said no.
+            vector: Shape (d,), any norm. One whose norm is not finite in double precision is reported as
+                zero; None if the client's coin said no.
             generator: On the CPU; by default the operating system's.
 
         Raises:
@@ -232,7 +229,7 @@ class ReportFormat(ABC):
         return _HEADER.size + self.bytes_per_report
 
     def clip(self, vector: torch.Tensor) -> torch.Tensor:
-        """Returns the vector in double precision, scaled down to norm C at most; zero if it is not finite."""
+        """Returns the vector in double precision, scaled down to norm C at most; zero if its norm is not finite."""
         given = instance_of("vector", vector, (torch.Tensor,)).detach()
         if given.shape != (self.dimension,):
             raise ValueError(f"vector must have shape ({self.dimension},), got {tuple(given.shape)}: join the parts")
@@ -241,12 +238,8 @@ class ReportFormat(ABC):
                 f"vector must be a dense tensor of real numbers, got {given.layout}, {given.dtype}, {given.device}"
             )
         point = given.to("cpu", torch.float64)
-        if not bool(torch.isfinite(point).all()):
-            return torch.zeros_like(point)
-        largest = float(point.abs().max()) if len(point) else 0.0
-        if largest == 0.0:
-            return point
-        norm = largest * float(torch.linalg.vector_norm(point / largest))  # which squares would over- or underflow
+        # Squares of entries below 1e-154 vanish, which are far shorter than any norm that C may be.
+        norm = float(torch.linalg.vector_norm(point))
         if norm <= self.max_norm:
             return point
         # A hair less, so that no rounding makes it longer than the noise is made for.

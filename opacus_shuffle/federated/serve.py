@@ -6,18 +6,8 @@ import argparse
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
 
 from opacus_shuffle.federated import ReportFormat, Shuffler, ShufflerService
-
-
-def settings_of(path: str) -> dict[str, Any]:
-    """The settings in a JSON file."""
-    try:
-        found: dict[str, Any] = json.loads(Path(path).read_text())
-        return found
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON file: {error}") from None
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -42,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         service = ShufflerService(
-            Shuffler(ReportFormat.of_settings(settings_of(options.settings))),
+            Shuffler(ReportFormat.of_settings(json.loads(Path(options.settings).read_text()))),
             clients=Path(options.secrets).read_text().split(),
             server=Path(options.server_secret).read_text(),
             host=options.host,
@@ -52,6 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
             deadline=options.deadline,
             most_connections=options.most_connections,
         )
+    except json.JSONDecodeError as error:
+        parser.error(f"{options.settings} is no JSON file: {error}")
     except (OSError, ValueError) as error:  # a file that is not there or is none of these, a port that is taken
         parser.error(str(error))
     print(f"shuffler at {service.url}", flush=True)

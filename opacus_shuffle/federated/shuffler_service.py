@@ -9,8 +9,9 @@ r"""A shuffler in a process of its own, behind a small network interface: HTTP, 
 Numbers are little-endian. Everyone shows a secret of its own, ``Authorization: Bearer SECRET``: a client's says who it is, to
 the shuffler alone, which keeps hashes of them; the server's opens and closes rounds, and takes no part in any. Who shows no
 such secret is answered before any content is read: 401 without one, 403 with nobody's or another party's, 413 for more than a
-report. A connection is for one request, which must have come within a deadline. There are so many at most: the next one takes
-the place of the oldest that has shown no secret for a second, else hears 503. Of one party's only the latest is waited for.
+report. A connection is for one request, which must have come within a deadline. There are so many at
+most: the next one takes the place of the oldest that has shown no secret, else is closed at once.
+Of one party's only the latest is waited for.
 
 The process is started by ``python -m opacus_shuffle.federated.serve``, whose ``--help`` names the files it reads.
 """
@@ -20,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import hmac
 import http.client
 import random
 import socket
@@ -29,9 +29,7 @@ import struct
 import sys
 import threading
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -46,7 +44,8 @@ SHORTEST_SECRET = 16
 """Characters of a secret, at least."""
 _LONGEST_NUMBER = 12
 """Digits of a number in a request."""
-_FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
+_SERVER = "the server"
+"""What the server is called among the parties; clients are called by their numbers."""
 
 
 def checked_secret(name: str, secret: Any) -> str:
@@ -66,10 +65,10 @@ def _hash(secret: str) -> bytes:
 
 @dataclasses.dataclass
 class _Place:
-    """An open connection: since when it is open, the hash of the secret that it has shown, and whether its request has come."""
+    """An open connection: since when it is open, whose secret it has shown, and whether its request has come."""
 
     since: float
-    party: bytes | None = None
+    party: str | None = None
     heard: bool = False
 
 
@@ -94,7 +93,6 @@ class ShufflerService(ThreadingHTTPServer):
 
     daemon_threads = True
     request_queue_size = 4096  # all clients of a round may come at once
-    grace = 1.0  # seconds in which nobody takes the place of a connection that has shown no secret
 
     def __init__(
         self,
@@ -135,8 +133,8 @@ class ShufflerService(ThreadingHTTPServer):
                 context.load_cert_chain(certificate, key)
             except OSError as error:
                 raise ValueError(f"certificate={str(certificate)!r} and key={str(key)!r} cannot be used: {error}") from None
-        self._server = _hash(secrets[-1])
-        self._clients = {_hash(each): str(number) for number, each in enumerate(secrets[:-1])}
+        self._parties = {_hash(secret): str(number) for number, secret in enumerate(secrets)}
+        self._parties[_hash(secrets[-1])] = _SERVER
         super().__init__((instance_of("host", host, (str,)), integer("port", port, minimum=0, maximum=65535)), _Handler)
         if context is not None:
             # The handshake waits for the thread of its request, so that a client that says nothing holds up nobody.
@@ -148,25 +146,21 @@ class ShufflerService(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
         return self
 
-    def sender(self, secret: str) -> str | None:
-        """Which client shows this secret."""
-        return self._clients.get(_hash(secret))
+    def party(self, secret: str) -> str | None:
+        """Names the party that has this secret; None if nobody has."""
+        return self._parties.get(_hash(secret))
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serves a connection in a thread of its own, if there is a place for it."""
-        now = time.monotonic()
         with self._lock:
-            full = len(self._places) >= self.most_connections
-            oldest = next((one for one, place in self._places.items() if place.party is None), None)
-            if full and (oldest is None or now - self._places[oldest].since < self.grace):
-                with contextlib.suppress(OSError):
-                    if not isinstance(request, ssl.SSLSocket):  # whose client hears nothing before its handshake
-                        request.setblocking(False)
-                        request.send(_FULL)
-                return self.shutdown_request(request)
-            if full and oldest is not None:
-                self._hang_up(oldest)
-            self._places[request] = _Place(now)
+            if len(self._places) >= self.most_connections:
+                # Strangers leave in the order in which they came. So whoever floods the service
+                # has to open this many connections while an honest client shows its secret.
+                stranger = next((one for one, place in self._places.items() if place.party is None), None)
+                if stranger is None:
+                    return self.shutdown_request(request)
+                self._hang_up(stranger)
+            self._places[request] = _Place(time.monotonic())
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
@@ -182,13 +176,12 @@ class ShufflerService(ThreadingHTTPServer):
             self._places.pop(request, None)
         super().shutdown_request(request)
 
-    def known(self, request: socket.socket, secret: str) -> None:
-        """Notes that a connection has shown a party's secret, and ends older ones of it whose requests have not come."""
-        party = _hash(secret)
+    def known(self, request: socket.socket, party: str) -> None:
+        """Notes whose secret a connection has shown, and ends older ones of the party whose requests have not come."""
         with self._lock:
             if request in self._places:
                 self._places[request].party = party
-            waiting = [each for each, place in self._places.items() if place.party == party and not place.heard]
+            waiting = [one for one, place in self._places.items() if place.party == party and not place.heard]
             for older in waiting[:-1]:
                 self._hang_up(older)
 
@@ -209,10 +202,6 @@ class ShufflerService(ThreadingHTTPServer):
         if error is not None and not isinstance(error, OSError):
             print(f"a request failed: {type(error).__name__}", file=sys.stderr)
 
-    def is_server(self, secret: str) -> bool:
-        """Whether the server shows this secret."""
-        return hmac.compare_digest(_hash(secret), self._server)
-
 
 class _Handler(BaseHTTPRequestHandler):
     """One request."""
@@ -231,29 +220,38 @@ class _Handler(BaseHTTPRequestHandler):
         kind, _, secret = self.headers.get("Authorization", "").partition(" ")
         if kind != "Bearer":
             return self._refuse(401, "show your secret: Authorization: Bearer ...")
-        sender = self.server.sender(secret) if self.path == "/report" else None
-        if self.path == "/report" and sender is None:
-            return self._refuse(403, "this is the secret of no client")
-        if sender is None and not self.server.is_server(secret):
-            return self._refuse(403, "this is not the secret of the server, whose rounds are")
-        self.server.known(self.connection, secret)
+        party = self.server.party(secret)
+        if party is None or (party == _SERVER) == (self.path == "/report"):
+            who = "a client, who reports" if self.path == "/report" else "the server, whose rounds are"
+            return self._refuse(403, f"this is not the secret of {who}")
+        self.server.known(self.connection, party)
         body = self.rfile.read(int(length))
         if len(body) < int(length):
             return None  # it was cut off
         self.server.heard(self.connection)
-        if sender is not None:
-            return self._take(sender, body)
-        match self.path.split("/"):
-            case ["", "rounds", number, act] if _is_number(number) and act in ("open", "close", "forget"):
-                return self._round(int(number), act, body)
-        return self._answer(404, b"no such request")
-
-    def _take(self, sender: str, report: bytes) -> None:
         try:
-            self.server.shuffler.submit(sender, report)
-        except RefusedReportError as error:
+            content = self._act(party, body)
+        except UnknownRoundError as error:
+            return self._answer(404, str(error).encode())
+        except ValueError as error:
             return self._answer(400, str(error).encode())
-        return self._answer(204)
+        return self._answer(200, content) if content else self._answer(204)
+
+    def _act(self, party: str, body: bytes) -> bytes:
+        """Has the shuffler do what the request asks for, and returns the content of the answer."""
+        shuffler = self.server.shuffler
+        match self.path.split("/"):
+            case ["", "report"]:
+                shuffler.submit(party, body)
+            case ["", "rounds", number, "open"] if _is_number(number):
+                shuffler.open_round(int(number), body)
+            case ["", "rounds", number, "close"] if _is_number(number):
+                return packed(shuffler.close_round(int(number)))
+            case ["", "rounds", number, "forget"] if _is_number(number):
+                shuffler.forget_round(int(number))
+            case _:
+                raise UnknownRoundError("no such request")
+        return b""
 
     def _refuse(self, status: int, why: str) -> None:
         """Answers before the content has come, and throws that away, lest the answer be lost with the connection."""
@@ -262,21 +260,6 @@ class _Handler(BaseHTTPRequestHandler):
         left = self.server.shuffler.format.report_size + 65536
         while left > 0 and (thrown := self.rfile.read1(min(left, 65536))):
             left -= len(thrown)
-
-    def _round(self, number: int, act: str, body: bytes) -> None:
-        shuffler = self.server.shuffler
-        try:
-            if act == "close":
-                return self._answer(200, packed(shuffler.close_round(number)))
-            if act == "open":
-                shuffler.open_round(number, body)
-            else:
-                shuffler.forget_round(number)
-        except UnknownRoundError as error:
-            return self._answer(404, str(error).encode())
-        except ValueError as error:
-            return self._answer(400, str(error).encode())
-        return self._answer(204)
 
     def _answer(self, status: int, body: bytes = b"") -> None:
         self.send_response(status)
@@ -320,13 +303,6 @@ def unpacked(number: int, content: bytes) -> Released:
     return Released(number, reports, tuple(parts))
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows nobody elsewhere: the secret is for one shuffler."""
-
-    def redirect_request(self, *args: Any, **keywords: Any) -> None:
-        """Leaves the answer as the error that it is."""
-
-
 class FarShuffler:
     """A shuffler that is a :class:`ShufflerService`, seen from a client or from the server.
 
@@ -335,7 +311,8 @@ class FarShuffler:
         secret: The client's, or the server's.
         certificate: File of the certificates to trust; by default the system's.
         timeout: Seconds to wait for an answer.
-        attempts: How often to ask where the network fails or no place is free (503): a report that came twice is taken once.
+        attempts: How often to ask where the network fails or the shuffler has no place free: a report
+            that came twice is taken once.
     """
 
     simulated, predictable = False, ()
@@ -350,14 +327,12 @@ class FarShuffler:
             raise ValueError(f"url must begin with https://, got {url!r}: else whoever is on the way sees who reports")
         self.url, self._secret = url.rstrip("/"), checked_secret("secret", secret)
         self.timeout, self.attempts = positive("timeout", timeout), integer("attempts", attempts)
+        self._place, self._context = parts, None
         if far:
             try:
-                context = ssl.create_default_context(cafile=certificate)
+                self._context = ssl.create_default_context(cafile=certificate)
             except OSError as error:
                 raise ValueError(f"certificate={str(certificate)!r} cannot be used: {error}") from None
-            self._opener = urllib.request.build_opener(_NoRedirect, urllib.request.HTTPSHandler(context=context))
-        else:  # what stays on this machine goes through no proxy
-            self._opener = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
 
     def submit(self, report: bytes) -> None:
         """Sends this client's report.
@@ -380,21 +355,30 @@ class FarShuffler:
         self._ask(f"/rounds/{number}/forget")
 
     def _ask(self, path: str, body: bytes = b"", errors: dict[int, type[ValueError]] | None = None) -> bytes:
-        request = urllib.request.Request(self.url + path, body, {"Authorization": f"Bearer {self._secret}"}, method="POST")
-        for left in reversed(range(self.attempts)):
+        for attempts_left in reversed(range(self.attempts)):
             try:
-                with self._opener.open(request, timeout=self.timeout) as answer:
-                    content: bytes = answer.read()
-                    if answer.status not in (200, 204):
-                        raise ValueError(f"{self.url} answers {answer.status}, as no shuffler does: is it one?")
-                    return content
+                status, content = self._post(path, body)
+                break
             except (OSError, http.client.HTTPException) as error:
-                if isinstance(error, urllib.error.HTTPError) and error.code != 503:
-                    kind = (errors or {}).get(error.code, ValueError)
-                    with contextlib.suppress(OSError, http.client.HTTPException):  # the code says enough
-                        raise kind(f"the shuffler answers {error.code}: {error.read().decode(errors='replace')}") from None
-                    raise kind(f"the shuffler answers {error.code}, and no more of it came") from None
-                if not left:
+                if not attempts_left:
                     raise ConnectionError(f"no shuffler at {self.url} after {self.attempts} attempts: {error!r}") from error
                 time.sleep(random.SystemRandom().uniform(0.1, 1.0))  # not all clients at once again
-        raise AssertionError("there is a last attempt")
+        if status not in (200, 204):
+            kind = (errors or {}).get(status, ValueError)
+            raise kind(f"the shuffler answers {status}: {content.decode(errors='replace')}")
+        return content
+
+    def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """Sends one request over a connection of its own, and returns the answer's status and content.
+
+        No redirection is followed and no proxy asked: the secret is for one shuffler.
+        """
+        place, timeout = self._place, self.timeout
+        if self._context is None:
+            connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=timeout)
+        else:
+            connection = http.client.HTTPSConnection(place.hostname or "", place.port, timeout=timeout, context=self._context)
+        with contextlib.closing(connection):
+            connection.request("POST", place.path.rstrip("/") + path, body, {"Authorization": f"Bearer {self._secret}"})
+            answer = connection.getresponse()
+            return answer.status, answer.read()

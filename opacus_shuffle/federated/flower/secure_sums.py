@@ -301,9 +301,8 @@ class SecureSumStrategy(Strategy):
         average = parameters_to_ndarrays(results[0][1].parameters)  # the workflow gives all of them the same
         self.sums.aggregated(average, len(results))
         released = self.ledger.close()
-        format, total = self.ledger.format, self.ledger.estimate(released)
-        if total is not None:
-            mean = total / (format.sample_rate * format.num_users)
+        mean = self.ledger.estimated_mean(released)
+        if mean is not None:
             self.weights = _like(_flat(self.weights) + self.learning_rate * mean, self.weights)
         self.ledger.finish({"weights": _flat(self.weights)})
         return ndarrays_to_parameters(self.weights), {"reports": released.num_reports, "rounds": self.ledger.round}

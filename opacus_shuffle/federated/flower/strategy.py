@@ -31,9 +31,9 @@ class ShuffledStrategy(Strategy):
         min_nodes: Nodes to wait for before a round; by default as many as a round needs.
         epsilon_every: In every so many rounds all of the mechanism's bounds are computed for the metrics.
 
-    Metrics of each round: ``reports`` that clients sent (0: the round was dropped), with Gaussian reports how many of them are
-    ``taking-part``, ``rounds`` accounted, and every few rounds ``epsilon-certified`` (proved for every data set) and the
-    mechanism's other bounds under their names, which are guarantees only as far as ``ledger.epsilon(bound=...)`` says.
+    Metrics of each round: ``reports`` that clients sent (0: the round was dropped), ``rounds`` accounted, and every few rounds
+    ``epsilon-certified`` (proved for every data set) and the mechanism's other bounds under their names, which are guarantees
+    only as far as ``ledger.epsilon(bound=...)`` says.
 
     Formal Guarantees:
         The replies of the nodes are not looked at. When the target ε is reached no node is asked any more, and the weights stay
@@ -64,24 +64,18 @@ class ShuffledStrategy(Strategy):
         if self._asked and not self.ledger.affords_another():
             log(INFO, "target epsilon is reached after %s rounds: nobody is asked any more", self.ledger.round)
         self._asked = self.ledger.affords_another()
-        if not self._asked:
+        if not self._asked or self.ledger.begun:  # by a process that was killed: its reports are at the shuffler
             return []
-        if self.ledger.begun:  # by a process that was killed: its reports are at the shuffler
-            return []
-        nodes = self.ledger.format.ask(self._nodes(grid))
+        there = len(list(grid.get_node_ids()))
+        if isinstance(grid, LocalGrid) and there < self.min_nodes:
+            raise ValueError(f"min_nodes={self.min_nodes} never are on a LocalGrid of {there}: give it as many clients")
+        nodes = self.ledger.format.ask(list(enough(lambda: list(grid.get_node_ids()), self.min_nodes)))
         number = self.ledger.open()
         settings = ConfigRecord({**config, ROUND: number})
         content = RecordDict({ARRAYS: self.arrays, SETTINGS: settings})
         return [
             Message(content=content, message_type=MessageType.TRAIN, dst_node_id=node, group_id=str(number)) for node in nodes
         ]
-
-    def _nodes(self, grid: Grid) -> list[int]:
-        """Those that are there, once they are enough."""
-        there = len(list(grid.get_node_ids()))
-        if isinstance(grid, LocalGrid) and there < self.min_nodes:
-            raise ValueError(f"min_nodes={self.min_nodes} never are on a LocalGrid of {there}: give it as many clients")
-        return list(enough(lambda: list(grid.get_node_ids()), self.min_nodes))
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Accounts for the round, takes it from the shuffler, and moves the weights."""
@@ -93,33 +87,19 @@ class ShuffledStrategy(Strategy):
         if released.dropped:
             fewest = self.ledger.format.fewest_reports
             log(WARNING, "round %s was dropped, fewer than %s clients reported: it is accounted", released.round, fewest)
-        weights = as_vector(self.arrays)
-        total = self.ledger.estimate(released)
-        if total is not None:
-            weights = self.moved(weights, total / self.expected_clients)
-        self.arrays = as_arrays(weights, self.arrays)
+        mean = self.ledger.estimated_mean(released)
+        if mean is not None:
+            self.arrays = as_arrays(self.moved(as_vector(self.arrays), mean), self.arrays)
         self.ledger.finish({"weights": as_vector(self.arrays)})
         metrics: dict[str, Any] = {"reports": released.num_reports, "rounds": self.ledger.round}
-        taking_part = self.ledger.format.taking_part(released.mixed)
-        if taking_part is not None and not released.dropped:
-            metrics["taking-part"] = taking_part
         if server_round % self.epsilon_every == 0 or not self.ledger.affords_another():
-            metrics |= self.spent()
+            for bound in bounds_of(type(self.ledger.format.mechanism)):
+                metrics[f"epsilon-{bound}"] = float(round_up(self.ledger.epsilon(bound=bound).epsilon))
         return self.arrays, MetricRecord(metrics)
-
-    @property
-    def expected_clients(self) -> float:
-        """γ·n: the clients that are expected to take part."""
-        return self.ledger.format.sample_rate * self.ledger.format.num_users
 
     def moved(self, weights: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         """The new weights, from the old ones and the mean update: override it for another server optimizer."""
         return weights + self.learning_rate * mean
-
-    def spent(self) -> dict[str, float]:
-        """ε so far by every bound of the mechanism, each under its name."""
-        kind = type(self.ledger.format.mechanism)
-        return {f"epsilon-{bound}": float(round_up(self.ledger.epsilon(bound=bound).epsilon)) for bound in bounds_of(kind)}
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """Nobody: what clients would answer has no noise. Pass ``evaluate_fn`` to ``start``, with data of the server's own."""
