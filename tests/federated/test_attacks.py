@@ -201,14 +201,8 @@ def run_once(ledger: Ledger) -> None:
 
 
 def test_a_run_does_not_go_on_with_other_settings(tmp_path):
-    run_once(
-        Ledger(
-            GaussianReports(**COMMON, noise_multiplier=0.5),
-            Shuffler(GaussianReports(**COMMON, noise_multiplier=0.5)),
-            delta=1e-5,
-            path=tmp_path / "book",
-        )
-    )
+    earlier = GaussianReports(**COMMON, noise_multiplier=0.5)
+    run_once(Ledger(earlier, Shuffler(earlier), delta=1e-5, path=tmp_path / "book"))
     with pytest.raises(ValueError, match="with other settings than"):
         Ledger(GAUSSIAN, Shuffler(GAUSSIAN), delta=1e-5, path=tmp_path / "book", target_epsilon=1.0)
 
@@ -216,16 +210,14 @@ def test_a_run_does_not_go_on_with_other_settings(tmp_path):
 def test_a_round_that_cannot_be_written_down_is_not_released(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
-    shuffler = Shuffler(GAUSSIAN)
-    ledger = Ledger(GAUSSIAN, shuffler, delta=1e-5, path=folder / "book")
+    ledger = Ledger(GAUSSIAN, Shuffler(GAUSSIAN), delta=1e-5, path=folder / "book")
     ledger.open()
-    all_report(shuffler, 1)
+    all_report(ledger.shuffler, 1)
     folder.rmdir()
     for _ in range(2):
         with pytest.raises(OSError, match="book"):
             ledger.close()
-        assert (ledger.round, ledger.begun, len(ledger.accountant)) == (0, False, 0)
-    assert shuffler.waiting() == 6
+        assert (ledger.round, ledger.begun, len(ledger.accountant), ledger.shuffler.waiting()) == (0, False, 0, 6)
     folder.mkdir()
     assert ledger.close().num_reports == 6
 
@@ -274,6 +266,7 @@ def test_a_damaged_book_is_named_and_not_begun_anew(tmp_path, damage):
         (lambda: Reporter(None, max_rounds=1), "format"),
         (lambda: Reporter(SUMS, max_rounds=1, book="file"), "book"),
         (lambda: SUMS.encode(1, torch.ones(3).to_sparse()), "vector"),
+        (lambda: SUMS.encode(1, torch.ones(4)), r"vector must have shape \(3,\), got \(4,\)"),
         (lambda: SUMS.encode(1, torch.ones(3, device="meta")), "vector"),
         (lambda: SUMS.encode(1, None, generator=3), "generator"),
         (lambda: GaussianReports(**{**COMMON, "max_norm": 1e-40}, noise_multiplier=1.0), "max_norm"),
@@ -294,16 +287,14 @@ def test_bad_input_is_named(call, named):
 
 
 def test_a_shuffler_with_a_generator_of_one_s_own_is_no_secret_as_its_report_says():
-    shuffler = Shuffler(GAUSSIAN, torch.Generator().manual_seed(0))
-    ledger = Ledger(GAUSSIAN, shuffler, delta=1e-5)
+    ledger = Ledger(GAUSSIAN, Shuffler(GAUSSIAN, torch.Generator().manual_seed(0)), delta=1e-5)
     run_once(ledger)
     assert "not private: whoever knows the generator of the shuffler" in str(ledger.report())
     assert not ledger.report().to_dict()["private"]
 
 
 def test_a_result_that_the_caller_changes_later_is_the_book_s_own(tmp_path):
-    ledger = Ledger(GAUSSIAN, Shuffler(GAUSSIAN), delta=1e-5, path=tmp_path / "book")
-    kept = torch.zeros(3)
+    ledger, kept = Ledger(GAUSSIAN, Shuffler(GAUSSIAN), delta=1e-5, path=tmp_path / "book"), torch.zeros(3)
     ledger.run(lambda number: all_report(ledger.shuffler, number), lambda total: kept)
     kept += 5
     assert not ledger.result.any()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import datetime
 import ipaddress
 import socket
-import threading
 import time
 
 import pytest
@@ -26,22 +26,16 @@ def service():
 
 
 def test_a_far_shuffler_is_a_near_one(service):
-    server = FarShuffler(service.url, SERVER)
-    ledger = ledger_of(SUMS, server)
+    ledger = ledger_of(SUMS, FarShuffler(service.url, SERVER))
+    clients = [(Reporter(SUMS, max_rounds=5), FarShuffler(service.url, secret)) for secret in CLIENTS]
 
     def collect(number: int) -> None:
-        def answer(secret: str) -> None:
-            Reporter(SUMS, max_rounds=5).answer(number, lambda: torch.ones(3), FarShuffler(service.url, secret).submit)
-
-        threads = [threading.Thread(target=answer, args=(each,)) for each in CLIENTS]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        with concurrent.futures.ThreadPoolExecutor(len(clients)) as threads:
+            for reporter, shuffler in clients:
+                threads.submit(reporter.answer, number, lambda: torch.ones(3), shuffler.submit)
 
     for _ in range(2):
-        released = ledger.run(collect, lambda total: total)
-        assert released.num_reports == 20
+        assert ledger.run(collect, lambda total: total).num_reports == 20
         assert ledger.result.shape == (3,)
     assert len(ledger.accountant) == 2
 
@@ -67,16 +61,13 @@ def test_a_far_shuffler_says_why_it_takes_nothing(service):
 
 
 def test_what_the_server_gets_names_no_sender(service):
-    """Not their secrets, nor hashes of these, nor the order in which they came."""
+    """Not their secrets, nor hashes of these, nor the order in which they came: one sum per coordinate, whoever reported."""
     server = FarShuffler(service.url, SERVER)
     server.open_round(1, SUMS.fingerprint)
     for secret in CLIENTS:
         FarShuffler(service.url, secret).submit(SUMS.encode(1, None))
-    released = server.close_round(1)
-    assert len(released.mixed) == 1
-    assert len(released.mixed[0]) == 8 * 3  # one sum per coordinate, whoever reported
-    assert service.shuffler._digests == {}
-    assert service.shuffler._held == []
+    assert [len(part) for part in server.close_round(1).mixed] == [8 * 3]
+    assert service.shuffler.waiting() == 0
 
 
 @pytest.mark.parametrize(
