@@ -13,18 +13,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, ClassVar
 
-import numpy as np
 from opacus.accountants import GaussianAccountant, IAccountant, PRVAccountant, RDPAccountant
 
-from opacus_shuffle.accountants.bounds.registry import STYLES, Style
-from opacus_shuffle.accountants.lineage import first_rounds
-from opacus_shuffle.accountants.report import POINTS, PrivacyReport
-from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Adjacency, Guarantee, PrivacyBound
-from opacus_shuffle.core.validation import boolean, integer, open_unit_interval
+from opacus_shuffle.accountants.bounds.registry import Answer, Bound, Rounds, ask
+from opacus_shuffle.accountants.mechanism import Mechanism
+from opacus_shuffle.accountants.report import PrivacyReport
+from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Guarantee, PrivacyBound
 
 _POISSON = "DP-SGD of Poisson samples, by Opacus's accountant of"
 MEANINGS: dict[type[IAccountant], tuple[Guarantee, str]] = {
@@ -46,6 +43,7 @@ class ServerRound:
     sample_rate: float
 
     noise_of_mean: ClassVar[None] = None
+    bits_per_coordinate: ClassVar[None] = None
 
     @property
     def noise_of_sum(self) -> float:
@@ -60,112 +58,64 @@ class OpacusReport(PrivacyReport):
         accountant: ``prv``, ``rdp`` or ``gdp``, after at least one step.
         delta: δ in (0, 1).
         poisson: Whether every batch was a Poisson sample, without which no ε of these accountants is a guarantee.
-        rewound: As :class:`~opacus_shuffle.accountants.report.PrivacyReport`'s.
-        predictable: Likewise.
-        max_grad_norms: Likewise.
-        num_users: Likewise.
-        pytorch_noise: The noise came from PyTorch's own generator, as in Opacus.
-        unchecked: Likewise.
+        **facts: Others of :class:`~opacus_shuffle.accountants.report.PrivacyReport`.
 
     Raises:
         ValueError: If the accountant is another one, an argument is out of range, nothing ran, ``gdp`` has seen several kinds
             of steps, of which it counts the last only, or ε is not finite.
     """
 
-    def __init__(
-        self,
-        accountant: IAccountant,
-        *,
-        delta: float,
-        poisson: bool = True,
-        rewound: int = 0,
-        predictable: Sequence[str] = (),
-        pytorch_noise: bool = False,
-        max_grad_norms: Sequence[float] = (),
-        num_users: int | None = None,
-        unchecked: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, accountant: IAccountant, *, delta: float, poisson: bool = True, **facts: Any) -> None:
+        name = accountant.mechanism()
         if type(accountant) not in MEANINGS:
             raise ValueError(
-                f"privacy_report knows the accountants of this package and Opacus's prv, rdp and gdp, got "
-                f"{accountant.mechanism()!r}: use get_epsilon(delta)"
+                f"privacy_report knows the accountants of this package and Opacus's prv, rdp and gdp, got {name!r}: use "
+                "get_epsilon(delta)"
             )
-        self.kind = ServerRound  # type: ignore[assignment]
-        self.rounds = tuple((ServerRound(noise, rate), steps) for noise, rate, steps in accountant.history if steps)  # type: ignore[misc]
-        if not self.rounds:
-            raise ValueError(
-                f"accountant {accountant.mechanism()!r} has seen no step, got history={accountant.history!r}: train first"
-            )
-        if isinstance(accountant, GaussianAccountant) and len(self.rounds) > 1:
+        rounds: Any = [(ServerRound(noise, rate), steps) for noise, rate, steps in accountant.history if steps]
+        if not rounds:
+            raise ValueError(f"accountant {name!r} has seen no step, got history={accountant.history!r}: train first")
+        if isinstance(accountant, GaussianAccountant) and len(rounds) > 1:
             raise ValueError(
                 f"accountant 'gdp' counts one kind of steps only, got history={accountant.history!r}: use 'prv' or 'rdp'"
             )
-        self.delta, self.adjacency = open_unit_interval("delta", delta), Adjacency.ZERO_OUT
-        self.simulated = self.clients = self.selected = self.emulated = False
-        self.rewound = integer("rewound", rewound, minimum=0)
-        self.predictable, self.unchecked = tuple(predictable), tuple(unchecked)
-        self.orders, self.sent, self.pytorch_noise = None, None, boolean("pytorch_noise", pytorch_noise)
-        self.max_grad_norms, self.num_users = tuple(max_grad_norms), num_users
-        self._accountant, self._poisson = copy.deepcopy(accountant), poisson
-        self.bounds = (self._bound(sum(steps for _, steps in self.rounds)),)
+        guarantee, meaning = MEANINGS[type(accountant)]
+        covers = EVERY_DATA_SET if guarantee is Guarantee.PROVED else "the limit of many steps"
+        if not poisson:
+            guarantee, covers = Guarantee.ESTIMATE, "Poisson samples, which these batches were not"
+        self._accountant = copy.deepcopy(accountant)
+        self._entry = Bound(
+            name=name,
+            function=self._spent,
+            meaning=meaning,
+            guarantee=guarantee,
+            covers=covers,
+            trusted="the server",
+            adversary="sees the noised sum of every round",
+            cites=f"opacus {version('opacus')}, accountant {name!r}",
+        )
+        super().__init__(rounds, delta=delta, **facts)
 
-    @property
-    def best(self) -> PrivacyBound:
-        """The only bound there is."""
-        return self.bounds[0]
-
-    @property
-    def noisiest(self) -> Any:
-        """The step with the most noise."""
-        return max((each for each, _ in self.rounds), key=lambda each: each.noise_of_sum)
-
-    def _bound(self, rounds: int) -> PrivacyBound:
-        """ε after the first rounds."""
-        accountant = copy.deepcopy(self._accountant)
-        accountant.history = [
-            (each.noise_multiplier, each.sample_rate, steps) for each, steps in first_rounds(self.rounds, rounds)
-        ]
+    def _spent(self, rounds: Any, *, delta: float, **options: Any) -> Answer:
+        """What the accountant has for some rounds."""
+        history = [(step.noise_multiplier, step.sample_rate, count) for step, count in rounds]
+        self._accountant.history = history
         try:
-            epsilon = float(accountant.get_epsilon(self.delta))
+            epsilon = float(self._accountant.get_epsilon(delta))
         except (ArithmeticError, ValueError):  # of no noise or next to none, each accountant in its own way
             epsilon = math.nan
         if not math.isfinite(epsilon):
             raise ValueError(
-                f"accountant {accountant.mechanism()!r} knows no finite epsilon here, got {epsilon} for history="
-                f"{accountant.history!r}: add noise"
+                f"accountant {self._entry.name!r} knows no finite epsilon here, got {epsilon} for history="
+                f"{history!r}: add noise"
             )
-        guarantee, meaning = MEANINGS[type(accountant)]
-        covers = EVERY_DATA_SET if guarantee is Guarantee.PROVED else "the limit of many steps"
-        if not self._poisson:
-            guarantee, covers = Guarantee.ESTIMATE, "Poisson samples, which these batches were not"
-        name = accountant.mechanism()
-        return PrivacyBound(
-            name,
-            name,
-            max(0.0, epsilon),
-            self.delta,
-            self.adjacency,
-            guarantee,
-            covers,
-            rounds=rounds,
-            trusted="the server",
-            adversary="sees the noised sum of every round",
-            meaning=meaning,
-        )
+        return Answer(max(0.0, epsilon))
 
-    def _cited(self) -> str:
-        return f"opacus {version('opacus')}, accountant {self.best.bound!r}"
+    def _kind_of(self, rounds: Rounds) -> type[Mechanism]:
+        return ServerRound  # type: ignore[return-value]
 
-    def _noise(self) -> str:
-        return ""  # it is what was asked for
+    def _entries(self) -> dict[str, Bound]:
+        return {self._entry.name: self._entry}
 
-    def _left_out(self) -> list[str]:
-        return []
-
-    def _curves(self) -> dict[str, list[tuple[int, float]]]:
-        total = self.best.rounds
-        counts = sorted({round(value) for value in np.geomspace(1, total, POINTS)})
-        return {self.best.bound: [(count, self._bound(count).epsilon) for count in counts]}
-
-    def _line(self, name: str) -> tuple[Style, str]:
-        return STYLES["central"], self.best.covers
+    def _ladder(self, rounds: Rounds) -> list[PrivacyBound]:
+        return [ask(self._entry, rounds, delta=self.delta)]

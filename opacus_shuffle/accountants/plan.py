@@ -12,7 +12,6 @@ the server, shuffled_checkin: as a server with noise multiplier 0.57
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -40,7 +39,7 @@ UNKNOWN_DIMENSION = (
     "a trusted server and trust a shuffler alone."
 )
 
-HEAD = ("trusted", "mechanism", "noise", "on mean", "server's", "users", "rounds", "bits")
+HEAD = ("trusted", "mechanism", "noise", "on mean", "server's", "users", "bits")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +56,6 @@ class PlannedRun:
             such a run reaches with Opacus alone, this one reaches.
         users_needed: n from which on the mean gradient is no noisier than that of the server at the n asked for, to one
             percent; None if no population up to 10¹² is enough.
-        steps_possible: T up to which it is no noisier than the server's at the T asked for; 0 if it is in the first round.
         sent: What one user sends over all rounds; None where it sends its record, once, or the dimension is not known.
     """
 
@@ -68,7 +66,6 @@ class PlannedRun:
     noise_of_sum: float
     server_noise_multiplier: float
     users_needed: int | None
-    steps_possible: int
     sent: Communication | None
 
     @property
@@ -85,7 +82,7 @@ class PlannedRun:
         """Plain values, for JSON."""
         names = ("trusted", "mechanism", "reports", "noise_of_sum", "noise_of_mean", "server_noise_multiplier")
         return {
-            **{name: getattr(self, name) for name in (*names, "users_needed", "steps_possible")},
+            **{name: getattr(self, name) for name in (*names, "users_needed")},
             **(self.sent.to_dict() if self.sent else {}),
             "noise_multiplier": self.round.noise_multiplier,
             "epsilon": self.bound.epsilon,
@@ -129,8 +126,7 @@ class Plan:
                 *((row.mechanism, round_up(row.round.noise_multiplier)) if row is not self.rows[-1] else ("DP-SGD", "")),
                 round_up(row.noise_of_mean, 3),
                 round_up(row.server_noise_multiplier, 3),
-                _short(row.users_needed),
-                f"{row.steps_possible:,}",
+                "too many" if row.users_needed is None else f"{row.users_needed:,}",
                 "" if row is self.rows[-1] or (bits := row.round.bits_per_coordinate) is None else f"{bits:,}",
             )
             for row in self.rows
@@ -147,7 +143,6 @@ class Plan:
         for row, (trusted, mechanism, *_) in zip(self.rows, cells, strict=True):
             lines += paragraph(row.bound.meaning, term=f"{trusted}, {mechanism}: ", indent=2)
         lines += ["", *paragraph(self._users())]
-        lines += [] if self.dimension is None else ["", *paragraph(self._signal())]
         return "\n".join(lines)
 
     def _users(self) -> str:
@@ -158,14 +153,6 @@ class Plan:
         best = min(sending, key=lambda row: row.noise_of_mean, default=None)
         return everyone if best is None else f"{everyone} By {best.mechanism}: {best.sent}"
 
-    def _signal(self) -> str:
-        """How long the noise is beside the longest mean gradient that there can be."""
-        lengths = {row.noise_of_mean * math.sqrt(self.dimension or 1) for row in self.rows}
-        return (
-            f"In {self.dimension:,} coordinates the noise vector on the mean gradient is {round_up(min(lengths), 3)} to "
-            f"{round_up(max(lengths), 3)} clipping norms long; a mean of clipped gradients is at most 1."
-        )
-
 
 _GLOSSARY = {
     "noise": "the noise multiplier to pass: of one report, or of the sum where the mechanism has it so",
@@ -173,17 +160,9 @@ _GLOSSARY = {
     "server's": "the noise multiplier of DP-SGD on a trusted server, at the same sampling rate, whose mean gradient is as "
     "noisy: train so with Opacus alone to see the accuracy that this row reaches",
     "users": "how many users make the mean gradient no noisier than the trusted server's is here",
-    "rounds": "how many rounds at most leave it no noisier than the trusted server's is here; 0: not even one does",
     "bits": "what a user sends for each coordinate, in every round that it takes part in; a server is handed the record once",
     "zero_out": Adjacency.ZERO_OUT.meaning,
 }
-
-
-def _short(users: int | None) -> str:
-    """A number of users, in two digits if it is long."""
-    if users is None:
-        return "too many"
-    return f"{users:,}" if users < 10**6 else round_up(users / 10 ** (power := math.floor(math.log10(users))), 2) + f"e{power}"
 
 
 def plan(
@@ -196,7 +175,7 @@ def plan(
     dimension: int | None = None,
     **fields: Any,
 ) -> Plan:
-    """Returns the noise that a proved ε costs with each kind of trust, and how many users or rounds would make up for it.
+    """Returns the noise that a proved ε costs with each kind of trust, and how many users would make up for it.
 
     Users take part by coins at the sampling rate (samples of fixed size cost much the same), and everyone in every round where
     a mechanism samples nobody.
@@ -247,7 +226,6 @@ def plan(
             noise_of_sum=round_.noise_of_sum,
             server_noise_multiplier=round_.noise_of_mean * num_users * sample_rate,
             users_needed=way.users_needed(round_, server),
-            steps_possible=way.steps_possible(round_, server),
             sent=sent_per_user([(round_, count)], dimension=dimension) if round_ is not chosen[-1][1] else None,
         )
         for way, round_ in chosen
@@ -318,19 +296,6 @@ class _Way:
             tolerance=COARSE / 4,  # of ε, which falls with the root of the number of users or faster
         )
         return None if users is None else math.ceil(users)
-
-    def steps_possible(self, mechanism: Mechanism, noise: float) -> int:
-        """Returns how many rounds at most leave the mean gradient no noisier than this."""
-        if mechanism.noise_of_mean <= noise:
-            return self.steps
-        users, counts = mechanism.num_users, range(1, self.steps + 1)
-        if self._spent_at(mechanism, noise, users, 1) > self.epsilon:
-            return 0
-        return bisect.bisect_right(counts, self.epsilon, key=lambda steps: self._spent_at(mechanism, noise, users, steps))
-
-    def _spent_at(self, mechanism: Mechanism, noise: float, users: int, steps: int) -> float:
-        """Returns ε where the mean gradient of so many users is as noisy as this."""
-        return self.spent(self._as_noisy(mechanism, noise, users), steps).epsilon
 
     def _as_noisy(self, mechanism: Mechanism, noise: float, users: int) -> Mechanism:
         """Returns the round of so many users whose mean gradient is as noisy as this."""

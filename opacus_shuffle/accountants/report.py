@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opacus_shuffle._version import __version__
-from opacus_shuffle.accountants.bounds.registry import Rounds, Style, baselines_of, bounds_of, find_bound, kind_of, ladder
+from opacus_shuffle.accountants.bounds.registry import Bound, Rounds, entries_of, kind_of, ladder
 from opacus_shuffle.accountants.communication import Communication, sent_per_user
 from opacus_shuffle.accountants.lineage import first_rounds, rewound_sentence
 from opacus_shuffle.core import extras
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound, finite
 from opacus_shuffle.core.rounding import round_down, round_up
-from opacus_shuffle.core.tables import html_table, paragraph, text_table
+from opacus_shuffle.core.tables import paragraph, text_table
 from opacus_shuffle.core.validation import boolean, instance_of, integer, open_unit_interval
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class PrivacyReport:
         clients: What reports is a client that may hold many records, which are protected together.
         selected: The server drew who takes part in a round, in place of the clients' own coins.
         emulated: The noise was added once to the sum (``local_noise=False``): the shuffle protocol is emulated.
+        pytorch_noise: The noise came from PyTorch's own generator, as in Opacus.
         predictable: Seeds and generators that a user has passed, with which others can draw the noise again.
         sent: What one user has sent; by default what the mechanism says.
         rewound: Rounds that ran besides and were left out, because a checkpoint was loaded with ``allow_rewind=True``.
@@ -100,6 +101,7 @@ class PrivacyReport:
         clients: bool = False,
         selected: bool = False,
         emulated: bool = False,
+        pytorch_noise: bool = False,
         sent: Communication | None = None,
         rewound: int = 0,
         predictable: Sequence[str] = (),
@@ -107,32 +109,44 @@ class PrivacyReport:
         num_users: int | None = None,
         unchecked: Sequence[str] = (),
     ) -> None:
-        self.kind = kind_of(rounds)
+        self.kind = self._kind_of(rounds)
         self.rounds = tuple((mechanism, integer("number of rounds", count)) for mechanism, count in rounds)
         self.delta = open_unit_interval("delta", delta)
         self.adjacency = Adjacency(adjacency)
         self.simulated, self.clients = boolean("simulated", simulated), boolean("clients", clients)
-        self.selected = boolean("selected", selected)
-        self.emulated = boolean("emulated", emulated)
-        self.pytorch_noise, self.max_grad_norms = False, tuple(max_grad_norms)
+        self.selected, self.emulated = boolean("selected", selected), boolean("emulated", emulated)
+        self.pytorch_noise, self.max_grad_norms = boolean("pytorch_noise", pytorch_noise), tuple(max_grad_norms)
         self.num_users = None if num_users is None else integer("num_users", num_users)
         self.rewound = integer("rewound", rewound, minimum=0)
         self.predictable, self.unchecked = tuple(predictable), tuple(unchecked)
         self.orders = orders if orders is None else tuple(orders)
         self.sent = sent_per_user(self.rounds) if sent is None else sent
-        self.bounds = tuple(ladder(self.rounds, delta=delta, adjacency=adjacency, orders=self.orders))
+        self.bounds = tuple(self._ladder(self.rounds))
+
+    def _kind_of(self, rounds: Rounds) -> type[Mechanism]:
+        """The one kind of rounds that ran."""
+        return kind_of(rounds)
+
+    def _entries(self) -> dict[str, Bound]:
+        """What there is to report, whether it has a value here or not."""
+        return {entry.name: entry for entry in entries_of(self.kind)}
+
+    def _ladder(self, rounds: Rounds) -> list[PrivacyBound]:
+        """Every bound on some rounds."""
+        return ladder(rounds, delta=self.delta, adjacency=self.adjacency, orders=self.orders)
 
     @property
     def best(self) -> PrivacyBound:
-        """The smallest ε that is proved for every data set with the shuffler as the only trusted party: the one to quote."""
-        own = bounds_of(self.kind)
-        proved = [bound for bound in self.bounds if bound.guarantee is Guarantee.PROVED and bound.bound in own]
-        return min(proved, key=lambda bound: bound.epsilon)
+        """The one to quote: the smallest ε of the mechanism itself that is proved for every data set."""
+        entries = self._entries()
+        own = [bound for bound in self.bounds if not entries[bound.bound].baseline]
+        proved = [bound for bound in own if bound.guarantee is Guarantee.PROVED]
+        return min(proved or own, key=lambda bound: bound.epsilon)
 
     @property
     def noisiest(self) -> Mechanism:
-        """The round with the most noise on its mean gradient."""
-        return max((mechanism for mechanism, _ in self.rounds), key=lambda mechanism: mechanism.noise_of_mean)
+        """The round with the most noise on its mean gradient, or on its sum where no number of users is known."""
+        return max((mechanism for mechanism, _ in self.rounds), key=lambda one: one.noise_of_mean or one.noise_of_sum)
 
     def statement(self, model: str = "The model") -> str:
         """Writes what a paper or a model card should say: the ε to quote, its meaning, its proof, and what voids it.
@@ -172,7 +186,7 @@ class PrivacyReport:
 
     def _cited(self) -> str:
         """Where the proof of the ε to quote is written down."""
-        cites = find_bound(self.kind, self.best.bound).cites
+        cites = self._entries()[self.best.bound].cites
         return ", ".join(filter(None, [self.best.proof, cites, f"opacus_shuffle {__version__}"]))
 
     def _changed(self) -> str:
@@ -232,14 +246,8 @@ class PrivacyReport:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """The same table for notebooks."""
-        cells = self._cells()
-        table = html_table(HEAD, cells, bold=[number for number, row in enumerate(cells) if row[1] == self.best.bound])
-        glossary = "".join(f"<li><b>{html.escape(term)}</b> {html.escape(text)}</li>" for term, text in self._glossary())
-        return (
-            f"<p>{html.escape(self._title())}</p>{table}"
-            f"<p>{html.escape(' '.join([self._headline(), *self._notes()]))}</p><ul>{glossary}</ul>"
-        )
+        """The same text for notebooks."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draws ε over the rounds for each bound, on logarithmic axes, the gap between one pair and certified shaded.
@@ -256,10 +264,10 @@ class PrivacyReport:
             except ImportError as error:
                 raise ImportError(extras.missing("plot", "matplotlib", "plots")) from error
             ax = plt.subplots(figsize=(9.0, 4.6), layout="constrained")[1]
-        found = self._curves()
-        curves = {name: [(count, epsilon) for count, epsilon in points if epsilon > 0] for name, points in found.items()}
+        curves = {name: [point for point in points if point[1] > 0] for name, points in self.curves().items()}
         for name, points in curves.items():
-            style, said = self._line(name)
+            entry = self._entries()[name]
+            style = entry.style
             ax.plot(
                 [count for count, _ in points],
                 [epsilon for _, epsilon in points],
@@ -268,7 +276,7 @@ class PrivacyReport:
                 marker=style.marker,
                 markersize=4,
                 linewidth=1.6,
-                label=f"{name}: {said}",
+                label=f"{name}: {entry.legend or entry.covers}",
             )
         low, high = (dict(curves.get(name, ())) for name in ("pair", "certified"))
         both = [count for count in low if count in high]
@@ -289,19 +297,14 @@ class PrivacyReport:
         ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False)
         return ax
 
-    def _curves(self) -> dict[str, list[tuple[int, float]]]:
-        """(rounds, ε) of every bound."""
-        return epsilons_over_rounds(self.rounds, delta=self.delta, adjacency=self.adjacency, orders=self.orders)
-
-    def _line(self, name: str) -> tuple[Style, str]:
-        """How a bound's curve looks, and what the legend says of it."""
-        entry = find_bound(self.kind, name, baseline=name in baselines_of(self.kind))
-        return entry.style, entry.legend or entry.covers
-
-    def _left_out(self) -> list[str]:
-        """The bounds that have no value here."""
-        shown = {bound.bound for bound in self.bounds}
-        return [name for name in (*bounds_of(self.kind), *baselines_of(self.kind)) if name not in shown]
+    def curves(self) -> dict[str, list[tuple[int, float]]]:
+        """Returns for each bound (rounds, ε) after the first 1, …, T rounds of the history, geometrically spaced."""
+        total = sum(count for _, count in self.rounds)
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for count in sorted({round(value) for value in np.geomspace(1, total, POINTS)}):
+            for bound in self._ladder(first_rounds(self.rounds, count)):
+                curves.setdefault(bound.bound, []).append((count, bound.epsilon))
+        return curves
 
     def _title(self) -> str:
         first = self.bounds[0]
@@ -346,6 +349,8 @@ class PrivacyReport:
     def _noise(self) -> str:
         """How noisy the gradient is that training steps by, which the learning rate has to fit."""
         most, which = self.noisiest, "a" if len(self.rounds) == 1 else "the noisiest"
+        if most.noise_of_mean is None:  # of rounds of an accountant that knows no number of users
+            return ""
         return (
             f"Noise on one coordinate of {which} round's sum: {most.noise_of_sum:.3g} clipping norms, as DP-SGD has with that "
             f"noise multiplier; of the mean of {most.expected_reports:,.0f} reports: {most.noise_of_mean:.3g}. A learning rate "
@@ -362,7 +367,7 @@ class PrivacyReport:
             if bound.lower and bound.epsilon > 0:
                 text += f" (between {round_down(bound.lower)} and {round_up(bound.epsilon)})"
             terms.append((bound.bound, text))
-        if left_out := self._left_out():
+        if left_out := [name for name in self._entries() if all(bound.bound != name for bound in self.bounds)]:
             terms.append((", ".join(left_out), f"left out: no value for {self.adjacency} adjacency"))
         terms.append((self.adjacency, f"compared with a run in which {self._changed()}"))
         used = {bound.guarantee for bound in self.bounds}
@@ -417,20 +422,3 @@ def contradiction(estimate: PrivacyBound, pair: PrivacyBound) -> str:
         f"{estimate.bound} ({round_up(estimate.epsilon)}) is no upper bound here: the pair of data sets of {pair.bound!r} has "
         f"epsilon of at least {round_down(pair.lower)} at this delta."
     )
-
-
-def epsilons_over_rounds(
-    rounds: Rounds,
-    *,
-    delta: float,
-    adjacency: str = "zero_out",
-    points: int | None = None,
-    orders: Sequence[float] | None = None,
-) -> dict[str, list[tuple[int, float]]]:
-    """Returns for each bound (rounds, ε) after the first 1, …, T rounds of the history, geometrically spaced."""
-    total = sum(count for _, count in rounds)
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for count in sorted({round(value) for value in np.geomspace(1, total, points or POINTS)}):
-        for bound in ladder(first_rounds(rounds, count), delta=delta, adjacency=adjacency, orders=orders):
-            curves.setdefault(bound.bound, []).append((count, bound.epsilon))
-    return curves

@@ -111,7 +111,7 @@ def test_rounds_that_were_set_away_by_hand_are_told_by_the_engine_s_report():
 @pytest.mark.parametrize("name", ["rdp", "prv"])
 def test_the_curve_ends_at_the_epsilon_of_the_table_and_never_falls(name):
     report = trained(name).privacy_report(1e-5)
-    (points,) = report._curves().values()
+    (points,) = report.curves().values()
     assert points[-1] == (4, report.best.epsilon)
     assert [epsilon for _, epsilon in points] == sorted(epsilon for _, epsilon in points)
     axes = report.plot()

@@ -1,4 +1,4 @@
-"""A plan states noise that keeps its budget, and numbers of users and rounds that do what it says of them."""
+"""A plan states noise that keeps its budget, and numbers of users that do what it says of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from opacus.accountants import PRVAccountant
 from scipy.special import ndtr
 
 from opacus_shuffle.accountants.bounds.registry import compute_baseline, compute_bound
-from opacus_shuffle.accountants.calibrate import noise_within
 from opacus_shuffle.accountants.communication import sent_per_user
 from opacus_shuffle.accountants.plan import COARSE, TOLERANCE, plan
 from opacus_shuffle.commands import plan as plan_command
@@ -26,12 +25,12 @@ def found():
     return plan(**ASKED)
 
 
-def epsilon_at(row, sigma, *, users=400, steps=3):
+def epsilon_at(row, sigma, *, users=400):
     fields = {"dimension": 50} if "dimension" in row.round.field_names() else {}
     rate = {} if row.round.sampling is None else {"sample_rate": 0.25}
     round_ = row.round.build(noise_multiplier=sigma, num_users=users, **rate, **fields)
     compute, which = (compute_bound, "bound") if row.bound.bound == "certified" else (compute_baseline, "baseline")
-    return compute([(round_, steps)], delta=1e-5, **{which: row.bound.bound}).epsilon
+    return compute([(round_, 3)], delta=1e-5, **{which: row.bound.bound}).epsilon
 
 
 @pytest.mark.zoo
@@ -60,7 +59,7 @@ def test_the_server_s_row_is_dp_sgd_by_opacus_s_own_accountant(found):
     accountant = PRVAccountant()
     accountant.history = [(server.server_noise_multiplier, 0.25, 3)]
     assert accountant.get_epsilon(1e-5) == pytest.approx(10.0, rel=0.02)
-    assert (server.users_needed, server.steps_possible) == (400, 3)
+    assert server.users_needed == 400
     assert server.noise_of_mean == pytest.approx(server.server_noise_multiplier / 100)
 
 
@@ -72,7 +71,7 @@ def test_sums_of_bits_are_nearly_as_good_as_a_server(found):
 
 @pytest.mark.zoo
 @pytest.mark.parametrize("place", [0, 1])
-def test_so_many_users_and_rounds_have_a_mean_as_quiet_as_the_server_s_and_fewer_users_or_more_rounds_have_not(found, place):
+def test_so_many_users_have_a_mean_as_quiet_as_the_server_s_and_fewer_have_not(found, place):
     row, server = found.rows[place], found.rows[-1]
     rate = 1.0 if row.round.sampling is None else 0.25
 
@@ -83,15 +82,6 @@ def test_so_many_users_and_rounds_have_a_mean_as_quiet_as_the_server_s_and_fewer
     assert epsilon_at(row, sigma(users), users=users) <= 10.0
     fewer = math.floor(users * (1 - 3 * COARSE))
     assert epsilon_at(row, sigma(fewer), users=fewer) > 10.0
-    assert row.steps_possible == 0
-    assert epsilon_at(row, sigma(400), steps=1) > 10.0
-
-
-@pytest.mark.zoo
-def test_rounds_that_are_possible_keep_the_budget_and_one_more_does_not(found):
-    *_, sums, _, server = found.rows
-    assert sums.steps_possible == 2  # bits add a little to a server's noise
-    assert epsilon_at(sums, 100 * server.noise_of_mean * (1 - 0.03), steps=3) > 10.0
 
 
 @pytest.mark.zoo
@@ -148,25 +138,16 @@ def test_ten_users_have_a_row_for_every_kind_of_trust_and_its_noise_is_the_gauss
         assert row.server_noise_multiplier == pytest.approx(10 * row.noise_of_mean)
 
 
-def test_trusting_nobody_takes_the_square_of_the_users_and_not_one_round_is_as_quiet_as_the_server_s(of_ten):
+def test_trusting_nobody_takes_the_square_of_the_users(of_ten):
     nobody, shuffler, *trusting = of_ten.rows
     assert 100 <= nobody.users_needed <= math.ceil(100 * (1 + COARSE))
     assert 10 < shuffler.users_needed <= nobody.users_needed
-    assert (nobody.steps_possible, shuffler.steps_possible) == (0, 0)
-    assert {(row.users_needed, row.steps_possible) for row in trusting} == {(10, 2)}
+    assert {row.users_needed for row in trusting} == {10}
 
 
-@pytest.mark.parametrize("more", [1.0, 1 + TOLERANCE / 2])
-def test_where_one_user_is_all_there_is_every_row_is_the_server_s_and_all_rounds_are_possible(monkeypatch, more):
-    """A search may end at a little more noise than the server's, and all rounds are possible still."""
-
-    def search(entry, *args, **options):
-        return noise_within(entry, *args, **options) * (1 if entry.trusted == "the server" else more)
-
-    monkeypatch.setattr("opacus_shuffle.accountants.plan.noise_within", search)
+def test_where_one_user_is_all_there_is_every_row_is_the_server_s():
     rows = plan(num_users=1, steps=3, target_epsilon=2.0, target_delta=1e-5).rows
-    assert len(rows) == 4
-    assert {(row.users_needed, row.steps_possible) for row in rows} == {(1, 3)}
+    assert [row.users_needed for row in rows] == [1] * 4
 
 
 @pytest.mark.parametrize(

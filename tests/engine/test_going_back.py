@@ -163,7 +163,7 @@ def test_a_rewound_account_says_so_for_ever(name):
         if name in OURS:
             report = each.engine.privacy_report(1e-5)
             assert report.to_dict()["rewound"] == STEPS
-            for text in (" ".join(str(report).split()), report._repr_html_()):
+            for text in (" ".join(str(report).split()), report.statement()):
                 assert f"{STEPS} rounds that ran are left out of this account" in text
     with pytest.raises(ValueError, match="allow_rewind must be"):
         run.load(file, allow_rewind="yes")

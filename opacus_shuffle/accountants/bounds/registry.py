@@ -164,12 +164,12 @@ def find_bound(mechanism: type[Mechanism], name: str, *, baseline: bool = False)
 
 def bounds_of(mechanism: type[Mechanism]) -> tuple[str, ...]:
     """Returns the names of a mechanism's bounds, in the order of a report."""
-    return tuple(entry.name for entry in _entries(mechanism) if not entry.baseline)
+    return tuple(entry.name for entry in entries_of(mechanism) if not entry.baseline)
 
 
 def baselines_of(mechanism: type[Mechanism]) -> tuple[str, ...]:
     """Returns the names of a mechanism's baselines, in the order of a report."""
-    return tuple(entry.name for entry in _entries(mechanism) if entry.baseline)
+    return tuple(entry.name for entry in entries_of(mechanism) if entry.baseline)
 
 
 def compute_bound(
@@ -212,9 +212,9 @@ def ladder(
     """
     found, kind = [], kind_of(rounds)
     orders = orders if orders is None else tuple(orders)
-    if orders is not None and not any(entry.uses_orders for entry in _entries(kind)):
+    if orders is not None and not any(entry.uses_orders for entry in entries_of(kind)):
         raise ValueError(f"no bound of {kind.name} uses Rényi orders, got orders={reprlib.repr(orders)}: leave them out")
-    for entry in _entries(kind):
+    for entry in entries_of(kind):
         with contextlib.suppress(NotCovered):
             chosen = orders if entry.uses_orders else None
             found.append(ask(entry, rounds, delta=delta, adjacency=adjacency, orders=chosen))
@@ -255,8 +255,8 @@ def kind_of(rounds: Rounds) -> type[Mechanism]:
     return kind
 
 
-def _entries(mechanism: type[Mechanism]) -> list[Bound]:
-    """In the order of a report."""
+def entries_of(mechanism: type[Mechanism]) -> list[Bound]:
+    """Returns a mechanism's bounds and baselines, in the order of a report."""
     if not (isinstance(mechanism, type) and issubclass(mechanism, Mechanism)):
         raise ValueError(f"mechanism must be a class such as ShuffleGauss, got {mechanism!r}: pass the class, not its name")
     return sorted(_TABLE.get(mechanism, {}).values(), key=lambda entry: entry.style.place)

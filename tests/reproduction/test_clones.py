@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import clones
 import mpmath
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from opacus_shuffle.analysis import clones, gaussian
+from opacus_shuffle.analysis import gaussian
 
 PUBLIC = {"local_epsilon": 4.0, "num_users": 100_000, "delta": 1e-6}
 PAPER = {"num_users": 60_000, "delta": 1 / 60_000}
