@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from functools import partial
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -27,9 +28,9 @@ def names_of(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], An
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home = homes[name]
-        found = getattr(importlib.import_module(home), name) if home else importlib.import_module(f"{package}.{name}")
-        setattr(module, name, found)  # so that it is asked for once
-        return found
+        value = getattr(importlib.import_module(home), name) if home else importlib.import_module(f"{package}.{name}")
+        setattr(module, name, value)  # so that it is asked for once
+        return value
 
     return get, lambda: sorted({*vars(module), *homes})
 
@@ -53,33 +54,16 @@ class _Waiting(MetaPathFinder):
             return None
         # Those before found nothing. This one stays until an import succeeds: many only ask whether the package is there.
         later = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        spec = next((each for finder in later if (each := finder.find_spec(fullname, path, target)) is not None), None)
+        specs = (finder.find_spec(fullname, path, target) for finder in later)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Followed(spec.loader, self)
+            # Every search makes a loader of its own, so that no other import is followed.
+            spec.loader.exec_module = partial(self._follow, spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
 
-    def follow(self) -> None:
-        """Acts, and waits no longer."""
+    def _follow(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        """Runs the package's code, then acts, and waits no longer."""
+        execute(module)
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         self._action()
-
-
-class _Followed(Loader):
-    """A loader, and what comes after it; the module itself keeps the loader alone."""
-
-    def __init__(self, loader: Loader, waiting: _Waiting) -> None:
-        self._loader, self._waiting = loader, waiting
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._waiting.follow()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)  # its source, its path, ... for who only asks where the package is

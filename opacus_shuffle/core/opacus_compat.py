@@ -1,7 +1,7 @@
 """Everything that this package knows of Opacus's inside: private names, a look at a caller, and defects.
 
 No other module mentions a private name of Opacus; ``tests/core/test_opacus_compat.py`` says, name by name, what is relied on.
-The defects are found by their effect, not by a version number, so a repaired Opacus is refused nothing.
+What Opacus's attention computes wrongly is found by its effect, so a repaired Opacus is refused nothing there.
 
 >>> from torch import nn
 >>> network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +32,7 @@ from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngine
 from opacus.utils.module_utils import trainable_parameters
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.gaussian_noise import draw_noise
 from opacus_shuffle.core.randomness import SecretGenerator
@@ -325,52 +324,16 @@ def refuse_broken_attention(module: nn.Module) -> None:
         )
 
 
-@functools.cache
-def adaptive_ghost_clips() -> bool:
-    """Whether ``PrivacyEngineAdaptiveClipping`` clips each record's gradient, as one noiseless step shows.
-
-    In Opacus 1.6.0 its loss is averaged over the batch before each record's factor is applied, so no record is bounded.
-    """
-    # The engine moves the global random state, the probe must not; what it warns of does not concern the user.
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return _clipped_mean() <= 1 + 1e-3
-        except Exception:
-            return False  # privacy that cannot be shown is not there
-
-
-def _clipped_mean() -> float:
-    """The gradient per record after one backward pass on 20 of them, each to be clipped to 1.
-
-    Half of the records have no gradient at all; a loss that is averaged too early hands them a share of the others'.
-    """
-    network = nn.Linear(1, 1, bias=False, dtype=torch.float32)
-    x = 100 * torch.tensor([0.0, 1.0]).repeat(10)[:, None]
-    y = 100 * x
-    loader = DataLoader(TensorDataset(x, y), batch_size=len(x))
-    private, _, criterion, _ = PrivacyEngineAdaptiveClipping(accountant="rdp").make_private(
-        module=network,
-        optimizer=torch.optim.SGD(network.parameters(), lr=1.0),
-        data_loader=loader,
-        criterion=nn.MSELoss(),
-        noise_multiplier=0.0,
-        max_grad_norm=1.0,
-        max_clipbound=1.0,
-        poisson_sampling=False,
-        grad_sample_mode="ghost",
-    )
-    criterion(private(x), y).backward()
-    return float(network.weight.grad.norm()) / len(x)  # type: ignore[union-attr]
-
-
 def refuse_unclipped_engine(engine: Any) -> None:
-    """Refuses Opacus's engine for adaptive ghost clipping where it does not clip."""
-    if isinstance(engine, PrivacyEngineAdaptiveClipping) and not adaptive_ghost_clips():
+    """Refuses Opacus's engine for adaptive ghost clipping.
+
+    Its loss is averaged over the batch before each record's factor is applied, so no record is bounded.
+    """
+    if isinstance(engine, PrivacyEngineAdaptiveClipping):
         raise ValueError(
-            f"engine is a {type(engine).__name__}, that is a PrivacyEngineAdaptiveClipping, which in the installed Opacus does "
-            "not clip each record's gradient, so that no guarantee holds; use a PrivacyEngine with grad_sample_mode='ghost' "
-            "and a fixed max_grad_norm, or with clipping='adaptive'"
+            f"engine is a {type(engine).__name__}, that is a PrivacyEngineAdaptiveClipping, which in Opacus 1.6 does not clip "
+            "each record's gradient, so that no guarantee holds; use a PrivacyEngine with grad_sample_mode='ghost' and a fixed "
+            "max_grad_norm, or with clipping='adaptive'"
         )
 
 

@@ -73,7 +73,7 @@ _seed_of_parent: int | None = None  # of PyTorch's own generator, in a forked pr
 
 
 def _renew_all() -> None:
-    """Gives every secret of a process that was just forked a new key."""
+    """Reseeds every secret generator after a fork."""
     global _seed_of_parent
     _seed_of_parent = torch.initial_seed()
     for secret in list(_LIVE):
@@ -281,15 +281,8 @@ class SecretGenerator(torch.Generator):
         return np.frombuffer(self._buffer, np.int32, count)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _fresh, (str(self.device), self.secure)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SecretGenerator:
-        return _fresh(self.device, self.secure)
-
-
-def _fresh(device: torch.device | str, secure: bool) -> SecretGenerator:
-    """What a copy or a pickle of a generator becomes."""
-    return SecretGenerator(device, secure=secure)
+        """Has copies and pickles become generators with a fresh key."""
+        return functools.partial(SecretGenerator, secure=self.secure), (str(self.device),)
 
 
 def seeded_generator(device: torch.device | str, seed: int, use: str) -> SecretGenerator:

@@ -10,7 +10,7 @@ import difflib
 import math
 import numbers
 import reprlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -61,20 +61,22 @@ def finite_number(name: str, value: Any) -> float:
     return number
 
 
+def number(name: str, value: Any, wanted: str, holds: Callable[[float], bool], remedy: str = "") -> float:
+    """A finite float of which a condition holds; else the argument, what it must do and its value are named."""
+    finite = finite_number(name, value)
+    if not holds(finite):
+        raise ValueError(f"{name} must {wanted}, got {value!r}{remedy}")
+    return finite
+
+
 def positive(name: str, value: Any) -> float:
     """A finite float above zero."""
-    number = finite_number(name, value)
-    if number <= 0:
-        raise ValueError(f"{name} must be positive, got {value!r}")
-    return number
+    return number(name, value, "be positive", lambda finite: finite > 0)
 
 
 def not_negative(name: str, value: Any) -> float:
     """A finite float of at least zero."""
-    number = finite_number(name, value)
-    if number < 0:
-        raise ValueError(f"{name} must not be negative, got {value!r}")
-    return number
+    return number(name, value, "not be negative", lambda finite: finite >= 0)
 
 
 def not_negative_or_infinite(name: str, value: Any) -> float:
@@ -89,43 +91,32 @@ def positive_or_infinite(name: str, value: Any) -> float:
 
 def moderate(name: str, value: Any) -> float:
     """A positive float in [1e-100, 1e100]: its square neither vanishes nor overflows."""
-    number = positive(name, value)
-    if not 1e-100 <= number <= 1e100:
-        raise ValueError(f"{name} must lie in [1e-100, 1e100], got {value!r}: measure it in another unit")
-    return number
-
-
-def open_unit_interval(name: str, value: Any) -> float:
-    """A float strictly between 0 and 1, as every δ must be."""
-    number = finite_number(name, value)
-    if not 0 < number < 1:
-        raise ValueError(f"{name} must lie strictly between 0 and 1, got {value!r}")
-    return number
-
-
-def sampling_rate(name: str, value: Any) -> float:
-    """A float in (0, 1]."""
-    number = finite_number(name, value)
-    if not 0 < number <= 1:
-        raise ValueError(f"{name} must lie in (0, 1], got {value!r}")
-    return number
-
-
-def integer(name: str, value: Any, *, minimum: int = 1, maximum: int = 2**53) -> int:
-    """An integer (or a float that is one) from ``minimum`` to ``maximum``."""
-    number = finite_number(name, value)
-    if number != int(number) or not minimum <= number <= maximum:
-        most = "2**53" if maximum == 2**53 else f"{maximum:,}"
-        raise ValueError(f"{name} must be a whole number of at least {minimum} (and at most {most}), got {value!r}")
-    return int(number)
+    positive(name, value)
+    wanted, remedy = "lie in [1e-100, 1e100]", ": measure it in another unit"
+    return number(name, value, wanted, lambda finite: 1e-100 <= finite <= 1e100, remedy)
 
 
 def noise_level(name: str, value: Any) -> float:
     """A noise multiplier in [1e-6, 1e12], beyond which double precision says nothing."""
-    number = positive(name, value)
-    if not 1e-6 <= number <= 1e12:
-        raise ValueError(f"{name} must lie in [1e-6, 1e12], got {value!r}")
-    return number
+    positive(name, value)
+    return number(name, value, "lie in [1e-6, 1e12]", lambda finite: 1e-6 <= finite <= 1e12)
+
+
+def open_unit_interval(name: str, value: Any) -> float:
+    """A float strictly between 0 and 1, as every δ must be."""
+    return number(name, value, "lie strictly between 0 and 1", lambda finite: 0 < finite < 1)
+
+
+def sampling_rate(name: str, value: Any) -> float:
+    """A float in (0, 1]."""
+    return number(name, value, "lie in (0, 1]", lambda finite: 0 < finite <= 1)
+
+
+def integer(name: str, value: Any, *, minimum: int = 1, maximum: int = 2**53) -> int:
+    """An integer (or a float that is one) from ``minimum`` to ``maximum``."""
+    most = "2**53" if maximum == 2**53 else f"{maximum:,}"
+    wanted = f"be a whole number of at least {minimum} (and at most {most})"
+    return int(number(name, value, wanted, lambda finite: finite == int(finite) and minimum <= finite <= maximum))
 
 
 def boolean(name: str, value: Any) -> bool:

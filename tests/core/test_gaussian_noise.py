@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import opacus
 import pytest
 import torch
 from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer, DPOptimizerFastGradientClipping, DPPerLayerOptimizer
@@ -19,19 +18,17 @@ def secure_noise(std, reference):
     return draw_noise(std, reference, SecretGenerator(secure=True))
 
 
-def test_the_noise_is_normal():
-    released = torch.zeros(20_001, dtype=torch.float64) + secure_noise(3.0, torch.zeros(20_001))
-    assert stats.kstest(released.numpy() / 3.0, "norm").pvalue > 1e-6
-    halves = released[:20_000].view(2, -1)
-    assert abs(float(torch.corrcoef(halves)[0, 1])) < 6 / math.sqrt(10_000)
-
-
+@pytest.mark.parametrize("secure", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_default_noise_is_normal_and_of_the_type_it_is_for(dtype):
-    noise = draw_noise(3.0, torch.zeros(100, 201, dtype=dtype), SecretGenerator())
-    assert (noise.dtype, noise.shape) == (dtype, (100, 201))
-    if dtype != torch.bfloat16:
-        assert stats.kstest(noise.double().flatten().numpy() / 3.0, "norm").pvalue > 1e-6
+def test_noise_is_normal_independent_and_of_the_type_and_shape_it_is_for(dtype, secure):
+    released = torch.zeros(100, 200, dtype=dtype) + draw_noise(
+        3.0, torch.zeros(100, 200, dtype=dtype), SecretGenerator(secure=secure)
+    )
+    assert (released.dtype, released.shape) == (dtype, (100, 200))
+    if dtype != torch.bfloat16:  # whose numbers are too far apart for the test
+        values = released.double().flatten()
+        assert stats.kstest(values.numpy() / 3.0, "norm").pvalue > 1e-6
+        assert abs(float(torch.corrcoef(values.view(2, -1))[0, 1])) < 6 / math.sqrt(10_000)
 
 
 @pytest.mark.parametrize("std", [1e-6, 0.7, 1.0, 5e4])
@@ -47,26 +44,11 @@ def test_sums_lie_on_one_grid_whatever_the_data_are(std):
         assert len(small) < 20 or bool((small.remainder(2) == 1).any())
 
 
-def test_the_last_bits_of_single_precision_tell_where_no_grid_is():
-    """What the grid is for: below 1/2, sums of numbers in [1, 2) are even multiples of 2⁻²⁵, others are not (Mironov 2012)."""
-    told = {}
-    for size in (1.2, 0.7):
-        data = torch.full((20_000,), size)
-        released = data + torch.normal(0.0, 1.0, data.shape, generator=torch.Generator().manual_seed(0))
-        low = released[(released > 0.25) & (released < 0.5)].double()
-        told[size] = float(((low * 2**25).remainder(2) == 1).double().mean())
-    assert told[1.2] == 0.0
-    assert told[0.7] > 0.1
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_sum_keeps_its_type_and_shape(dtype):
-    data = torch.ones(3, 2, dtype=dtype)
-    released = data + secure_noise(1.0, data)
-    assert (released.dtype, released.shape) == (dtype, data.shape)
+def test_secure_noise_is_added_in_place_and_to_plain_numbers_as_opacus_does():
+    data = torch.ones(3, 2, dtype=torch.bfloat16)
     data += secure_noise(1.0, data)
-    assert data.dtype == dtype
-    assert (2.0 + secure_noise(1.0, torch.tensor(0.0))).shape == ()  # Opacus adds some to plain numbers
+    assert data.dtype == torch.bfloat16
+    assert (2.0 + secure_noise(1.0, torch.tensor(0.0))).shape == ()
 
 
 @pytest.mark.parametrize("kind", [DPOptimizer, DPPerLayerOptimizer, AdaClipDPOptimizer, DPOptimizerFastGradientClipping])
@@ -100,8 +82,3 @@ def test_every_optimizer_of_opacus_draws_it_and_others_stay_as_they_are(kind, mo
 
 def test_no_noise_is_none():
     assert torch.equal(gaussian_noise(0.0, torch.ones(2), SecretGenerator(secure=True), True), torch.zeros(2))
-
-
-def test_a_stock_engine_s_secure_mode_still_asks_for_its_own_package():
-    with pytest.raises(ImportError, match="torchcsprng"):
-        opacus.PrivacyEngine(secure_mode=True)

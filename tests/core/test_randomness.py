@@ -49,17 +49,13 @@ def drawn(generator):
 
 @forks
 def test_a_forked_child_has_secrets_of_its_own_and_two_children_differ():
-    secret, chain = SecretGenerator(), KeyChain()
-    draws = [in_child(lambda: (drawn(secret), drawn(chain.next_generator()))) for _ in range(2)]
-    draws.append((drawn(secret), drawn(chain.next_generator())))
-    for kind in zip(*draws, strict=True):
-        assert len({tuple(each) for each in kind}) == 3
+    secret, chains = SecretGenerator(), [KeyChain(), KeyChain(bytes(32))]  # also where the key was loaded
 
+    def draws():
+        return [drawn(generator) for generator in (secret, *(chain.next_generator() for chain in chains))]
 
-@forks
-def test_a_key_that_was_loaded_is_renewed_after_a_fork_too():
-    chain = KeyChain(bytes(32))
-    assert in_child(lambda: drawn(chain.next_generator())) != drawn(chain.next_generator())
+    for kind in zip(in_child(draws), in_child(draws), draws(), strict=True):
+        assert len(set(map(tuple, kind))) == 3
 
 
 @forks
@@ -125,18 +121,13 @@ def test_after_a_fork_opacus_own_accountants_draw_from_secrets_unless_seeded_ane
 
 
 @pytest.mark.parametrize("device", ["cpu", on_cuda])
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
-def test_a_copy_of_a_secret_generator_is_another_secret(device, duplicate):
-    secret = SecretGenerator(device)
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda secret: pickle.loads(pickle.dumps(secret))])
+def test_a_copy_of_a_secret_is_another_secret(device, duplicate):
+    secret, chain = SecretGenerator(device, secure=True), KeyChain()
     other = duplicate(secret)
-    assert other.device == secret.device
+    assert (other.device, other.secure, other.secret) == (secret.device, True, True)
     assert drawn(other) != drawn(secret)
     assert other.initial_seed() != secret.initial_seed()  # on a GPU, the key of the noise
-
-
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
-def test_a_copy_of_a_key_chain_has_another_key(duplicate):
-    chain = KeyChain()
     assert duplicate(chain).key != chain.key
 
 
@@ -230,22 +221,15 @@ def test_a_seed_or_a_state_makes_the_stream_repeatable_and_no_secret(choose):
 
 
 def test_a_stream_of_somebody_s_generator_is_no_secret_and_another_one_each_time():
-    own = torch.Generator().manual_seed(0)
+    own, same = (torch.Generator().manual_seed(0) for _ in range(2))
     first, second = stream_of(own), stream_of(own)
     assert drawn(first) != drawn(second)
-    assert drawn(stream_of(torch.Generator().manual_seed(0))) == drawn(stream_of(torch.Generator().manual_seed(0)))
-    assert not is_secret(first)
-    assert is_secret(stream_of(None))
+    assert drawn(stream_of(same)) == drawn(stream_of(torch.Generator().manual_seed(0)))
     secret = SecretGenerator()
     assert stream_of(secret) is secret
-    assert not is_secret(None)
-    assert not is_secret(torch.Generator())
-
-
-def test_a_key_that_somebody_chose_is_no_secret():
-    assert not is_secret(SecretGenerator(key=bytes(32)))
-    assert is_secret(KeyChain().next_generator())
-    assert not is_secret(KeyChain(bytes(32), secret=False).next_generator())
+    assert all(map(is_secret, (secret, stream_of(None), KeyChain().next_generator())))
+    chosen = (SecretGenerator(key=bytes(32)), KeyChain(bytes(32), secret=False).next_generator())
+    assert not any(map(is_secret, (None, own, first, *chosen)))
 
 
 def test_numbers_that_are_saved_hold_none_of_those_that_come_next():

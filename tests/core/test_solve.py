@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from opacus_shuffle.core.solve import bracket, crossing, safe_root
+from opacus_shuffle.core.solve import bracket, safe_root
 
 numbers = st.floats(-50.0, 50.0)
 widths = st.floats(1e-3, 50.0)
@@ -102,10 +102,6 @@ def test_each_point_is_evaluated_once() -> None:
 
     safe_root(excess, unsafe=0.0, safe=3.0, tolerance=1e-6)
     assert len(seen) == len(set(seen))
-
-
-def test_crossing_is_the_bare_root() -> None:
-    assert abs(crossing(lambda x: x**3 - 2, 0.0, 2.0, tolerance=1e-12) - 2 ** (1 / 3)) < 1e-11
 
 
 @given(root=st.floats(-20.0, 20.0), upwards=st.booleans())
