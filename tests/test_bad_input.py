@@ -14,7 +14,6 @@ from opacus_shuffle import ShuffleVectorSum, accountants, sco
 from opacus_shuffle.analysis import (
     advanced_composition,
     binomial_sums,
-    clones,
     fenton_wilkinson,
     gaussian,
     gaussian_clones,
@@ -69,14 +68,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "log_delta": (gaussian.log_delta, {"mu": 1.0, "epsilon": 1.0}),
         "gaussian.compute_epsilon": (gaussian.compute_epsilon, {"mu": 1.0, "delta": 1e-5}),
         "clone_probability": (gaussian_clones.clone_probability, {"noise_multiplier": 2.0, "margin": 4.0}),
-        "clones.compute_epsilon": (
-            clones.compute_epsilon,
-            {"local_epsilon": 2.0, "num_users": 1000, "delta": 1e-5, "local_delta": 0.0, "conversion": "proved"},
-        ),
-        "clones.gaussian_epsilon": (
-            clones.gaussian_epsilon,
-            {"noise_multiplier": 4.0, "num_users": 1000, "delta": 1e-5, "adjacency": "replace"},
-        ),
         "fenton_wilkinson.compute_delta": (
             fenton_wilkinson.compute_delta,
             {"epsilon": 0.2, "noise_std": 0.3, "dimension": 100, "clip": 1.0, "batch_clip": 1.0},
