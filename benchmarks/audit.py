@@ -33,7 +33,7 @@ PUBLISHED = {"Table I, 500 steps": (500, (0.1, 0.5, 1.0)), "Table VI, 10,000 ste
 def line(title: str, results: list[AuditResult]) -> str:
     """One row: claims, the findings' range over seeds, and how often they were above the claims."""
     claims = {claim.name: claim.epsilon for claim in results[0].claims}
-    found = sorted(float(result.largest.lower) for result in results)
+    found = sorted(result.largest.lower.epsilon for result in results)
     above = {name: sum(value > claims[name] for value in found) for name in ("published", "certified") if name in claims}
     said = ", ".join(f"{name} {round_up(epsilon)}" for name, epsilon in claims.items())
     least, middle, most = (round_down(value, digits=3) for value in (found[0], statistics.median(found), found[-1]))

@@ -1,21 +1,19 @@
 """Audits: lower bounds on ε from running a mechanism, put beside what is claimed for it.
 
->>> round(float(epsilon_lower_bound(0, 500, 1000, delta=1e-5)), 3)
+>>> round(epsilon_lower_bound(0, 500, 1000, delta=1e-5).epsilon, 3)
 4.846
 """
 
 from __future__ import annotations
 
-from opacus_shuffle.audit.alignment import Aligner, Alignment, align
+from opacus_shuffle.audit.alignment import Alignment, align
 from opacus_shuffle.audit.canary import CanaryTrial, GradientCanary
 from opacus_shuffle.audit.lower_bounds import LowerBound, audit_scores, epsilon_lower_bound
-from opacus_shuffle.audit.mechanism_audits import audit_gaussian, audit_shuffle_gauss
-from opacus_shuffle.audit.permuted_gaussian_audit import audit_permuted_gaussian
+from opacus_shuffle.audit.mechanism_audits import audit_gaussian, audit_permuted_gaussian, audit_shuffle_gauss
 from opacus_shuffle.audit.result import AuditResult, Claim, Finding
 from opacus_shuffle.audit.training_audit import audit_training
 
 __all__ = [
-    "Aligner",
     "Alignment",
     "AuditResult",
     "CanaryTrial",

@@ -18,22 +18,25 @@ row of the first that is nearest: shuffled weights hide little from an adversary
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 
 import torch
+from scipy.optimize import linear_sum_assignment
 
-from opacus_shuffle.audit.slices import Cell, Tables, cut, pair, twins
-from opacus_shuffle.core.validation import instance_of, integer
+from opacus_shuffle.core.validation import instance_of
 from opacus_shuffle.networks.running import plain_name
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
-from opacus_shuffle.permutation.moving.layout import on_grid
+from opacus_shuffle.permutation.moving.layout import nearest, on_grid
 
 StateDict = Mapping[str, torch.Tensor]
-Axes = list[tuple[Cell, int]]
-Grids = Mapping[Cell, tuple[torch.Tensor, torch.Tensor]]
-"""Every cell of the two releases."""
+Tables = Mapping[int, torch.Tensor]
+"""Per factor whose permutation is known (by number) its table: new coordinates to old ones."""
+
+SWEEPS = 20
+"""Rounds of matching every factor again, at most; a few are enough unless the two releases are unrelated."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,24 +45,16 @@ class Alignment:
 
     Attributes:
         plan: The permutation, as :meth:`PermutationSpec.sample` draws them.
-        residual: The distance of the two releases once it is undone, over the larger of their lengths (Euclidean, over all
-            entries that move).
-        slots: Coordinates that a permutation of the group moves, over all factors.
-        untellable: How many of them nobody could put back but by luck: their slices of ``before`` have equal twins, such as
-            hidden units whose weights are all zero.
     """
 
-    plan: PermutationPlan = dataclasses.field(repr=False)
-    residual: float
-    slots: int
-    untellable: int
+    plan: PermutationPlan
     _spec: PermutationSpec = dataclasses.field(repr=False)
-    _twins: Mapping[int, torch.Tensor] = dataclasses.field(repr=False)
 
     def recovered(self, true_plan: PermutationPlan) -> float:
-        """Returns the share of slots that were put right, of those that can be told apart; 0 if none can.
+        """Returns the share of coordinates that were put back where they were, over all factors; 0 if none move.
 
-        A slot inside of another (a unit of a head, say) is right only if the other one is, too.
+        A coordinate inside of another (a unit of a head, say) is right only if the other one is, too. Units whose weights were
+        all equal before the step, such as zeros, nobody can tell apart: which of them is which is right by chance alone.
 
         Args:
             true_plan: What really happened, from the same specification.
@@ -72,11 +67,10 @@ class Alignment:
             truth = self._spec.old_coordinates(number, true_plan)
             guess = self._spec.old_coordinates(number, self.plan)
             same = torch.ones_like(table, dtype=torch.bool)
-            for one, other in zip(truth, guess, strict=True):
-                same &= one == other
-            tellable = ~self._twins[number][truth]
-            right += int((same & tellable).sum())
-            total += int(tellable.sum())
+            for old, guessed in zip(truth, guess, strict=True):
+                same &= old == guessed
+            right += int(same.sum())
+            total += table.numel()
         return right / total if total else 0.0
 
     def undo(self, tensors: StateDict) -> dict[str, torch.Tensor]:
@@ -89,176 +83,191 @@ class Alignment:
             ValueError: If a tensor has another shape.
         """
         names = _names(self._spec, "tensors", tensors)
-        found = dict(tensors)
+        undone = dict(tensors)
         moving: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
         for key, name in names.items():
-            found[key] = tensors[key].detach().clone()
-            moving[name].append(found[key])
+            undone[key] = tensors[key].detach().clone()
+            moving[name].append(undone[key])
         self._spec.move(moving, self._spec.invert(self.plan))
-        return found
+        return undone
 
 
-class Aligner:
-    """Finds the permutation between two releases of a network's weights, from the weights alone.
+def align(spec: PermutationSpec, before: StateDict, after: StateDict) -> Alignment:
+    """Finds the permutation P with ``after`` ≈ P[``before``] from the weights alone.
 
-    Slices are paired along one factor at a time, by the assignment of the smallest total squared distance, tensors weighted by
-    how much they changed. Axes permuted by factors not known yet are sorted, which no permutation changes; when every factor
-    has a guess, each is matched again with the others undone, until nothing changes (as in the weight matching of Ainsworth et
-    al. 2023). Factors inside of others (the units of a head, channels of a group) follow those.
+    Slices are paired along one factor at a time, by the assignment of the smallest total squared distance (Jonker & Volgenant),
+    tensors weighted by how much they changed. Axes permuted by factors not known yet are sorted, which no permutation changes;
+    when every factor has a guess, each is matched again with the others undone, until nothing changes (as in the weight
+    matching of Ainsworth et al. 2023). Factors inside of others (the units of a head, channels of a group) follow those. The
+    cost of n slices grows as n³ at worst.
+
+    It is a guess: no part of it is guaranteed, and :meth:`Alignment.recovered` measures it where the truth is known.
 
     Args:
         spec: The group, which is public: it follows from the architecture.
-        assignment_limit: Up to this many slices per factor the assignment is exact, at a cost that grows as their cube at
-            worst; beyond, each takes its nearest neighbour.
-        sweeps: Rounds of matching again, at most.
+        before: W_t, by parameter name, with or without prefixes of Opacus's and PyTorch's
+            wrappers: a state dict.
+        after: W_{t+1}, with the same tensors.
+
+    Raises:
+        ValueError: If a tensor is missing, has another shape, or is not finite.
+    """
+    instance_of("spec", spec, (PermutationSpec,))
+    old, new = _moving(spec, "before", before), _moving(spec, "after", after)
+    grids = {cell: (cell.of(old[cell.name]), cell.of(new[cell.name])) for cell in cut(spec)}
+    identity = dict(spec.free_tables(spec.identity()))
+    tables: dict[int, torch.Tensor] = {}
+    for _ in range(SWEEPS):
+        earlier = dict(tables)
+        left = {cell: _left(cell, *pair, tables) for cell, pair in grids.items()}
+        for number in sorted(identity, key=lambda number: len(spec.factors[number].inside)):
+            # What is inside of this factor was matched under its old table, so its order says nothing now.
+            inner = {other for other in identity if number in spec.factors[other].inside}
+            unknown = inner | (identity.keys() - tables.keys())
+            tables[number] = _match(number, grids, tables, unknown, left).reshape_as(identity[number])
+        if earlier and all(torch.equal(table, earlier[number]) for number, table in tables.items()):
+            break
+    return Alignment(PermutationPlan(tuple(tables.get(number) for number in range(len(spec.factors)))), spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A grid inside of one tensor, with a dimension per factor or per axis that stays.
+
+    The slices of a factor are read off by moving its dimension to the front.
+
+    Attributes:
+        name: Of the tensor.
+        sizes: Of the grid.
+        strides: In the (contiguous) tensor.
+        offset: Of the first entry.
+        factors: Per dimension the number of the free factor that it belongs to, -1 if it stays.
+        outer: Per dimension the dimensions of the factors that this one's factor is inside of.
     """
 
-    def __init__(self, spec: PermutationSpec, *, assignment_limit: int = 2048, sweeps: int = 20) -> None:
-        self.spec = instance_of("spec", spec, (PermutationSpec,))
-        self._limit = integer("assignment_limit", assignment_limit, minimum=0)
-        self._sweeps = integer("sweeps", sweeps)
-        self._cells = cut(spec)
-        self._identity = dict(spec.free_tables(spec.identity()))
-        self._inner = {n: frozenset(i for i, other in enumerate(spec.factors) if n in other.inside) for n in self._identity}
+    name: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    factors: tuple[int, ...]
+    outer: tuple[tuple[int, ...], ...]
 
-    def __call__(self, before: StateDict, after: StateDict) -> Alignment:
-        """Returns the permutation P with ``after`` ≈ P[``before``], how well it fits, and how to undo it.
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The grid, a view where the tensor is contiguous."""
+        tensor = tensor.contiguous()
+        return tensor.as_strided(self.sizes, self.strides, tensor.storage_offset() + self.offset)
 
-        It is a guess: no part of it is guaranteed, and :meth:`Alignment.recovered` measures it where the truth is known.
+    def moved(self, grid: torch.Tensor, tables: Tables, stay: int = -1, unknown: Set[int] = frozenset()) -> torch.Tensor:
+        """The grid with every dimension of a known factor permuted, but for dimension ``stay``; outer ones first."""
+        for axis in sorted(range(len(self.sizes)), key=lambda axis: len(self.outer[axis])):
+            number = self.factors[axis]
+            if axis != stay and number not in unknown and number in tables:
+                index = on_grid(tables[number], [*self.outer[axis], axis], self.sizes)
+                grid = torch.take_along_dim(grid, index.to(grid.device), axis)
+        return grid
 
-        Args:
-            before: W_t, by parameter name, with or without prefixes of Opacus's and PyTorch's wrappers; buffers may be missing.
-            after: W_{t+1}, with the same tensors.
+    def slices(self, grid: torch.Tensor, axis: int, unknown: Set[int]) -> torch.Tensor:
+        """What to compare along a dimension: (coordinates of outer factors, its own, entries), unknown dimensions sorted."""
+        rest = [place for place in range(len(self.sizes)) if place != axis and place not in self.outer[axis]]
+        known = [place for place in rest if self.factors[place] not in unknown]
+        unordered = [place for place in rest if self.factors[place] in unknown]
+        outer = math.prod(self.sizes[place] for place in self.outer[axis])
+        grid = grid.permute(*self.outer[axis], axis, *known, *unordered)
+        entries = math.prod(self.sizes[place] for place in known)
+        return grid.reshape(outer, self.sizes[axis], entries, -1).sort(dim=3).values.flatten(2)
 
-        Raises:
-            ValueError: If a tensor is missing, has another shape, or is not finite.
-        """
-        old, new = self._grids("before", before), self._grids("after", after)
-        if old.keys() != new.keys():
-            raise ValueError(f"before and after must hold the same tensors, only one has {sorted(old.keys() ^ new.keys())[0]}")
-        grids = {cell: (cell.of(old[cell.name]), cell.of(new[cell.name])) for cell in self._cells if cell.name in old}
-        axes = [(cell, axis) for cell in grids for axis in range(len(cell.sizes))]
-        places = {number: [(cell, axis) for cell, axis in axes if cell.factors[axis] == number] for number in self._inner}
-        tables = self._first_guess(places, grids)
-        order = sorted(self._inner, key=lambda number: len(self.spec.factors[number].inside))
-        unexplained, residual = self._fit(grids, tables)
-        for _ in range(self._sweeps):
-            changed = False
-            for number in order:
-                table = self._match(number, places[number], grids, tables, self._inner[number], unexplained)
-                changed |= not torch.equal(table, tables[number])
-                tables[number] = table
-            if not changed:
-                break
-            unexplained, residual = self._fit(grids, tables)
-        equal = {number: self._twins(number, places[number], grids) for number in order}
-        for number in order:  # what is inside of something untellable is, too
-            inside = self.spec.factors[number].inside
-            for place, outer in enumerate(inside):
-                if outer in equal:
-                    carried = [*(inside.index(each) for each in self.spec.factors[outer].inside), place]
-                    equal[number] = equal[number] | on_grid(equal[outer], carried, equal[number].shape)
-        return Alignment(
-            plan=PermutationPlan(tuple(tables.get(number) for number in range(len(self.spec.factors)))),
-            residual=residual,
-            slots=sum(table.numel() for table in equal.values()),
-            untellable=sum(int(table.sum()) for table in equal.values()),
-            _spec=self.spec,
-            _twins=equal,
-        )
 
-    def _grids(self, argument: str, tensors: StateDict) -> dict[str, torch.Tensor]:
-        """Returns the tensors that move, by their names in the specification, in at least single precision."""
-        found: dict[str, torch.Tensor] = {}
-        for key, name in _names(self.spec, argument, tensors).items():
-            tensor = tensors[key]
-            wide = tensor.detach() if tensor.dtype in (torch.float32, torch.float64) else tensor.detach().float()
-            if not bool(torch.isfinite(wide).all()):
-                raise ValueError(f"{argument}[{key!r}] must be finite everywhere: a run that diverged cannot be aligned")
-            found[name] = wide
-        for name in self.spec.shapes:
-            if name not in found and name not in self.spec.buffers:
-                raise ValueError(f"{argument} must hold every parameter that moves, {name} is missing: pass a state_dict")
-        return found
+def cut(spec: PermutationSpec) -> Iterator[Cell]:
+    """Yields the cells of all tensors, those without a free factor left out.
 
-    def _first_guess(self, places: Mapping[int, Axes], grids: Grids) -> dict[int, torch.Tensor]:
-        """Matches one factor after the other, those first of whose entries most are told apart by what is known already."""
-        tables: dict[int, torch.Tensor] = {}
-        while len(tables) < len(places):
-            unknown = frozenset(places) - frozenset(tables)
-            ready = [n for n in sorted(unknown) if not unknown.intersection(self.spec.factors[n].inside)]
-            best = max(ready, key=lambda n: sum(c.known_entries(axis, unknown) for c, axis in places[n]))
-            tables[best] = self._match(best, places[best], grids, tables, unknown)
-        return tables
+    >>> from opacus_shuffle.permutation import find_permutations
+    >>> spec = find_permutations(torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2)))
+    >>> [cell.sizes for cell in cut(spec)]
+    [(6, 4), (6,), (2, 6)]
+    """
+    for name, blocks in spec.blocks.items():
+        shape = spec.shapes[name]
+        starts = {block.start: block for block in blocks}
+        inside = {axis for block in blocks for axis in range(block.start + 1, block.stop)}
+        for terms in itertools.product(*(block.terms for block in blocks)):
+            term_of = dict(zip(starts, terms, strict=True))
+            dimensions: list[tuple[int, int, int, tuple[int, ...]]] = []  # as Cell has them: size, stride, factor, outer
+            offset = 0
+            for axis in range(len(shape)):
+                if axis in inside:
+                    continue
+                if axis not in starts:
+                    dimensions.append((shape[axis], math.prod(shape[axis + 1 :]), -1, ()))
+                    continue
+                term, first, unit = term_of[axis], len(dimensions), math.prod(shape[starts[axis].stop :])
+                numbers = [number for number, _ in term.grid]
+                offset += term.offset * unit
+                for place, (number, stride) in enumerate(term.grid):
+                    factor = spec.factors[number]
+                    outer = tuple(first + nearest(numbers, each, place) for each in factor.inside) if factor.free else ()
+                    dimensions.append((factor.size, stride * unit, number if factor.free else -1, outer))
+            sizes, strides, factors, outers = zip(*dimensions, strict=True)
+            if max(factors) >= 0:
+                yield Cell(name, sizes, strides, offset, factors, outers)
 
-    def _match(
-        self,
-        number: int,
-        places: Axes,
-        grids: Grids,
-        tables: Tables,
-        unknown: Set[int],
-        unexplained: Mapping[Cell, float] | None = None,
-    ) -> torch.Tensor:
-        """Returns a factor's table, given those of others; whatever is unknown is sorted."""
-        if self.spec.factors[number].size == 1 or not places:
-            return self._identity[number].clone()
-        ones, others = [], []
-        for cell, axis in places:
-            old, new = grids[cell]
-            one, other = cell.slices(new, axis, unknown), cell.slices(cell.moved(old, tables, axis, unknown), axis, unknown)
+
+def _left(cell: Cell, old: torch.Tensor, new: torch.Tensor, tables: Tables) -> float:
+    """Returns the mean square of a cell that the tables leave unexplained."""
+    left = (new - cell.moved(old, tables)).square().sum(dtype=torch.float64)
+    rounding = 1e-9 * new.square().sum(dtype=torch.float64)  # which is no displacement
+    return max(float(left), float(rounding)) / max(new.numel(), 1)
+
+
+def _match(
+    number: int,
+    grids: Mapping[Cell, tuple[torch.Tensor, torch.Tensor]],
+    tables: Tables,
+    unknown: Set[int],
+    left: Mapping[Cell, float],
+) -> torch.Tensor:
+    """Returns a factor's table, one row per place of the factors outside, given the tables of others."""
+    ones, others = [], []
+    for cell, (old, new) in grids.items():
+        for axis in (axis for axis, factor in enumerate(cell.factors) if factor == number):
+            one = cell.slices(new, axis, unknown)
+            other = cell.slices(cell.moved(old, tables, axis, unknown), axis, unknown)
             middle = other.mean(1, keepdim=True)  # what all slices share says nothing, and would cost digits
-            one, other = one - middle, other - middle
-            # Weighted least squares: divided by the spread of what happened in between; at first that of the slices, too.
-            spread = float(one.square().mean()) if unexplained is None else unexplained[cell]
-            scale = spread**-0.5 if spread > 0 else 0.0
-            ones.append(one * scale)
-            others.append(other * scale)
-        after, before = torch.cat(ones, 2), torch.cat([each.to(ones[0].device) for each in others], 2)
-        found = [pair(a, b, limit=self._limit) for a, b in zip(after, before, strict=True)]
-        return torch.stack(found).reshape_as(self._identity[number])
-
-    def _fit(self, grids: Grids, tables: Tables) -> tuple[dict[Cell, float], float]:
-        """Returns, for every cell, the mean square that the permutation leaves, and the relative distance over all cells."""
-        unexplained = {}
-        distance = first = second = 0.0
-        for cell, (old, seen) in grids.items():
-            moved = cell.moved(old, tables)
-            off, one, two = (float(x.square().sum(dtype=torch.float64)) for x in (seen - moved, moved, seen))
-            distance, first, second = distance + off, first + one, second + two
-            unexplained[cell] = max(off, 1e-9 * two) / max(moved.numel(), 1)  # rounding is no displacement
-        length = max(first, second)
-        return unexplained, math.sqrt(distance / length) if length > 0 else 0.0
-
-    def _twins(self, number: int, places: Axes, grids: Grids) -> torch.Tensor:
-        """Returns which old coordinates of a factor have an equal slice beside them."""
-        unknown = self._inner[number] | {number}
-        slices = [cell.slices(grids[cell][0], axis, unknown) for cell, axis in places]
-        if not slices:
-            return torch.full_like(self._identity[number], self.spec.factors[number].size > 1, dtype=torch.bool)
-        return twins(torch.cat([each.to(slices[0].device) for each in slices], 2)).reshape_as(self._identity[number])
+            # Weighted least squares: each tensor is divided by the spread of what happened to it in between.
+            scale = left[cell] ** -0.5 if left[cell] > 0 else 0.0
+            ones.append((one - middle) * scale)
+            others.append(((other - middle) * scale).to(ones[0].device))
+    # Squared norms are the same for every assignment, so products decide.
+    products = (torch.cat(ones, 2) @ torch.cat(others, 2).mT).numpy(force=True)
+    assigned = [torch.from_numpy(linear_sum_assignment(group, maximize=True)[1]) for group in products]
+    return torch.stack(assigned)
 
 
-def align(
-    spec: PermutationSpec, before: StateDict, after: StateDict, *, assignment_limit: int = 2048, sweeps: int = 20
-) -> Alignment:
-    """Finds the permutation between two releases; :class:`Aligner` explains it, and does many pairs of one network faster."""
-    return Aligner(spec, assignment_limit=assignment_limit, sweeps=sweeps)(before, after)
+def _moving(spec: PermutationSpec, argument: str, tensors: StateDict) -> dict[str, torch.Tensor]:
+    """Returns the tensors that move, by their names in the specification, in at least single precision."""
+    moving: dict[str, torch.Tensor] = {}
+    for key, name in _names(spec, argument, tensors).items():
+        tensor = tensors[key].detach()
+        moving[name] = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+        if not bool(torch.isfinite(moving[name]).all()):
+            raise ValueError(f"{argument}[{key!r}] must be finite everywhere: a run that diverged cannot be aligned")
+    for name in spec.shapes:
+        if name not in moving:
+            raise ValueError(f"{argument} must hold every tensor that moves, {name} is missing: pass a state_dict")
+    return moving
 
 
 def _names(spec: PermutationSpec, argument: str, tensors: StateDict) -> dict[str, str]:
     """Returns, for every key of a state dict whose tensor moves, its name in the specification; refuses other shapes."""
-    canonical = {alias: name for name, aliases in spec.aliases.items() for alias in aliases}
-    found = {}
+    canonical = {alias: name for name in spec.shapes for alias in (name, *spec.aliases.get(name, ()))}
+    names = {}
     for key, tensor in instance_of(argument, tensors, (Mapping,)).items():
-        name = key if key in spec.shapes or key in canonical else plain_name(key)
-        name = canonical.get(name, name)
-        if name not in spec.shapes:
+        name = canonical.get(key if key in canonical else plain_name(key))
+        if name is None:
             continue
         shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         if shape != spec.shapes[name]:
             raise ValueError(
                 f"{argument} does not fit the PermutationSpec: {name} should have shape {spec.shapes[name]}, got {shape}"
             )
-        found[key] = name
-    return found
+        names[key] = name
+    return names

@@ -6,12 +6,13 @@ An audit runs a mechanism with and without a record and lets a test guess which 
 Ji and Xiang's weight shuffling, WS). Clopper and Pearson's limits say how large α and β can be, given the counts.
 
 >>> bound = epsilon_lower_bound(false_positives=0, false_negatives=500, trials=1000, delta=1e-5)
->>> round(float(bound), 3), bound.confidence
+>>> round(bound.epsilon, 3), bound.confidence
 (4.846, 0.95)
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -35,17 +36,19 @@ METHODS = {
 RELATIVE_ERROR = 1e-9
 """Clopper-Pearson limits and ε are moved to the safe side by this fraction: more than inverting the beta distribution loses."""
 
-_SPACING = 1.07
+SPACING = 1.07
 """Thresholds are tried at score ranks this far apart, from both ends of both samples: some 800 for 10⁷ scores."""
 
-_CAUTION = 0.01
+CAUTION = 0.01
 """The threshold is chosen with limits that err this many times more rarely: the largest of hundreds is else a lucky one."""
 
 
-class LowerBound(float):
-    """A lower bound on a mechanism's ε, true with the stated confidence; a float, 0 if the test showed nothing.
+@dataclasses.dataclass(frozen=True)
+class LowerBound:
+    """A lower bound on a mechanism's ε, true with the stated confidence.
 
     Attributes:
+        epsilon: The bound, rounded down; 0 if the test showed nothing.
         confidence: The probability, over the audit's runs, with which such a bound is true, or more.
         method: ``"clopper_pearson"`` or ``"gdp"`` (which assumes a Gaussian trade-off curve).
         delta: The δ at which the mechanism's ε is meant.
@@ -55,6 +58,7 @@ class LowerBound(float):
         mu: For ``"gdp"`` the lower bound on μ, else None.
     """
 
+    epsilon: float
     confidence: float
     method: Method
     delta: float
@@ -62,20 +66,6 @@ class LowerBound(float):
     false_negatives: int
     trials: tuple[int, int]
     mu: float | None
-
-    def __new__(cls, epsilon: float, **facts: Any) -> LowerBound:
-        """The number, with what it was counted from."""
-        bound = super().__new__(cls, epsilon)
-        vars(bound).update(facts)
-        return bound
-
-    def __repr__(self) -> str:
-        facts = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"LowerBound({float(self)!r}, {facts})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {"epsilon": float(self), **vars(self), "trials": list(self.trials)}
 
 
 def epsilon_lower_bound(
@@ -115,8 +105,8 @@ def epsilon_lower_bound(
     delta = open_unit_interval("delta", delta)
     confidence = open_unit_interval("confidence", confidence)
     one_of("method", method, METHODS)
-    false_positives = _count("false_positives", false_positives, runs[0], "without")
-    false_negatives = _count("false_negatives", false_negatives, runs[1], "with")
+    false_positives = integer("false_positives", false_positives, minimum=0, maximum=runs[0])
+    false_negatives = integer("false_negatives", false_negatives, minimum=0, maximum=runs[1])
     tail = (1 - confidence) / 2
     value = max(float(_rank(false_positives, false_negatives, runs, delta=delta, tail=tail, method=method)), 0.0)
     return LowerBound(
@@ -179,13 +169,13 @@ def audit_scores(
 
 
 def choose_threshold(null: Vector, alternative: Vector, *, delta: float, confidence: float, method: Method) -> float:
-    """Returns the threshold at which these scores' own lower bound is largest, at a higher confidence (``_CAUTION``)."""
+    """Returns the threshold at which these scores' own lower bound is largest, at a higher confidence (``CAUTION``)."""
     null, alternative = np.sort(null), np.sort(alternative)
     # The largest null score is a candidate: above it lies no false positive. So are alternatives beyond it.
     thresholds = np.unique(np.concatenate([null[_ranks(len(null))], alternative[_ranks(len(alternative))]]))
     false_positives = len(null) - np.searchsorted(null, thresholds, side="right")
     false_negatives = np.searchsorted(alternative, thresholds, side="right")
-    runs, tail = (len(null), len(alternative)), _CAUTION * (1 - confidence) / 2
+    runs, tail = (len(null), len(alternative)), CAUTION * (1 - confidence) / 2
     scores = _rank(false_positives, false_negatives, runs, delta=delta, tail=tail, method=method)
     return float(thresholds[np.argmax(scores)])
 
@@ -242,7 +232,7 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
 
 def _ranks(size: int) -> npt.NDArray[np.int64]:
     """Positions 0, …, size − 1, dense at both ends."""
-    steps = max(2, math.ceil(math.log(size + 1) / math.log(_SPACING)))
+    steps = max(2, math.ceil(math.log(size + 1) / math.log(SPACING)))
     from_below = np.unique(np.floor(np.geomspace(1, size, steps) + 1e-9).astype(np.int64)) - 1
     return np.unique(np.concatenate([from_below, size - 1 - from_below]))
 
@@ -271,11 +261,3 @@ def _runs(trials: Any) -> tuple[int, int]:
     if len(pair) != 2:
         raise ValueError(f"trials must be one number or a pair (runs without the record, runs with it), got {trials!r}")
     return integer("trials", pair[0]), integer("trials", pair[1])
-
-
-def _count(name: str, value: Any, runs: int, which: str) -> int:
-    """A count of at most ``runs``."""
-    number = integer(name, value, minimum=0)
-    if number > runs:
-        raise ValueError(f"{name} must not exceed the {runs} trials {which} the record, got {number}")
-    return number

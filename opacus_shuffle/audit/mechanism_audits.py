@@ -1,11 +1,21 @@
 r"""Audits of the mechanisms themselves, as they stand in the papers: each is run millions of times with and without a record.
 
-The shuffle Gaussian is Liew and Takahashi's (SG). One pair of data sets, one adversary, one test: so these audits say what a
-formula is worth, not whether a training run is programmed correctly.
+The shuffle Gaussian is Liew and Takahashi's (SG); the permuted Gaussian is that of weight shuffling (WS, Yang, Ji and Xiang;
+Definition 6 there calls it shuffled). One pair of data sets, one adversary, one test: so these audits say what a formula is
+worth, not whether a training run is programmed correctly.
 
 >>> result = audit_gaussian(noise_multiplier=1.0, delta=1e-5, trials=100_000, generator=torch.Generator().manual_seed(0))
->>> [round(claim.epsilon, 2) for claim in result.claims], [finding.lower <= 4.38 for finding in result.findings]
+>>> [round(claim.epsilon, 2) for claim in result.claims], [finding.lower.epsilon <= 4.38 for finding in result.findings]
 ([4.38], [True, True])
+
+WS Theorem 6 says 0.5 of this run:
+
+>>> result = audit_permuted_gaussian(noise_multiplier=0.27372, dimension=85_800_000, steps=500, sample_rate=0.02, delta=5e-6,
+...                                  pair="all_but_one", trials=20_000, generator=torch.Generator().manual_seed(0))
+>>> [claim.name for claim in result.contradicted]
+['published']
+>>> round(result.largest.lower.epsilon)
+7
 """
 
 from __future__ import annotations
@@ -18,28 +28,32 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from scipy.special import ndtri_exp
 
 from opacus_shuffle.accountants.bounds.registry import Rounds, compute_bound
-from opacus_shuffle.accountants.mechanisms import ShuffleGauss
+from opacus_shuffle.accountants.mechanisms import ShuffledWeights, ShuffleGauss
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.audit.lower_bounds import audit_scores, epsilon_lower_bound
 from opacus_shuffle.audit.result import AuditResult, Claim, Finding
 from opacus_shuffle.core.guarantees import EVERY_DATA_SET, Adjacency, Guarantee, NotCovered, PrivacyBound
 from opacus_shuffle.core.randomness import SecretGenerator, check_generator
 from opacus_shuffle.core.rounding import round_up
-from opacus_shuffle.core.validation import finite_number, integer, noise_level, open_unit_interval
+from opacus_shuffle.core.validation import finite_number, integer, noise_level, one_of, open_unit_interval
 
 Vector = npt.NDArray[np.float64]
+
+PAIRS = {
+    "one_coordinate": "the record's lies in one coordinate, at the clipping norm",
+    "all_but_one": "the record's is 0 in one coordinate and the same in all others, at the clipping norm",
+    "oblique": "the record's is at 46 degrees to one with equal coordinates, at the clipping norm",
+}
 
 FEWEST = 1000
 """Trials below which an audit shows next to nothing."""
 
-_REPORTS = 400_000_000
-"""Reports that :func:`audit_shuffle_gauss` draws by default, both hypotheses together: some 15 seconds of one core."""
-
-_MOST_USERS = 10_000_000
-_MOST_TRIALS = 10**9
-_MOST_DRAWS = 10**12
+MOST_USERS = 10_000_000
+MOST_TRIALS = 10**9
+MOST_DRAWS = 10**12
 
 CHUNK = 2**20
 """Random numbers held at once, 8 MB."""
@@ -95,7 +109,6 @@ def audit_shuffle_gauss(
     num_users: int,
     delta: float,
     others: float = 0.0,
-    record: float = 1.0,
     steps: int = 1,
     adjacency: str = "zero_out",
     trials: int | None = None,
@@ -104,18 +117,18 @@ def audit_shuffle_gauss(
 ) -> AuditResult:
     r"""Audits the shuffle Gaussian in one dimension, against an adversary who knows all other users' values.
 
-    All others hold v = ``others``; user 1 holds a₁ = ``record`` or a₀, 0 or −``record``. The test goes by the exact likelihood
-    ratio of the shuffled reports y, log Σᵢ p_{a₁}(yᵢ)/p_v(yᵢ) − log Σᵢ p_{a₀}(yᵢ)/p_v(yᵢ), summed over the rounds: no test for
-    this pair of data sets is better. With ``others=0`` it is the papers' pair, with −1 a worse one.
+    All others hold v = ``others``; user 1 holds a₁ = 1 or a₀, 0 or −1. The test goes by the exact
+    likelihood ratio of the shuffled reports y, log Σᵢ p_{a₁}(yᵢ)/p_v(yᵢ) − log Σᵢ p_{a₀}(yᵢ)/p_v(yᵢ),
+    summed over the rounds: no test for this pair of data sets is better. With ``others=0`` it is the
+    papers' pair, with −1 a worse one.
 
     Args:
         noise_multiplier: Local σ, one report's noise over the clipping norm.
         num_users: n, reports per round, at most 10⁷.
         delta: δ in (0, 1).
         others: Every other user's value, in [−1, 1] clipping norms.
-        record: User 1's value, in [−1, 1], not 0.
         steps: Rounds, with fresh noise and a fresh permutation each.
-        adjacency: ``"zero_out"``: user 1's value becomes 0; ``"replace"``: −``record``.
+        adjacency: ``"zero_out"``: user 1's value becomes 0; ``"replace"``: −1.
         trials: Runs under each hypothesis, at least 1000; by default as many as take 4·10⁸ reports, up to a million.
         confidence: In (0, 1).
         generator: A CPU generator, for repeatable audits; by default a secret one.
@@ -132,24 +145,21 @@ def audit_shuffle_gauss(
     """
     mechanism, steps = ShuffleGauss(noise_multiplier=noise_multiplier, num_users=num_users), integer("steps", steps)
     sigma, users = mechanism.noise_multiplier, mechanism.num_users
-    if users > _MOST_USERS:
+    if users > MOST_USERS:
         raise ValueError(
-            f"num_users must not exceed {_MOST_USERS:,}, got {users}: every run draws all reports; audit fewer users"
+            f"num_users must not exceed {MOST_USERS:,}, got {users}: every run draws all reports; audit fewer users"
         )
-    others, present = finite_number("others", others), finite_number("record", record)
-    for name, value in (("others", others), ("record", present)):
-        if not -1 <= value <= 1:
-            raise ValueError(f"{name} must lie in [-1, 1], in units of the clipping norm, got {value!r}")
-    if present == 0:
-        raise ValueError(f"record must not be 0, got {record!r}: there would be nothing to find; 1 or -1 shows most")
+    others = finite_number("others", others)
+    if not -1 <= others <= 1:
+        raise ValueError(f"others must lie in [-1, 1], in units of the clipping norm, got {others!r}")
     neighbours = Adjacency(adjacency)
-    absent = 0.0 if neighbours is Adjacency.ZERO_OUT else -present
+    absent = 0.0 if neighbours is Adjacency.ZERO_OUT else -1.0
     if trials is None:
-        trials = min(1_000_000, max(FEWEST, _REPORTS // (2 * users * steps)))
+        trials = min(1_000_000, max(FEWEST, 200_000_000 // (users * steps)))
     delta, trials, confidence = common(delta, trials, confidence, draws=users * steps)
     rng = numpy_generator(generator)
     scores = likelihood_ratios(
-        present=(present - others) / sigma, absent=(absent - others) / sigma, users=users, steps=steps, trials=trials, rng=rng
+        present=(1 - others) / sigma, absent=(absent - others) / sigma, users=users, steps=steps, trials=trials, rng=rng
     )
     claims = claimed([(mechanism, steps)], ("published", "pair", "certified"), delta=delta, adjacency=neighbours)
     sees = "sees every shuffled report of every round, and knows all other users' values"
@@ -159,9 +169,87 @@ def audit_shuffle_gauss(
         claims,
         (Finding("likelihood ratio", audit_scores(*scores, delta=delta, confidence=confidence), sees),),
         (
-            f"Audited: all other users hold {others:g}, and one user holds {present:g} or {absent:g}.",
+            f"Audited: all other users hold {others:g}, and one user holds 1 or {absent:g}.",
             *reach(claims, trials, delta, confidence),
         ),
+    )
+
+
+def audit_permuted_gaussian(
+    *,
+    noise_multiplier: float,
+    dimension: int,
+    delta: float,
+    steps: int = 1,
+    sample_rate: float = 1.0,
+    batch_clip: float = 1.0,
+    pair: str = "one_coordinate",
+    trials: int | None = None,
+    confidence: float = 0.95,
+    generator: torch.Generator | None = None,
+) -> AuditResult:
+    r"""Runs the mechanism with and without the record, and shows what one test tells.
+
+    Per step the adversary sees d noised coordinates in uniformly random order. ``"one_coordinate"``: the test goes by the
+    largest coordinate of all steps, drawn from its closed distribution: with K ~ Bin(T, q) steps that the record takes part in,
+    the largest of T·d − K coordinates of noise, and the largest of K around c. Else it goes by the likelihood ratio of the T
+    sums of coordinates. A better test can only show a larger ε.
+
+    Args:
+        noise_multiplier: σ/c, of the **sum** (as DP-SGD's).
+        dimension: d, coordinates that are permuted among themselves, up to 2⁵³.
+        delta: δ in (0, 1).
+        steps: T.
+        sample_rate: q, with which the record takes part in a step (Poisson sampling; the adversary is not told).
+        batch_clip: c′/c, the norm that the sum is clipped to before the noise: below 1 it shrinks the record's gradient.
+        pair: ``"one_coordinate"``, ``"all_but_one"`` or ``"oblique"``.
+        trials: Runs under each hypothesis, at least 1000, half of them to choose the test. By default 10⁷, for the other two
+            pairs no more than take 2·10⁸ random numbers, one per step.
+        confidence: In (0, 1).
+        generator: A CPU generator, for repeatable audits; by default a secret one.
+
+    Returns:
+        The claims ``published`` (WS Theorem 6, composed), ``pair`` (the first pair, exactly; not with the second) and
+        ``certified`` (DP-SGD's own), and one finding.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Formal Guarantees:
+        With probability ``confidence`` the pair's ε at δ, and so that of any bound for all data sets that satisfy these
+        conditions, is at least the finding, for an adversary who sees the permuted gradients and nothing else.
+    """
+    dimension, steps = integer("dimension", dimension), integer("steps", steps)
+    mechanism = ShuffledWeights(
+        noise_multiplier=noise_multiplier, sample_rate=sample_rate, dimension=dimension, batch_clip=batch_clip
+    )
+    rate = mechanism.sample_rate
+    one_of("pair", pair, PAIRS)
+    single = pair == "one_coordinate"
+    if not single and dimension < 2:
+        raise ValueError(f"pair={pair!r} needs a dimension of at least 2, got {dimension}: use 'one_coordinate'")
+    if trials is None:
+        trials = 10_000_000 if single else min(10_000_000, max(FEWEST, 100_000_000 // steps))
+    delta, trials, confidence = common(delta, trials, confidence, draws=1 if single else steps)
+    rng = numpy_generator(generator)
+    shift = mechanism.record_norm / mechanism.noise_multiplier
+    test = "largest coordinate" if single else "sum of coordinates"
+    if single:
+        scores = largest_coordinates(shift=shift, dimension=dimension, steps=steps, sample_rate=rate, trials=trials, rng=rng)
+    else:
+        mean = shift * (math.sqrt((dimension - 1) / dimension) if pair == "all_but_one" else math.cos(math.radians(46)))
+        scores = summed_coordinates(mean=mean, steps=steps, sample_rate=rate, trials=trials, rng=rng)
+    bounds = ("published", "pair", "certified") if single else ("published", "certified")
+    claims = claimed([(mechanism, steps)], bounds, delta=delta)
+    sees = "sees the noised gradient of every step, its coordinates in random order, and knows all other records"
+    return AuditResult(
+        f"permuted Gaussian, noise multiplier {mechanism.noise_multiplier:.6g}, dimension {dimension:,}, "
+        + plural(steps, "step")
+        + (f", sample rate {rate:.4g}" if rate < 1 else ""),
+        delta,
+        claims,
+        (Finding(test, audit_scores(*scores, delta=delta, confidence=confidence), sees),),
+        (f"Audited: the gradients of all others add up to zero, {PAIRS[pair]}.", *reach(claims, trials, delta, confidence)),
     )
 
 
@@ -234,9 +322,9 @@ def log_sum_ratio(reports: Vector, shift: float) -> Vector:
 def common(delta: Any, trials: Any, confidence: Any, *, draws: int = 1) -> tuple[float, int, float]:
     """Returns the arguments that every audit has, checked before anything is drawn; a trial takes so many random numbers."""
     trials = integer("trials", trials, minimum=FEWEST)
-    if trials > _MOST_TRIALS or trials * draws > _MOST_DRAWS:
+    if trials > MOST_TRIALS or trials * draws > MOST_DRAWS:
         raise ValueError(
-            f"trials must not exceed {_MOST_TRIALS:,}, nor all random numbers together {_MOST_DRAWS:,}, got {trials:,} trials "
+            f"trials must not exceed {MOST_TRIALS:,}, nor all random numbers together {MOST_DRAWS:,}, got {trials:,} trials "
             f"of {draws:,} numbers each: take fewer trials, steps or num_users"
         )
     return open_unit_interval("delta", delta), trials, open_unit_interval("confidence", confidence)
@@ -245,7 +333,7 @@ def common(delta: Any, trials: Any, confidence: Any, *, draws: int = 1) -> tuple
 def reach(claims: tuple[Claim, ...], trials: int, delta: float, confidence: float) -> tuple[str, ...]:
     """Returns a sentence if not even a perfect test could have shown as much as is claimed."""
     counted = trials - trials // 2
-    most = float(epsilon_lower_bound(0, 0, counted, delta, confidence))
+    most = epsilon_lower_bound(0, 0, counted, delta, confidence).epsilon
     beyond = ", ".join(claim.name for claim in claims if claim.epsilon > most)
     said = (
         f"Counts alone, from {counted:,} runs, cannot show an epsilon above {round_up(most, 3)}, so they could not contradict"
@@ -256,3 +344,45 @@ def reach(claims: tuple[Claim, ...], trials: int, delta: float, confidence: floa
 def plural(count: int, noun: str) -> str:
     """``1 step``, ``500 steps``."""
     return f"{count:,} {noun}" + ("s" if count > 1 else "")
+
+
+def largest_coordinates(
+    *, shift: float, dimension: int, steps: int, sample_rate: float, trials: int, rng: np.random.Generator
+) -> tuple[Vector, Vector]:
+    """Draws the largest coordinate of all steps in units of the noise, per run, without the record and with it."""
+    coordinates = float(steps) * dimension
+    null, alternative = np.empty(trials), np.empty(trials)
+    for part in chunks(trials):
+        size = part.stop - part.start
+        null[part] = largest_normal(coordinates, size, rng)
+        shifted = rng.binomial(steps, sample_rate, size)
+        noise = largest_normal(coordinates - shifted, size, rng)
+        alternative[part] = np.maximum(noise, shift + largest_normal(shifted, size, rng))
+    return null, alternative
+
+
+def largest_normal(count: npt.ArrayLike, size: int, rng: np.random.Generator) -> Vector:
+    """Draws ``size`` times the largest of ``count`` (one number, or one per draw) standard normals; −∞ of none at all.
+
+    It is Φ⁻¹(U^{1/count}): one random number, however large the count is. With the exponential E = −log U that is the quantile
+    whose logarithm is −E/count, and inverting log Φ loses nothing where Φ itself rounds to 1.
+    """
+    exponential = rng.standard_exponential(size)
+    with np.errstate(divide="ignore"):
+        return ndtri_exp(-exponential / np.asarray(count, dtype=np.float64))
+
+
+def summed_coordinates(
+    *, mean: float, steps: int, sample_rate: float, trials: int, rng: np.random.Generator
+) -> tuple[Vector, Vector]:
+    """Draws the log likelihood ratio of all steps' sums, N(0, 1) against N(``mean``, 1) with rate q, per run, both ways."""
+    log_absent = math.log(1 - sample_rate) if sample_rate < 1 else -math.inf
+    totals = np.zeros(trials), np.zeros(trials)
+    for present, total in zip((False, True), totals, strict=True):
+        for part in chunks(trials, steps):
+            sums = rng.standard_normal((part.stop - part.start, steps))
+            if present:
+                sums += mean * (rng.random(sums.shape) < sample_rate)
+            ratios = mean * sums - mean**2 / 2
+            total[part] = np.sum(np.logaddexp(log_absent, math.log(sample_rate) + ratios), axis=1)
+    return totals

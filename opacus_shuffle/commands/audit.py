@@ -13,7 +13,6 @@ from opacus_shuffle.accountants.compute import compute_noise_multiplier
 from opacus_shuffle.commands import flags
 from opacus_shuffle.commands.flags import generator_of, setting
 from opacus_shuffle.commands.image_datasets import DATASETS, load_image_dataset
-from opacus_shuffle.commands.pictures import check_output, save
 from opacus_shuffle.core.validation import integer, one_of, open_unit_interval, positive, sampling_rate
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def audit_published_setting(settings: AuditSettings, *, pair: str = "one_coordin
 
     But for ``"one_coordinate"`` a run takes a random number per step, and few runs tell much: ``trials`` is cut to 10⁸/steps.
     """
-    from opacus_shuffle.audit.permuted_gaussian_audit import audit_permuted_gaussian
+    from opacus_shuffle.audit.mechanism_audits import audit_permuted_gaussian
 
     run: dict[str, Any] = {
         "steps": settings.steps,
@@ -168,17 +167,14 @@ def add_flags(audit: argparse.ArgumentParser, _: str) -> None:
     """Adds the command's flags."""
     audit.add_argument("--kind", choices=("all", *AUDITS), default="all", help="which audit (default: all)")
     flags.add_settings(audit, AuditSettings)
-    audit.add_argument("-o", "--output", metavar="FILE", help="picture to write besides: .png, .pdf or .svg")
     flags.add_json_flag(audit)
     audit.set_defaults(command=run_audits)
 
 
 def run_audits(options: dict[str, Any]) -> None:
     """Runs the audits and prints what they found, one after the other."""
-    as_json, kind, output = options.pop("json"), options.pop("kind"), options.pop("output")
+    as_json, kind = options.pop("json"), options.pop("kind")
     settings = AuditSettings(**options)
-    if output is not None:
-        check_output(output)
     results = []
     for audit in [each for name in (AUDITS if kind == "all" else [kind]) for each in AUDITS[name]]:
         results.append(audit(settings))
@@ -186,12 +182,3 @@ def run_audits(options: dict[str, Any]) -> None:
             print(results[-1], end="\n\n", flush=True)
     if as_json:
         print(json.dumps([result.to_dict() for result in results]))
-    if output is not None:
-        import matplotlib.pyplot as plt
-
-        figure, axes = plt.subplots(len(results), squeeze=False, figsize=(8.0, 3.2 * len(results)), layout="constrained")
-        for result, ax in zip(results, axes[:, 0], strict=True):
-            result.plot(ax)
-        save(figure, output)
-        if not as_json:
-            print(output)

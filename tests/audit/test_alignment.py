@@ -5,17 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 from helpers import attention_zoo, convolution_zoo, model_zoo
 from helpers.model_zoo import build
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
-from opacus_shuffle.audit.alignment import Aligner, align
-from opacus_shuffle.audit.slices import cut, pair, twins
+from opacus_shuffle.audit.alignment import align, cut
 from opacus_shuffle.permutation import find_permutations
 
 ZOO = {**model_zoo.NETWORKS, **convolution_zoo.CONVOLUTIONS, **attention_zoo.TRANSFORMERS}
@@ -81,13 +77,12 @@ def two_layers(hidden=6, inputs=4, outputs=3):
 )
 def test_every_row_is_put_back_after_steps_of_up_to_30_percent(name, level):
     module, spec = spec_of(name, level)
-    before, aligner = copies(module), Aligner(spec)
+    before = copies(module)
     for seed, displacement in enumerate(DISPLACEMENTS):
         after, plan, displaced = released(spec, before, displacement, seed)
-        alignment = aligner(before, after)
+        alignment = align(spec, before, after)
         assert alignment.recovered(plan) == 1.0
         assert alignment.plan == plan
-        assert alignment.untellable == 0
         undone = alignment.undo(after)
         assert all(torch.equal(undone[key], displaced[key]) for key in displaced)
 
@@ -115,7 +110,7 @@ def test_no_permutation_of_a_layer_fits_better():
     before = copies(network)
     model_zoo.randomise(network, 4)
     after = copies(network)
-    plan = align(spec, before, after, sweeps=100).plan
+    plan = align(spec, before, after).plan
 
     def squares(table):
         return [
@@ -137,21 +132,7 @@ def test_no_permutation_of_a_layer_fits_better():
 @pytest.mark.parametrize("name", ["mlp", "grouped_conv", "torch_encoder_post_norm"])
 def test_the_same_release_twice_was_not_permuted(name):
     module, spec = spec_of(name)
-    alignment = align(spec, copies(module), copies(module))
-    assert alignment.plan == spec.identity()
-    assert alignment.residual == 0.0
-
-
-def test_the_residual_is_the_displacement_that_is_left():
-    module, spec = spec_of("torch_encoder_post_norm")
-    before = copies(module)
-    after, _, displaced = released(spec, before, 0.3, 0)
-    moving = list(spec.blocks)
-    off = sum(float((displaced[name] - before[name]).square().sum()) for name in moving)
-    length = max(sum(float(each[name].square().sum()) for name in moving) for each in (before, displaced))
-    # Entries of a moving tensor that stay where they are would be left out of it; these tensors move whole.
-    assert all(spec.moved_fraction(name) == 1 for name in moving)
-    assert math.isclose(align(spec, before, after).residual, math.sqrt(off / length), rel_tol=1e-9)
+    assert align(spec, copies(module), copies(module)).plan == spec.identity()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -164,47 +145,23 @@ def test_lower_precision_is_enough(dtype):
     assert all(value.dtype == dtype for value in alignment.undo(after).values())
 
 
-def test_nearest_neighbours_do_where_there_are_too_many_for_an_assignment():
-    module, spec = spec_of("mlp")
-    before = copies(module)
-    after, plan, _ = released(spec, before, 0.1, 0)
-    assert align(spec, before, after, assignment_limit=0).plan == plan
-
-
 # What cannot be told ----------------------------------------------------------------------------------------------------------
 
 
-def test_units_that_are_equal_are_counted_as_untellable_and_not_held_against_it():
+def test_units_that_are_equal_are_all_that_is_mistaken():
     network, spec = two_layers(hidden=9)
     with torch.no_grad():
         network[0].weight[:4], network[0].bias[:4], network[2].weight[:, :4] = 0, 0, 0
     before = copies(network)
     after, plan, _ = released(spec, before, 0.1, 0)
-    alignment = align(spec, before, after)
-    assert (alignment.slots, alignment.untellable) == (9, 4)
-    assert alignment.recovered(plan) == 1.0
+    (guess,), (truth,) = (
+        [table for table in each.tables if table is not None] for each in (align(spec, before, after).plan, plan)
+    )
+    assert torch.equal(guess[truth >= 4], truth[truth >= 4])
+    assert sorted(guess[truth < 4].tolist()) == [0, 1, 2, 3]
 
 
-def test_what_is_inside_of_equal_heads_cannot_be_told_either():
-    module, spec = spec_of("torch_encoder_post_norm")
-    outer = [n for n, factor in enumerate(spec.factors) if any(n in other.inside for other in spec.factors)]
-    before = {name: torch.zeros_like(value) for name, value in copies(module).items()}
-    alignment = align(spec, before, before)
-    assert outer
-    assert alignment.untellable == alignment.slots
-    assert alignment.recovered(spec.identity()) == 0.0
-    assert alignment.residual == 0.0
-
-
-def test_slots_are_the_entries_of_all_tables():
-    _, spec = spec_of("grouped_conv")
-    module, _ = build(ZOO["grouped_conv"])
-    alignment = align(spec, copies(module), copies(module))
-    tables = [table for table in spec.identity().tables if table is not None]
-    assert alignment.slots == sum(table.numel() for table in tables)
-
-
-def test_two_slots_that_changed_places_are_two_mistakes():
+def test_two_coordinates_that_changed_places_are_two_mistakes():
     network, spec = two_layers(hidden=6)
     alignment = align(spec, copies(network), copies(network))
     wrong = spec.identity()
@@ -213,7 +170,7 @@ def test_two_slots_that_changed_places_are_two_mistakes():
     assert alignment.recovered(wrong) == 4 / 6
 
 
-def test_a_slot_is_right_only_if_what_it_is_inside_of_is():
+def test_a_coordinate_is_right_only_if_what_it_is_inside_of_is():
     module, spec = spec_of("torch_encoder_post_norm")
     alignment = align(spec, copies(module), copies(module))
     outer = next(n for n, factor in enumerate(spec.factors) if any(n in other.inside for other in spec.factors))
@@ -225,7 +182,8 @@ def test_a_slot_is_right_only_if_what_it_is_inside_of_is():
     for factor, inner in zip(spec.factors, wrong.tables, strict=True):
         if inner is not None and outer in factor.inside:
             mistakes += 2 * inner.numel() // table.numel()
-    assert math.isclose(alignment.recovered(wrong), 1 - mistakes / alignment.slots, rel_tol=1e-12)
+    total = sum(table.numel() for table in wrong.tables if table is not None)
+    assert math.isclose(alignment.recovered(wrong), 1 - mistakes / total, rel_tol=1e-12)
 
 
 # Names ------------------------------------------------------------------------------------------------------------------------
@@ -249,8 +207,6 @@ def test_wrapped_names_tied_tensors_and_bystanders_are_dealt_with():
     assert spec.aliases
     before = copies(module)
     after, plan, displaced = released(spec, before, 0.1, 0)
-    for name, aliases in spec.aliases.items():
-        after |= {alias: after[name] for alias in aliases}
     wrapped = {f"_module.{name}": value for name, value in after.items()}
     alignment = align(spec, before, wrapped)
     assert alignment.plan == plan
@@ -259,19 +215,10 @@ def test_wrapped_names_tied_tensors_and_bystanders_are_dealt_with():
     assert undone["_module.fixed"] is wrapped["_module.fixed"]
 
 
-def test_buffers_may_stay_unreleased():
-    module, spec = spec_of("batch_norm")
-    assert spec.buffers
-    before = copies(module)
-    after, plan, _ = released(spec, before, 0.1, 0)
-    some = [{name: value for name, value in each.items() if name not in spec.buffers} for each in (before, after)]
-    assert align(spec, *some).recovered(plan) == 1.0
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.pop("0.weight"), "after must hold every parameter that moves, 0.weight is missing"),
+        (lambda state: state.pop("0.weight"), "after must hold every tensor that moves, 0.weight is missing"),
         (
             lambda state: state.update({"0.bias": torch.zeros(5)}),
             r"after does not fit.*0.bias should have shape \(6,\), got \(5,\)",
@@ -288,15 +235,11 @@ def test_releases_of_another_network_are_refused(change, message):
         align(spec, copies(network), after)
 
 
-def test_bad_options_and_foreign_plans_are_refused():
+def test_a_foreign_specification_and_a_foreign_plan_are_refused():
     network, spec = two_layers()
     state = copies(network)
     with pytest.raises(ValueError, match="spec must be a PermutationSpec"):
         align(network, state, state)
-    with pytest.raises(ValueError, match="sweeps must be a whole number"):
-        align(spec, state, state, sweeps=0)
-    with pytest.raises(ValueError, match="assignment_limit must be a whole number"):
-        align(spec, state, state, assignment_limit=-1)
     with pytest.raises(ValueError, match="plan is not from this PermutationSpec"):
         align(spec, state, state).recovered(two_layers(hidden=7)[1].identity())
 
@@ -310,7 +253,7 @@ def test_bad_options_and_foreign_plans_are_refused():
 def test_cells_move_as_their_tensors_do(name):
     _, spec = spec_of(name)
     if not spec.blocks:
-        assert cut(spec) == []
+        assert list(cut(spec)) == []
         return
     plan = spec.sample(torch.Generator().manual_seed(0))
     tables = {number: table for number, table in enumerate(plan.tables) if table is not None}
@@ -325,38 +268,3 @@ def test_cells_move_as_their_tensors_do(name):
         covered.fill_(False)
     for name, mask in stay.items():  # what lies in none stays
         assert torch.equal(numbered[name][mask], moved[name][mask])
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 6), st.integers(0, 2**31), st.booleans())
-def test_an_assignment_is_the_best_of_all(count, seed, coarse):
-    generator = torch.Generator().manual_seed(seed)
-    before = torch.randn(count, 3, generator=generator, dtype=torch.float64)
-    after = torch.randn(count, 3, generator=generator, dtype=torch.float64)
-    if coarse:
-        before, after = before.round(), after.round()  # many ties
-    table = pair(after, before, limit=10)
-    costs = [float((after - before[list(order)]).square().sum()) for order in itertools.permutations(range(count))]
-    assert sorted(table.tolist()) == list(range(count))
-    assert math.isclose(float((after - before[table]).square().sum()), min(costs), rel_tol=1e-9, abs_tol=1e-12)
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 40), st.integers(0, 10), st.integers(0, 2**31), st.sampled_from([0.0, 1.0, 50.0]))
-def test_nearest_neighbours_always_make_a_permutation(count, limit, seed, spread):
-    generator = torch.Generator().manual_seed(seed)
-    before = spread * torch.randn(count, 2, generator=generator)
-    table = pair(torch.randn(count, 2, generator=generator), before, limit=limit)
-    assert sorted(table.tolist()) == list(range(count))
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 3), st.integers(1, 8), st.integers(1, 3), st.integers(0, 2**31))
-def test_twins_are_rows_with_an_equal_one_beside_them(groups, count, entries, seed):
-    rows = np.random.default_rng(seed).integers(-1, 2, (groups, count, entries)) * 0.3
-    found = twins(torch.from_numpy(rows) * torch.tensor([1.0, -0.0, 2.0])[:entries])
-    rows = rows * np.array([1.0, 0.0, 2.0])[:entries]
-    for group in range(groups):
-        for row in range(count):
-            equal = [np.array_equal(rows[group, row], rows[group, other]) for other in range(count) if other != row]
-            assert bool(found[group, row]) == any(equal)

@@ -55,7 +55,8 @@ def trained(*, steps, rate=0.5, noise_multiplier=0.5, seed=0):
 def finding(evidence, together):
     """What whoever adds up the evidence of so many steps shows: those without the record are the second half of the users."""
     scores = evidence.reshape(-1, together, USERS).sum(1)
-    return audit_scores(scores[:, USERS // 2 :].ravel(), scores[:, : USERS // 2].ravel(), delta=DELTA, confidence=CONFIDENCE)
+    without, with_it = scores[:, USERS // 2 :].ravel(), scores[:, : USERS // 2].ravel()
+    return audit_scores(without, with_it, delta=DELTA, confidence=CONFIDENCE).epsilon
 
 
 def evidence_of(released, noise, rate):

@@ -22,7 +22,7 @@ def test_bad_arguments_of_an_audit_of_the_gaussian_mechanism_are_named():
 
 
 def test_bad_arguments_of_an_audit_of_the_shuffle_gaussian_are_named():
-    pair = {"num_users": 10, "others": 0.0, "record": 1.0, "steps": 1, "adjacency": "zero_out"}
+    pair = {"num_users": 10, "others": 0.0, "steps": 1, "adjacency": "zero_out"}
     require_named_refusals(audit.audit_shuffle_gauss, {**COMMON, **pair})
 
 
@@ -43,9 +43,7 @@ def test_bad_arguments_of_scores_and_counts_are_named():
 def test_bad_arguments_of_alignments_are_named():
     network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
     spec, state = find_permutations(network, torch.zeros(2, 5)), dict(network.state_dict())
-    limits = {"assignment_limit": 100, "sweeps": 2}
-    require_named_refusals(audit.align, {"spec": spec, "before": state, "after": state, **limits})
-    require_named_refusals(audit.Aligner, {"spec": spec, **limits})
+    require_named_refusals(audit.align, {"spec": spec, "before": state, "after": state})
     found = audit.align(spec, state, state)
     require_named_refusals(found.recovered, {"true_plan": found.plan}, true_plan=("plan",))
     require_named_refusals(found.undo, {"tensors": state})
@@ -55,10 +53,9 @@ def test_bad_arguments_of_canaries_are_named():
     def canary(**options):
         run = private()
         given = {name: value for name, value in options.items() if value is not OURS}
-        audit.GradientCanary(**{"optimizer": run["optimizer"], "parameter": run["optimizer"].params[0], **given}).remove()
+        audit.GradientCanary(**{"optimizer": run["optimizer"], "parameter": run["optimizer"].params[0], **given})
 
-    options = {"index": 0, "size": 2.0, "generator": GENERATOR}
-    require_named_refusals(canary, {"optimizer": OURS, "parameter": OURS, **options})
+    require_named_refusals(canary, {"optimizer": OURS, "parameter": OURS, "index": 0, "generator": GENERATOR})
 
 
 def test_bad_arguments_of_an_audit_of_training_are_named():
@@ -66,5 +63,5 @@ def test_bad_arguments_of_an_audit_of_training_are_named():
         audit.audit_training(**{**private(), **{name: value for name, value in options.items() if value is not OURS}})
 
     parts = dict.fromkeys(("model", "optimizer", "data_loader", "loss", "engine"), OURS)
-    options = {"steps": 100, "delta": 1e-5, "confidence": 0.95, "method": "gdp", "parameter": "0.weight", "index": 0}
+    options = {"steps": 100, "delta": 1e-5, "confidence": 0.95}
     require_named_refusals(training, {**parts, **options, "generator": GENERATOR})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 
 import pytest
@@ -19,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from opacus_shuffle.analysis import fenton_wilkinson, gaussian
 from opacus_shuffle.audit.canary import CanaryTrial, GradientCanary
 from opacus_shuffle.audit.lower_bounds import audit_scores
-from opacus_shuffle.audit.released_weights import ReleasedWeights, orbit
+from opacus_shuffle.audit.training_audit import ReleasedWeights, orbit
 from opacus_shuffle.core.guarantees import Guarantee
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import find_permutations
@@ -65,21 +64,11 @@ def test_the_scores_have_the_distribution_that_the_noise_gives_them(trials):
 def test_audits_exceed_the_proved_value_no_more_often_than_they_may(trials):
     for method in ("clopper_pearson", "gdp"):
         found = [
-            audit_scores(*split(trials[start : start + 100]), delta=DELTA, confidence=0.6, method=method)
+            audit_scores(*split(trials[start : start + 100]), delta=DELTA, confidence=0.6, method=method).epsilon
             for start in range(0, 20_000, 100)
         ]
         assert sum(each > EXACT for each in found) <= binom.ppf(1 - 1e-6, len(found), 0.4)
         assert max(found) > 0
-
-
-@pytest.mark.zoo
-def test_the_gaussian_fit_to_a_run_comes_within_30_percent_of_the_truth():
-    # μ = 2, so at the best threshold α = β = Φ(−1) = 0.159, from 500 scores each: a rate's standard deviation is 0.0164, a
-    # quantile's 0.0164/φ(1) = 0.068. Two confidence limits, each at 80 %, take 2·0.84·0.068 = 0.11 off μ, and chance adds
-    # √2·0.068 = 0.096 times a normal number. ε(μ) is 70 % of ε(2) at μ = 1.48, 4.2 standard deviations away.
-    result = audit(private(stock=True, sigma=SIGMA, dtype=torch.float32), steps=2000, method="gdp", confidence=0.6)
-    assert result.largest.lower.method == "gdp"
-    assert result.largest.lower > 0.7 * EXACT
 
 
 # The audit of a run -----------------------------------------------------------------------------------------------------------
@@ -92,9 +81,8 @@ def test_a_stock_engine_is_audited_by_its_gradients(accountant):
     assert [claim.name for claim in result.claims] == ["certified"]
     assert result.claims[0].epsilon == gaussian.compute_epsilon(mu=5, delta=DELTA)
     assert result.claims[0].bound.guarantee is Guarantee.PROVED
-    assert 0 < result.largest.lower <= result.claims[0].epsilon
+    assert 0 < result.largest.lower.epsilon <= result.claims[0].epsilon
     assert result.contradicted == ()
-    assert any("probability 0.125" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(
@@ -114,20 +102,19 @@ def test_whoever_sees_released_weights_sees_the_gradients(mode, options):
     assert [finding.name for finding in result.findings] == ["gradient", "shuffled gradient", "re-aligned"]
     assert realigned.recovered == 1.0
     assert realigned.lower == gradient.lower  # in double precision the same scores but for rounding, so the same counts
-    assert gradient.lower > 0
+    assert gradient.lower.epsilon > 0
     assert gradient.recovered is shuffled.recovered is None
 
 
 def test_the_difference_of_two_releases_is_the_noised_gradient():
     run = private(shuffle_weights=True, sigma=1.0)
     tensor = weight(run)
-    view = ReleasedWeights(unwrap(run["model"]), run["optimizer"], run["engine"].shuffler, "0.weight", tensor, (3, 2))
-    with GradientCanary(run["optimizer"], tensor, (3, 2)) as canary, view:
-        for batch in itertools.islice(itertools.chain.from_iterable(itertools.repeat(run["data_loader"])), 30):
-            run["optimizer"].zero_grad()
-            run["loss"](run["model"], batch).backward()
-            run["optimizer"].step()
-            view.look(canary.trials[-1].background)
+    canary = GradientCanary(run["optimizer"], tensor, 17)
+    view = ReleasedWeights(unwrap(run["model"]), canary, run["optimizer"], run["engine"].shuffler, "0.weight")
+    with canary, view:
+        for _ in range(30):
+            steps_of(run, 1)
+            view.look()
     assert view.recovered == [1.0] * 30
     for mine, trial in zip(view.differences, canary.trials, strict=True):
         # Weights of size 1 are rounded by 2⁻⁵³; the learning rate and the batch size make that 80 times larger.
@@ -143,23 +130,16 @@ def test_theorem_6_is_below_what_the_shuffled_gradients_show():
     assert (published.name, published.bound.guarantee) == ("published", Guarantee.ESTIMATE)
     d = run["engine"].accountant.planned.dimension
     assert published.epsilon == fenton_wilkinson.compute_epsilon(noise_std=0.4, delta=DELTA, dimension=d)
-    gradient, shuffled, realigned = (finding.lower for finding in result.findings)
+    gradient, shuffled, realigned = (finding.lower.epsilon for finding in result.findings)
     assert published.epsilon < shuffled < gradient <= certified.epsilon
     assert abs(realigned - gradient) < 0.5  # in single precision
     assert result.contradicted == (published,)
 
 
-def test_theorem_6_claims_nothing_without_batch_clipping():
-    run = private(sigma=0.5, shuffle_weights=True)
-    published, certified = audit(run).claims
-    assert math.isclose(published.epsilon, certified.epsilon, rel_tol=1e-6)
-
-
 def test_the_run_is_the_same_run_watched_or_not():
     watched, plain = private(shuffle_weights=True), private(shuffle_weights=True)
     audit(watched)
-    name, place = "0.weight", (0, 0)
-    with GradientCanary(plain["optimizer"], weight(plain, name), place, generator=torch.Generator().manual_seed(9)):
+    with GradientCanary(plain["optimizer"], weight(plain), generator=torch.Generator().manual_seed(9)):
         steps_of(plain, 100)
     for (key, one), (_, other) in zip(
         unwrap(watched["model"]).named_parameters(), unwrap(plain["model"]).named_parameters(), strict=True
@@ -196,13 +176,13 @@ def test_everything_is_put_back_when_the_loss_fails():
 
 
 def test_the_canary_is_by_default_in_the_largest_tensor_that_moves():
-    run = private(sizes=(3, 4, 50), shuffle_weights=True)
-    assert "entry (0, 0) of '2.weight'" in audit(run).notes[0]
-    run = private(sizes=(3, 4, 50))
-    assert "entry (0, 0) of '2.weight'" in audit(run).notes[0]
-    chosen = audit(private("shuffled_fw", shuffle_weights=True), parameter="2.bias", index=2)
-    assert "entry (2,) of '2.bias'" in chosen.notes[0]
-    assert [claim.name for claim in chosen.claims] == ["certified"]  # it stays where it is: Theorem 6 is not about it
+    for options in ({"shuffle_weights": True}, {}):
+        assert "entry (0, 0) of '2.weight'" in audit(private(sizes=(3, 4, 50), **options)).notes[0]
+    result = audit(private("shuffled_fw", sizes=(3, 4, 50), shuffle_weights=True, batch_clip=1.0))
+    assert [(claim.name, claim.against) for claim in result.claims] == [
+        ("published", ("shuffled gradient",)),
+        ("certified", ()),
+    ]
 
 
 @pytest.mark.parametrize("name", ["mlp_with_normalised_hidden_units", "symmetric_matrix", "gated_linear_units"])
@@ -227,6 +207,13 @@ def test_the_orbit_is_where_permutations_bring_an_entry(name):
             assert reached == found if len(found) <= 20 else len(reached) > len(found) / 2
 
 
+ADAPTIVE = {
+    "target_unclipped_quantile": 0.5,
+    "clipbound_learning_rate": 0.1,
+    "max_clipbound": 2.0,
+    "min_clipbound": 0.1,
+    "unclipped_num_std": 5.0,
+}
 REFUSED = [
     (
         {"sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "shuffle_weights": True},
@@ -238,6 +225,7 @@ REFUSED = [
     ({"shuffle_weights": True, "shuffle_mode": "on_release"}, "mode of the WeightShuffling is 'on_release'"),
     ({"engine": "shuffled_checkin", "local_noise": True}, "local noise, which grows with the records"),
     ({"sigma": 0.0}, r"optimizer.noise_multiplier must be positive"),
+    ({"clipping": "adaptive", **ADAPTIVE}, "clips adaptively"),
 ]
 
 
@@ -251,21 +239,9 @@ def test_runs_whose_steps_say_something_else_are_refused(options, message):
     assert "add_noise" not in vars(run["optimizer"])
 
 
-def test_adaptive_clipping_is_refused():
-    extra = {
-        "target_unclipped_quantile": 0.5,
-        "clipbound_learning_rate": 0.1,
-        "max_clipbound": 2.0,
-        "min_clipbound": 0.1,
-        "unclipped_num_std": 5.0,
-    }
-    with pytest.raises(ValueError, match="clips adaptively"):
-        audit(private(clipping="adaptive", **extra))
-
-
 def test_momentum_is_fine_where_nothing_is_shuffled():
     run = private(sgd=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), sigma=0.2)
-    assert audit(run).largest.lower > 0
+    assert audit(run).largest.lower.epsilon > 0
 
 
 def test_noise_that_changes_on_the_way_is_refused():
@@ -285,20 +261,15 @@ def test_noise_that_changes_on_the_way_is_refused():
         ({"steps": 10}, "steps must be a whole number of at least 100"),
         ({"delta": 0}, "delta must lie strictly between 0 and 1"),
         ({"confidence": 1}, "confidence must lie strictly between 0 and 1"),
-        ({"method": "normal"}, "method must be one of 'clopper_pearson', 'gdp'"),
-        ({"parameter": "weight"}, "parameter must be one of '0.weight', '0.bias'"),
-        ({"index": (99, 0)}, "index must lie within"),
         ({"loss": None}, "loss must be a function"),
         ({"engine": "rdp"}, "engine must be a PrivacyEngine"),
         ({"data_loader": []}, "data_loader must yield batches"),
     ],
 )
 def test_bad_arguments_are_refused(change, message):
+    parts = {name: value for name, value in change.items() if name in ("loss", "engine", "data_loader")}
     with pytest.raises(ValueError, match=message):
-        audit(
-            {**private(), **{key: value for key, value in change.items() if key in ("loss", "engine", "data_loader")}},
-            **{key: value for key, value in change.items() if key not in ("loss", "engine", "data_loader")},
-        )
+        audit({**private(), **parts}, **{name: value for name, value in change.items() if name not in parts})
 
 
 def test_a_model_that_is_not_training_is_refused():

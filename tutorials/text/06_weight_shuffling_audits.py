@@ -49,7 +49,7 @@ print(found[0.5, "one_coordinate"][0])
 print("claim  printed audit  certified  pair of gradients  found at least")
 for (target, pair), results in found.items():
     claims = {claim.name: claim.epsilon for claim in results[0].claims}
-    lower = [float(result.largest.lower) for result in results]
+    lower = [result.largest.lower.epsilon for result in results]
     print(
         f"{target:5}  {PRINTED[target]:13}  {round_up(claims['certified']):>9}  {pair:17}  {round_down(min(lower), digits=3):>14}"
     )
@@ -72,7 +72,7 @@ print(steps[0])
 
 # %%
 names = [finding.name for finding in steps[0].findings]
-values = [[float(result.findings[place].lower) for result in steps] for place in range(len(names))]
+values = [[result.findings[place].lower.epsilon for result in steps] for place in range(len(names))]
 published = next(claim.epsilon for claim in steps[0].claims if claim.name == "published")
 figure, axes = plt.subplots(figsize=(8, 2.6))
 axes.barh(names, [min(each) for each in values], color="#0072B2")
