@@ -143,24 +143,20 @@ def main() -> None:
 
 def measure(name: str, build: Callable[[], nn.Module], data: Records, options: argparse.Namespace) -> None:
     """Prints one network's figures."""
-    modes = {
-        mode: Run(build(), data, options.batch, options.device, shuffle_weights=opacus_shuffle.WeightShuffling(mode=mode))
-        for mode in ("every_step", "on_release")
-    }
-    for mode, run in modes.items():
-        run.step()
-        steps = [run.step() for _ in range(options.steps)]
-        share = median(inside / outside for inside, outside in steps)
-        print(f"{name}, batch {options.batch}: a step takes {median(outside for _, outside in steps):.3f} s")
-        print(f"  {mode}: {100 * share:.2f} % more")
-    shuffler = modes["every_step"].engine.shuffler
+    run = Run(build(), data, options.batch, options.device, shuffle_weights=True)
+    run.step()
+    steps = [run.step() for _ in range(options.steps)]
+    share = median(inside / outside for inside, outside in steps)
+    print(f"{name}, batch {options.batch}: a step takes {median(outside for _, outside in steps):.3f} s")
+    print(f"  shuffling: {100 * share:.2f} % more")
+    shuffler = run.engine.shuffler
     assert shuffler is not None
-    tensors = [p.detach() for p in modes["every_step"].network.parameters()]
+    tensors = [p.detach() for p in run.network.parameters()]
     copies = [torch.empty_like(tensor) for tensor in tensors]
     sample = {key: value.to(options.device) for key, value in next(iter(DataLoader(data, batch_size=2))).items()}
     network = build().to(options.device)
     find = seconds(lambda: find_permutations(network, sample), 1)
-    wait = modes["every_step"].wait
+    wait = run.wait
     # On a GPU the call returns when all is launched; on a CPU it moves nothing here.
     with mock.patch.object(torch_moves, "execute") if options.device == "cpu" else contextlib.nullcontext():
         host = 1e3 * seconds(shuffler.shuffle_, 25)

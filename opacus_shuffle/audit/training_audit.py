@@ -44,8 +44,7 @@ from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound
 from opacus_shuffle.core.opacus_compat import clips_adaptively
 from opacus_shuffle.core.validation import instance_of, integer, noise_level, open_unit_interval
 from opacus_shuffle.engine.optimizers.local_gaussian import NoisePerRecord
-from opacus_shuffle.engine.weights.optimizers import innermost
-from opacus_shuffle.engine.weights.shuffler import WeightShuffler
+from opacus_shuffle.engine.weights.shuffler import WeightShuffler, innermost
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 
@@ -278,8 +277,6 @@ def _check_run(
             "(opacus_shuffle.audit.audit_shuffle_gauss)"
         )
     shuffler = getattr(model, "shuffler", None) or getattr(engine, "shuffler", None)
-    if shuffler is not None and shuffler.mode != "every_step":
-        raise ValueError(f"mode of the WeightShuffling is {shuffler.mode!r}: audit a run with 'every_step'")
     inner = innermost(optimizer)
     for group in inner.param_groups if shuffler is not None else ():
         settings = {name: group[name] for name in ("momentum", "weight_decay", "maximize") if group.get(name)}

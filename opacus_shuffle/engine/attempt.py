@@ -68,7 +68,7 @@ class AttemptMixin(OpenEngine):
         except BaseException:
             shuffler = self.__dict__.get("shuffler")
             if shuffler is not None and shuffler is not engine.get("shuffler"):
-                shuffler.end()
+                shuffler.detach()
             for changed, before in ((self.accountant, accountant), (self, engine)):
                 changed.__dict__.clear()
                 changed.__dict__.update(before)

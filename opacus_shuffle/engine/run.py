@@ -32,7 +32,7 @@ from opacus_shuffle.core.validation import (
 from opacus_shuffle.engine.ranks import Ranks
 from opacus_shuffle.engine.sampling.sampling_plan import SamplingPlan
 from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan
-from opacus_shuffle.engine.weights.optimizers import innermost
+from opacus_shuffle.engine.weights.shuffler import innermost
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 from opacus_shuffle.permutation import PermutationSpec
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum

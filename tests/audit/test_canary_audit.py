@@ -222,7 +222,6 @@ REFUSED = [
     ({"sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), "shuffle_weights": True}, "weight_decay=0.1"),
     ({"sgd": torch.optim.Adam, "shuffle_weights": True}, "plain torch.optim.SGD.*got Adam"),
     ({"sgd": lambda p: torch.optim.SGD(p, lr=0.0), "shuffle_weights": True}, "positive lr"),
-    ({"shuffle_weights": True, "shuffle_mode": "on_release"}, "mode of the WeightShuffling is 'on_release'"),
     ({"engine": "shuffled_checkin", "local_noise": True}, "local noise, which grows with the records"),
     ({"sigma": 0.0}, r"optimizer.noise_multiplier must be positive"),
     ({"clipping": "adaptive", **ADAPTIVE}, "clips adaptively"),

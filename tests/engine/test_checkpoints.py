@@ -13,15 +13,9 @@ from helpers.shuffled_runs import (
     RECORDS,
     contents,
     distance,
-    drawn,
-    drawn_each,
     in_order,
-    left,
-    moved,
-    off,
     prepare,
     records,
-    unreleased,
     unshuffle,
     weights,
 )
@@ -58,68 +52,21 @@ def test_a_resumed_run_is_the_one_that_went_on(own_generator):
     assert again.engine.accountant.history == run.engine.accountant.history
 
 
-def permutation_of_checkpoint(run, own_generator: bool, key: bytes):
-    """The permutation that the next checkpoint of a run shows."""
-    if own_generator:
-        return drawn_each(run.shuffler, run.shuffler.shuffles + 1)[-1]
-    return run.shuffler.spec.sample(KeyChain(key).next_generator())
-
-
-@pytest.mark.parametrize("shown", [False, True])
-@pytest.mark.parametrize("own_generator", [False, True])
-def test_on_release_a_resumed_run_is_the_one_that_went_on_permuted(own_generator, shown):
-    options = {"shuffle": True, "shuffle_mode": "on_release", "own_generator": own_generator, "optimizer": "Adam", **in_order}
-    run = prepare(**options).train(1)
-    before, spec = contents(run), run.shuffler.spec
-    plan = permutation_of_checkpoint(run, own_generator, run.shuffler.state_dict()["key"])
-    if shown:
-        run.model.state_dict()
-    file = checkpoint(run)
-    assert run.shuffler.shuffles == 1
-    assert distance(before, contents(run)) == 0
-    saved = torch.load(file, weights_only=False)
-    found = left(saved["module_state_dict"], saved["optimizer_state_dict"], run.network)
-    assert off(found, moved(spec, plan, before)) == 0
-    again = prepare(**options)
-    resume(again, file)
-    assert off(left(again.model.state_dict(), again.optimizer.state_dict(), again.network), found) == 0
-    assert distance(weights(again.network), moved(spec, plan, weights(run.network))) == 0
-    later = permutation_of_checkpoint(run, own_generator, run.shuffler.state_dict()["key"])
-    for each in (run, again):
-        each.train(1)
-    assert distance(contents(again), moved(spec, plan, contents(run))) <= EXACT
-    for each in (run, again):  # they show themselves by the same permutations from now on
-        assert off(left(each.model.state_dict()), moved(spec, later, contents(each))) == 0
-    assert (again.shuffler.steps, again.shuffler.shuffles) == (run.shuffler.steps, run.shuffler.shuffles) == (8, 2)
-    assert again.engine.accountant.history == run.engine.accountant.history
-    # and taking all back leads to the run that nothing has left of
-    plain = prepare(optimizer="Adam", **in_order).train(2)
-    assert distance(contents(plain), contents(run)) == 0
-    spec.apply_(again.network, spec.invert(plan), again.plain_optimizer)
-    assert distance(contents(plain), contents(again)) <= EXACT
-
-
 def test_a_checkpoint_written_in_the_middle_of_a_batch_disturbs_nothing():
-    plain, run = (
-        prepare(shuffle=shuffle, shuffle_mode=mode) for shuffle, mode in ((False, "every_step"), (True, "on_release"))
-    )
-    plain.train()
+    quiet, run = (prepare(shuffle=True) for _ in range(2))
+    quiet.train()
     run.train(before=lambda: checkpoint(run))
-    assert run.shuffler.shuffles == run.shuffler.steps - 1 == 2 * RECORDS // BATCH - 1
-    assert distance(contents(plain), contents(run)) == 0
+    assert run.shuffler.shuffles == run.shuffler.steps == 2 * RECORDS // BATCH
+    assert distance(contents(quiet), contents(run)) == 0
 
 
 def test_a_run_that_loads_its_own_checkpoint_goes_on_from_there():
-    plain = prepare(optimizer="Adam", **in_order).train(2)
-    run = unreleased(optimizer="Adam", **in_order)
+    run = prepare(shuffle=True, optimizer="Adam", **in_order).train(1)
     file = checkpoint(run)
-    run.train(1)
+    expected = contents(run.train(1))
     resume(run, file)
-    plan = drawn(run.shuffler, 1)
     run.train(1)
-    spec = run.shuffler.spec
-    spec.apply_(run.network, spec.invert(plan), run.plain_optimizer)
-    assert distance(contents(plain), contents(run)) <= EXACT
+    assert distance(expected, contents(run)) == 0
 
 
 def test_without_the_secret_a_resumed_run_goes_other_ways_to_the_same_function():
@@ -152,13 +99,12 @@ def test_checkpoints_of_plain_and_shuffled_runs_can_be_exchanged():
 
 
 def test_a_checkpoint_keeps_what_the_caller_puts_into_it():
-    run, file = unreleased(), io.BytesIO()
+    run, file = prepare(shuffle=True).train(1), io.BytesIO()
     run.engine.save_checkpoint(path=file, module=run.model, checkpoint_dict={"mine": 5})
     file.seek(0)
     with pytest.warns(UserWarning, match="optimizer_state_dict"):
         found = run.engine.load_checkpoint(path=file, module=run.model, optimizer=run.optimizer)
     assert found["mine"] == 5
-    assert run.shuffler.shuffles == 1
 
 
 def test_a_checkpoint_shows_permutations_to_come_but_none_that_were():

@@ -23,7 +23,6 @@ from opacus.schedulers import LambdaNoise, StepGradClip
 from torch.optim import lr_scheduler
 
 from opacus_shuffle import PrivacyEngine
-from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 from opacus_shuffle.federated import Ledger, Shuffler
 
 DELTA = 1e-5
@@ -306,7 +305,7 @@ MAKERS = {
 }
 MODES = {
     "hooks": {}, "functorch": {}, "ew": {}, "ghost": {"grad_sample_mode": "ghost"}, "unwrapped": {"wrap_model": False},
-    "every step": {"shuffle_weights": True}, "on release": {"shuffle_weights": WeightShuffling(mode="on_release")},
+    "shuffled": {"shuffle_weights": True},
 }  # fmt: skip
 RATES = (
     lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20),

@@ -14,7 +14,7 @@ from helpers.toy import ONE_NOISE, make_toy, run_epoch, way_of
 from torch import nn
 from torch.utils.data import DataLoader
 
-from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine, ShuffleMixin, WeightShuffling, compute_epsilon
+from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine, ShuffleMixin, compute_epsilon
 from opacus_shuffle.engine.schemes.base import Scheme
 from opacus_shuffle.engine.schemes.gaussian_reports import GaussianReports
 
@@ -388,7 +388,7 @@ def test_an_error_after_the_shuffling_of_weights_was_attached_ends_it(monkeypatc
     engine = PrivacyEngine(accountant="shuffled_checkin")
     monkeypatch.setattr(GaussianReports, "attach", interrupted, raising=False)
     with pytest.raises(KeyboardInterrupt):
-        engine.make_private(**toy, noise_multiplier=1.0, shuffle_weights=WeightShuffling(mode="on_release"))
+        engine.make_private(**toy, noise_multiplier=1.0, shuffle_weights=True)
     assert engine.shuffler is None
     toy["module"](torch.randn(4, 5)).sum().backward()
     toy["optimizer"].step()

@@ -21,9 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle import PrivacyEngine, prepare_model
-from opacus_shuffle.engine.weights.shuffler import MODES, WeightShuffler
+from opacus_shuffle.engine.weights.shuffler import WeightShuffler
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
-from opacus_shuffle.networks.running import plain_name
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
 
 SHUFFLE_SEED = 20_260_101
@@ -37,7 +36,6 @@ norm is at most 1. :data:`OPTIMIZERS` turn a difference of gradients into one of
 rates are at most epsilon, or 0.1 with plain gradients), 10 times with momentum; some ten steps leave it below 1e-12.
 """
 
-both_modes = pytest.mark.parametrize("shuffle_mode", MODES)
 in_order = {"poisson_sampling": False}
 """The loader's own batches, in their order, so that a run can go on where it was."""
 
@@ -194,7 +192,8 @@ def in_record(**keywords: Any) -> dict[str, Any]:
     fields = {
         name: keywords.pop(name) for name in ("batch_clip", "dimension", "unshuffled_noise_multiplier") if name in keywords
     }
-    fields |= {name: keywords.pop(f"shuffle_{name}") for name in ("mode", "generator") if f"shuffle_{name}" in keywords}
+    if "shuffle_generator" in keywords:
+        fields["generator"] = keywords.pop("shuffle_generator")
     if fields:
         keywords["shuffle_weights"] = WeightShuffling(groups=keywords.get("shuffle_weights", False), **fields)
     return keywords
@@ -259,7 +258,6 @@ def prepare(
     sigma: float = 0.0,
     own_generator: bool = True,
     engine: PrivacyEngine | None = None,
-    shuffle_mode: str = "every_step",
     **options: Any,
 ) -> Run:
     """A private set-up from seeds."""
@@ -269,7 +267,7 @@ def prepare(
     plain = make([parameter for parameter in network.parameters() if parameter.requires_grad])
     engine = PrivacyEngine(accountant="rdp") if engine is None else engine
     if shuffle is not False:
-        options |= {"shuffle_weights": shuffle, "shuffle_mode": shuffle_mode}
+        options["shuffle_weights"] = shuffle
         if own_generator:
             options["shuffle_generator"] = torch.Generator().manual_seed(SHUFFLE_SEED)
     results = engine.make_private(
@@ -287,11 +285,6 @@ def prepare(
     criterion = results[2] if mode == "ghost" else nn.CrossEntropyLoss()
     model = returned if isinstance(returned, nn.Module) else network
     return Run(network, plain, engine, model, returned, private_optimizer, loader, criterion)
-
-
-def unreleased(name: str = "mlp", **options: Any) -> Run:
-    """A run in mode "on_release" after one epoch, of which nothing has left."""
-    return prepare(name, shuffle=True, shuffle_mode="on_release", **options).train(1)
 
 
 def drawn_each(shuffler: WeightShuffler, count: int | None = None) -> list[PermutationPlan]:
@@ -332,24 +325,6 @@ def moved(spec: PermutationSpec, plan: PermutationPlan, found: dict[str, torch.T
         if name in spec.blocks and tensor.dim():
             spec.move({name: [tensor]}, plan)
     return found
-
-
-def left(model: Any = None, optimizer: Any = None, network: nn.Module | None = None) -> dict[str, torch.Tensor]:
-    """What state dicts show, with the names of :func:`contents`; an optimizer's parameters are those of the network."""
-    found = {plain_name(name): value.detach().clone() for name, value in (model or {}).items()}
-    if optimizer is not None:
-        assert network is not None
-        names = [name for name, parameter in network.named_parameters() if parameter.requires_grad]
-        for number, state in optimizer["state"].items():
-            found |= {
-                f"{names[number]} ({key})": value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)
-            }
-    return found
-
-
-def off(found: dict[str, torch.Tensor], everything: dict[str, torch.Tensor]) -> float:
-    """The distance of what has left from that part of what it should be."""
-    return distance(found, {name: everything[name] for name in found})
 
 
 def distance(ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:

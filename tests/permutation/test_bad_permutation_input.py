@@ -47,7 +47,7 @@ def test_bad_arguments_of_axes_declared_by_hand_are_named():
 
 
 def test_bad_arguments_of_weight_shuffling_are_named():
-    options = {"groups": "residual", "mode": "every_step", "generator": GENERATOR, "batch_clip": 1.0}
+    options = {"groups": "residual", "generator": GENERATOR, "batch_clip": 1.0}
     numbers = {"dimension": 7, "unshuffled_noise_multiplier": 2.0}
     require_named_refusals(WeightShuffling, {**options, **numbers}, groups=None)
 
@@ -56,7 +56,7 @@ def test_bad_arguments_of_networks_that_shuffle_themselves_are_named():
     def wrap(**options):
         module = network()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        ShuffleGradSampleModule(**{"module": module, "optimizer": optimizer, **options})
+        ShuffleGradSampleModule(**{"m": module, "optimizer": optimizer, **options})
 
-    options = {"groups": "residual", "sample_input": SAMPLE, "mode": "every_step", "generator": GENERATOR}
+    options = {"groups": "residual", "sample_input": SAMPLE, "generator": GENERATOR}
     require_named_refusals(wrap, {**options, "grad_sample_mode": "hooks"})

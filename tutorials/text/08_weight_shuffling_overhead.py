@@ -58,8 +58,8 @@ for name, way in ways.items():
 # %% [markdown]
 # ## Table VIII: a step of private training
 #
-# A small ViT and a small BERT, batches of 16, AdamW. *Every step* is the paper's Algorithm 1; *on release* permutes once,
-# at the end. "More" is the shuffler's own time over the rest of the step, in the same run.
+# A small ViT and a small BERT, batches of 16, AdamW. "More" is the shuffler's own time over the rest of the step, in the same
+# run.
 
 # %%
 options = argparse.Namespace(device=DEVICE, batch=16, steps=5)

@@ -364,12 +364,10 @@ class Scheme:
             )
         if isinstance(optimizer, GhostLogicalBatch):
             optimizer.watch(module)
-        shuffling, generator = run.request.shuffling, run.request.shuffling.generator
+        generator = run.request.shuffling.generator
         if generator is None and self.engine.seed is not None:
             generator = self.fresh_generator("permutations")
-        self.engine.shuffler = start_shuffling(
-            run.request.module, module, optimizer, run.spec, mode=shuffling.mode, generator=generator
-        )
+        self.engine.shuffler = start_shuffling(run.request.module, module, optimizer, run.spec, generator=generator)
         optimizer.step_hook = None  # Opacus's has the rate 1/L; a fixed-size batch has B/n
         if (tickets := self.tickets(made[-1])) is not None:
             tickets.unsplit = isinstance(run.request.module, DistributedDataParallel)

@@ -1,10 +1,9 @@
-"""Opacus's wrapper of a network, made one whose weights are shuffled: ``ShuffleGradSampleModule``.
+"""Opacus's wrapper of a network whose weights are shuffled as it trains: ``ShuffleGradSampleModule``.
 
 >>> import torch
 >>> from opacus.optimizers import DPOptimizer
->>> network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
->>> sgd = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
->>> private = ShuffleGradSampleModule(network, optimizer=sgd)
+>>> private = ShuffleGradSampleModule(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)))
+>>> sgd = torch.optim.SGD(private.parameters(), lr=0.1, momentum=0.9)
 >>> optimizer = DPOptimizer(sgd, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=5)
 >>> private(torch.randn(5, 4)).square().sum().backward()
 >>> optimizer.step()
@@ -14,40 +13,45 @@
 
 from __future__ import annotations
 
-import copy
 import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
-from opacus_shuffle.engine.ranks import is_distributed
 from opacus_shuffle.engine.raw_data import leaving
-from opacus_shuffle.engine.weights.attached import detach_shuffler, warn_of_another_order
-from opacus_shuffle.engine.weights.averages import average_that_reads
-from opacus_shuffle.engine.weights.optimizers import innermost
-from opacus_shuffle.engine.weights.shuffler import WeightShuffler
+from opacus_shuffle.engine.weights.shuffler import (
+    WeightShuffler,
+    attached_shuffler,
+    innermost,
+    warn_of_another_order,
+)
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation.discover import find_permutations
 from opacus_shuffle.permutation.spec import PermutationSpec
 
 
-class ShuffleGradSampleModule:
-    """A grad-sample module of any mode that permutes hidden units, heads and the residual stream after every update.
+class ShuffleGradSampleModule(AbstractGradSampleModule):
+    """Opacus's grad-sample module, with hidden units, heads and the residual stream permuted after every update.
 
-    What the engine returns with ``shuffle_weights`` is one; to make one by hand, call this class as Opacus's
-    ``GradSampleModule``, with an optimizer.
+    What the engine returns with ``shuffle_weights`` is one; to make one by hand, call this class
+    as Opacus's ``GradSampleModule``.
 
     Args:
-        module: The network.
-        optimizer: The plain optimizer that trains it.
-        groups: A :class:`PermutationSpec`, or the level at which :func:`find_permutations` is to look for one.
-        sample_input: What the network is traced on.
-        mode: When to permute, as of :class:`WeightShuffler`: ``"every_step"`` or ``"on_release"``.
+        m: The network.
+        optimizer: The optimizer that trains it, plain or Opacus's. Without it, the wrapper attaches
+            itself to the first one that steps on the network, before its first update, or to the
+            one that :meth:`attach` names.
+        groups: A :class:`PermutationSpec`, or the level at which :func:`find_permutations` is to
+            look for one.
+        sample_input: What the network is traced on, as for :func:`find_permutations`.
         generator: To repeat a run; never on real data.
         grad_sample_mode: One of Opacus's.
-        **keywords: Opacus's own, such as ``batch_first`` and ``loss_reduction``.
+        **keywords: Opacus's own, such as ``batch_first``, ``loss_reduction`` and ``strict``.
 
     Attributes:
         shuffler: Does the work.
@@ -60,12 +64,11 @@ class ShuffleGradSampleModule:
 
     def __new__(
         cls,
-        module: nn.Module,
+        m: nn.Module,
         *,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None = None,
         groups: str | PermutationSpec = "residual",
         sample_input: Any = None,
-        mode: str = "every_step",
         generator: torch.Generator | None = None,
         grad_sample_mode: str = "hooks",
         **keywords: Any,
@@ -74,87 +77,72 @@ class ShuffleGradSampleModule:
         from opacus.grad_sample import wrap_model
 
         if isinstance(groups, PermutationSpec):
-            groups.check(module, sample_input)
+            groups.check(m, sample_input)
             spec = groups
         else:
-            spec = find_permutations(module, sample_input, groups=groups)
-        wrapped = wrap_model(module, grad_sample_mode=grad_sample_mode, **keywords)
+            spec = find_permutations(m, sample_input, groups=groups)
+        wrapped = wrap_model(m, grad_sample_mode=grad_sample_mode, **keywords)
         try:
-            make_shuffled(wrapped, WeightShuffler(module, spec, optimizer, mode=mode, generator=generator))
+            make_shuffled(wrapped, WeightShuffler(m, spec, optimizer, generator=generator))
         except BaseException:
             wrapped.cleanup()
             raise
         return wrapped
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follows this optimizer from now on, see :meth:`WeightShuffler.attach`."""
+        self.shuffler.attach(optimizer)
 
     @property
     def permutations(self) -> PermutationSpec:
         """What may be permuted."""
         return self.shuffler.spec
 
-    def release(self) -> None:
-        """Permutes the weights in memory if they were not since their last update, for ways out that nobody sees."""
-        self.shuffler.release()
-
     def __getattr__(self, name: str) -> Any:
-        """Returns what Opacus's wrapper has, or else what the network offers, such as ``generate`` and ``save_pretrained``."""
+        """Returns what Opacus's wrapper has, or else what the network offers, such as ``generate`` and ``config``."""
         try:
-            return _plain_class(type(self)).__getattr__(self, name)
+            return super().__getattr__(name)
         except AttributeError:
             if name.startswith("_"):
                 raise
-        return getattr(unwrap(self), name)  # type: ignore[arg-type]
+        return getattr(unwrap(self), name)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """As PyTorch's; an ``AveragedModel`` that reads them for the first time follows from now on, wherever it was made."""
-        if (average := average_that_reads()) is not None:
-            self.shuffler.follow_reader(average)
-        return _plain_class(type(self)).parameters(self, recurse)  # type: ignore[no-any-return]
-
-    def to_standard_module(self) -> nn.Module:
-        """Returns the network itself, its weights permuted."""
-        self.release()
-        return _plain_class(type(self)).to_standard_module(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Returns a copy of Opacus's class: it has nothing to do with the run."""
-        copied = object.__new__(_plain_class(type(self)))
-        memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy({k: v for k, v in leaving(self.__dict__).items() if k != "shuffler"}, memo))
-        return copied
+        """As PyTorch's; an ``AveragedModel`` that is updated from them follows their order from then on."""
+        caller = sys._getframe(1)
+        if caller.f_code is AveragedModel.update_parameters.__code__:
+            self.shuffler.follow_reader(caller.f_locals["self"])
+        return super().parameters(recurse)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Has it pickled as Opacus's class; the shuffler's hooks refuse where that would show what was not released."""
-        return object.__new__, (_plain_class(type(self)),), {k: v for k, v in leaving(self.__dict__).items() if k != "shuffler"}
+        """Is copied and pickled as Opacus's plain wrapper, without the shuffler."""
+        state = {name: value for name, value in leaving(self.__dict__).items() if name != "shuffler"}
+        return object.__new__, (type(self).__bases__[0],), state
 
 
 @functools.cache
-def shuffled_class(base: Any) -> Any:
-    """Returns the class of Opacus's wrappers of one mode, with shuffling."""
-    # Opacus's class comes first, or an instance of it could not become one of ours; so our methods are put before it by hand.
-    own: dict[str, Any] = {
-        name: ShuffleGradSampleModule.__dict__[name]
-        for name in ("__new__", "__getattr__", "parameters", "to_standard_module", "__deepcopy__", "__reduce_ex__")
-    }
-    own["__init__"] = lambda self, *args, **keywords: None  # __new__ has done it all
-    return type(f"Shuffle{base.__name__}", (base, ShuffleGradSampleModule), {"__module__": __name__, **own})
+def _shuffling_class(opacus_class: Any) -> Any:
+    """Returns the class of one of Opacus's wrappers with shuffling."""
+
+    class Shuffling(opacus_class, ShuffleGradSampleModule):  # type: ignore[misc]
+        def __init__(self, *_: Any, **keywords: Any) -> None:
+            """``ShuffleGradSampleModule`` has built it already."""
+
+    Shuffling.__name__ = f"Shuffle{opacus_class.__name__}"
+    return Shuffling
 
 
 def make_shuffled(wrapped: Any, shuffler: WeightShuffler) -> None:
     """Turns Opacus's wrapper into a shuffling one, as ``torch.nn.utils.parametrize`` turns modules."""
-    kind: Any = type(wrapped)
-    wrapped.__class__ = shuffled_class(kind)
+    wrapped.__class__ = _shuffling_class(type(wrapped))
     wrapped.shuffler = shuffler
 
 
 def make_plain(wrapped: Any) -> None:
     """Undoes :func:`make_shuffled`."""
     if isinstance(wrapped, ShuffleGradSampleModule):
-        wrapped.__class__ = _plain_class(type(wrapped))
-        wrapped.__dict__.pop("shuffler", None)
-
-
-def _plain_class(kind: type) -> Any:
-    return kind.__bases__[0]
+        del wrapped.shuffler
+        wrapped.__class__ = type(wrapped).__bases__[0]
 
 
 def start_shuffling(
@@ -163,16 +151,16 @@ def start_shuffling(
     optimizer: torch.optim.Optimizer,
     spec: PermutationSpec | None,
     *,
-    mode: str,
     generator: torch.Generator | None,
 ) -> WeightShuffler | None:
     """Shuffles the weights of a network, or without a specification none, in the place of what an earlier call has started."""
     if spec is None:
-        for each in (unwrap(network), innermost(optimizer)):
-            detach_shuffler(each)
+        for owner in (unwrap(network), innermost(optimizer)):
+            if (earlier := attached_shuffler(owner)) is not None:
+                earlier.detach()
         return None
     warn_of_another_order(unwrap(network))
-    shuffler = WeightShuffler(network, spec, optimizer, mode=mode, generator=generator, synchronise=is_distributed(network))
+    shuffler = WeightShuffler(network, spec, optimizer, generator=generator)
     if isinstance(wrapped, nn.Module):
         make_shuffled(wrapped, shuffler)
     return shuffler

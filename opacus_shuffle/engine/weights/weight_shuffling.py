@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import warnings
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,19 +20,23 @@ from opacus_shuffle.core.progress import progress
 from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.validation import integer, noise_level, one_of, positive_or_infinite
 from opacus_shuffle.engine.ranks import Ranks
-from opacus_shuffle.engine.weights.optimizers import innermost, refuse_optimizer
-from opacus_shuffle.engine.weights.shuffler import MODES
+from opacus_shuffle.engine.weights.shuffler import check_optimizer, innermost
 from opacus_shuffle.networks.position_ids import check_position_ids
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.networks.sample_input import Call, first_records, from_batch, run_quietly
 from opacus_shuffle.permutation import PermutationSpec
 from opacus_shuffle.permutation.discover import find_on_calls
-from opacus_shuffle.permutation.finding.cheap_products import Frugal
 from opacus_shuffle.permutation.finding.nesting import LEVELS
 from opacus_shuffle.permutation.network import require_ready
 from opacus_shuffle.permutation.self_check import check_calls
 
 OTHER_RECORDS = 8
+"""How many records from all over the data set are traced beside the first ones."""
+
+MUCH = 0.1
+"""Where a larger share of the parameters stays, although all that can move was asked for, a warning says why."""
+
+MOST_REASONS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,26 +46,27 @@ class WeightShuffling:
     The last three fields are those of Yang, Ji and Xiang's weight shuffling (WS), Algorithm 1.
 
     Attributes:
-        groups: What moves. True, the same as ``"residual"``, for every permutation that :func:`find_permutations` finds on the
-            first records; ``"heads"`` or ``"paper"`` for fewer; a ``PermutationSpec``, such as that of your own sample. False
-            for nothing at all, which tells ``shuffled_fw`` that plain DP-SGD is meant.
-        mode: ``"every_step"``, or ``"on_release"``: only what leaves, such as state dicts and copies, which releases the
-            same joint distribution at no cost per step.
+        groups: What moves. True, the same as ``"residual"``, for every permutation that
+            :func:`find_permutations` finds on the first records; ``"heads"`` or ``"paper"`` for
+            fewer; a ``PermutationSpec``, such as that of your own sample. False for nothing at all,
+            which tells ``shuffled_fw`` that plain DP-SGD is meant.
         generator: On the CPU; by default secret, from the operating system.
-        batch_clip: c′, the norm that the **sum** of the shuffled parameters' gradients is clipped to before the noise (line
-            12), in the units of ``max_grad_norm``. With ``shuffled_fw`` it is ``max_grad_norm`` itself by default, which takes
-            a batch's sum down to the size of one record's gradient; ``math.inf`` clips nothing (and leaves WS Theorem 6 no
-            gain). With Opacus's own accountants there is none by default.
-        dimension: ``shuffled_fw`` alone: the d of WS Theorem 6. ``"model"``: all shuffled parameters together; ``"layers"``:
-            each by itself, the smallest asking for most; or a number.
-        unshuffled_noise_multiplier: ``shuffled_fw`` alone: σ₀ ≥ σ of parameters that are not shuffled (line 16); by default σ.
+        batch_clip: c′, the norm that the **sum** of the shuffled parameters' gradients is clipped
+            to before the noise (line 12), in the units of ``max_grad_norm``. With ``shuffled_fw``
+            it is ``max_grad_norm`` itself by default, which takes a batch's sum down to the size of
+            one record's gradient; ``math.inf`` clips nothing (and leaves WS Theorem 6 no gain).
+            With Opacus's own accountants there is none by default.
+        dimension: ``shuffled_fw`` alone: the d of WS Theorem 6. ``"model"``: all shuffled
+            parameters together; ``"layers"``: each by itself, the smallest asking for most; or a
+            number.
+        unshuffled_noise_multiplier: ``shuffled_fw`` alone: σ₀ ≥ σ of parameters that are not
+            shuffled (line 16); by default σ.
 
     Raises:
         ValueError: If a field is out of range.
     """
 
     groups: bool | str | PermutationSpec = True
-    mode: str = "every_step"
     generator: torch.Generator | None = None
     batch_clip: float | None = None
     dimension: str | int = "model"
@@ -69,12 +75,11 @@ class WeightShuffling:
     def __post_init__(self) -> None:
         if not isinstance(self.groups, bool | str | PermutationSpec):
             raise ValueError(
-                f"shuffle_weights (groups) must be True, False, one of {', '.join(map(repr, LEVELS))}, a PermutationSpec or a "
-                f"WeightShuffling, got {self.groups!r}"
+                f"shuffle_weights (groups) must be True, False, one of {', '.join(map(repr, LEVELS))}, a "
+                f"PermutationSpec or a WeightShuffling, got {self.groups!r}"
             )
         if isinstance(self.groups, str):
             one_of("shuffle_weights (groups)", self.groups, (True, False, *LEVELS))
-        one_of("mode (of WeightShuffling)", self.mode, MODES)
         check_generator("generator (of WeightShuffling)", self.generator)
         if self.batch_clip is not None:
             positive_or_infinite("batch_clip", self.batch_clip)
@@ -97,7 +102,8 @@ class WeightShuffling:
     def given(self) -> dict[str, Any]:
         """Returns the fields besides ``groups`` that are not the default."""
         fields = dataclasses.fields(self)[1:]
-        return {each.name: value for each in fields if (value := getattr(self, each.name)) != each.default}
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields}
+        return {name: value for name, (value, default) in values.items() if value != default}
 
     def refuse(self, names: tuple[str, ...], accountant: str) -> None:
         """Refuses fields that an accountant does not know of."""
@@ -115,17 +121,24 @@ def find_spec(
     batch_first: bool = True,
     engine: Any = None,
 ) -> PermutationSpec | None:
-    """Returns the specification of what will be shuffled, None if nothing; refuses what does not fit, and changes nothing.
+    """Returns what of a network will be shuffled, None for nothing; refuses what does not fit, and changes nothing.
 
-    The arguments are those of ``make_private``. The network is traced on the loader's first records; no sampler and no random
-    state is touched. An ``engine`` is checked for defects that would make its run not private.
+    The arguments are those of ``make_private``. The network is traced on the loader's first
+    records; no sampler and no random state is touched. An ``engine`` is checked for defects that
+    would make its run not private.
+
+    Warns:
+        UserWarning: If all that can move was asked for, and much stays: what holds it.
+
+    Raises:
+        ValueError: If network, data or optimizer do not go with shuffling.
     """
     if shuffling.groups is False:
         return None
     network = unwrap(module)
     _refuse_sharded(module)
     one_of("grad_sample_mode (with shuffle_weights)", grad_sample_mode, ("hooks", "functorch", "ew", "ghost", "no_op"))
-    refuse_optimizer(innermost(optimizer))
+    check_optimizer(innermost(optimizer))
     refuse_unclipped_engine(engine)
     refuse_broken_attention(network)
     if grad_sample_mode == "ghost":
@@ -133,11 +146,11 @@ def find_spec(
     require_ready(network)
     args, kwargs = from_batch(network, first_records(data_loader))
     try:
-        Frugal(network)(lambda: run_quietly(network, args, kwargs))
+        run_quietly(network, args, kwargs)
     except Exception as error:
         raise ValueError(
-            f"data_loader's first records do not run through {type(network).__name__}: {type(error).__name__}: {error}; pass "
-            "shuffle_weights=find_permutations(module, sample_input) if its batches are not what the network gets"
+            f"data_loader's first records do not run through {type(network).__name__}: {type(error).__name__}: {error}; "
+            "pass shuffle_weights=find_permutations(module, sample_input) if its batches are not what the network gets"
         ) from error
     if batch_first:
         check_position_ids(network, args, kwargs)
@@ -149,6 +162,8 @@ def find_spec(
         else:
             level = "residual" if shuffling.groups is True else shuffling.groups
             spec = find_on_calls(network, [(args, kwargs)], level, others=others, checked=checked)
+            if level == "residual":
+                warn_of_what_stays(spec, network)
     if (ranks := Ranks.of(module)).distributed:
         spec = ranks.of_the_first(spec)  # another rank's first records may have another length
         check_calls(spec, network, [(args, kwargs)])
@@ -156,32 +171,63 @@ def find_spec(
     return spec
 
 
-def _other_records(network: nn.Module, data_loader: DataLoader) -> tuple[list[Call], list[Call]]:
-    """Returns a batch of records from all over the data set, which may take other ways, and one of the two that differ most.
+def warn_of_what_stays(spec: PermutationSpec, network: nn.Module) -> None:
+    """Warns where much of a network stays although all that can move was asked for, and says what holds it.
 
-    None if the network does not run on them. All are traced, which costs little; a run in double precision costs much.
+    Args:
+        spec: What was found, with the reasons why axes stay.
+        network: The network itself.
+    """
+    share = spec.shuffle_ratio(network)
+    if share >= 1 - MUCH:
+        return
+    held = Counter[str]()
+    for name, size in spec.unmoved.items():
+        # A reason is written for each axis, "axis 0: ...", and may hold several of them.
+        axes = spec.causes.get(name, "no reason is known").split("; ")
+        for reason in {axis.partition(": ")[2] or axis for axis in axes}:
+            held[reason] += size
+    reasons = [f"{reason} ({size:,} entries)" for reason, size in held.most_common(MOST_REASONS)]
+    unreached = f" Not reached by the first records: {', '.join(spec.unreached)}." if spec.unreached else ""
+    warnings.warn(
+        f"shuffle_weights moves {share:.1%} of the parameters of {type(network).__name__}; the others stay where they "
+        f"are, and the order of their units shows in what is released. What holds most of them: {'; '.join(reasons)}."
+        f"{unreached} Have the network return no more than the loss needs (logits, no hidden states); delete "
+        "parameters that nothing uses, or pass shuffle_weights=find_permutations(module, sample_input, "
+        "more_samples=[...]) with inputs that reach them, which also ends this warning; print what it returns "
+        "with describe() to see all",
+        stacklevel=2,
+    )
+
+
+def _other_records(network: nn.Module, data_loader: DataLoader) -> tuple[list[Call], list[Call]]:
+    """Returns a batch of records from all over the data set, and one of the two of them that lie farthest apart.
+
+    None of both where the network does not run on them: some collate functions take only records
+    that belong together. All of them are traced, which costs little; two are also run in double
+    precision, which costs much.
     """
     try:
-        call = from_batch(network, first_records(data_loader, OTHER_RECORDS, everywhere=True))
-        two = from_batch(network, first_records(data_loader, OTHER_RECORDS, everywhere=True, places=_most_different(call)))
-        for each in (call, two):
-            Frugal(network)(lambda: run_quietly(network, *each))  # noqa: B023
-    except Exception:  # some collate only records that belong together
+        batch = from_batch(network, first_records(data_loader, OTHER_RECORDS, everywhere=True))
+        places = _farthest_apart(batch)
+        two = from_batch(network, first_records(data_loader, OTHER_RECORDS, everywhere=True, places=places))
+        run_quietly(network, *batch)
+        run_quietly(network, *two)
+    except Exception:
         return [], []
-    return [call], [two]
+    return [batch], [two]
 
 
-def _most_different(call: Call) -> Sequence[int] | None:
-    """Returns the places of the two records whose numbers and masks add up to the most different sums; None for all."""
-    tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    count = max((len(each) for each in tensors), default=0)
-    flat = [each.reshape(count, -1) for each in tensors if len(each) == count > 2 and each.numel() and not each.is_complex()]
-    if not flat:
-        return None
-    sums = [each.double().nan_to_num().sum(1) for each in flat]
-    spread = [each / (each.max() - each.min()).clamp(min=1e-300) for each in sums]
-    pairs = itertools.combinations(range(count), 2)
-    return max(pairs, key=lambda pair: sum(float((each[pair[0]] - each[pair[1]]).abs()) for each in spread))
+def _farthest_apart(call: Call) -> Sequence[int] | None:
+    """Returns the places of the records whose numbers and masks add up to least and to most; None for all, if at most two."""
+    tensors = [leaf.cpu() for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    count = max(map(len, tensors), default=0)
+    sums = torch.zeros(count, dtype=torch.float64)
+    for tensor in tensors:
+        if len(tensor) == count and tensor.numel() and not tensor.is_complex():
+            total = tensor.reshape(count, -1).double().nan_to_num().sum(1)
+            sums += total / (total.max() - total.min()).clamp(min=1e-300)
+    return [int(sums.argmin()), int(sums.argmax())] if count > 2 else None
 
 
 def _refuse_sharded(module: nn.Module) -> None:
@@ -189,10 +235,12 @@ def _refuse_sharded(module: nn.Module) -> None:
     for name, part in (*module.named_modules(), *module.named_parameters()):
         if isinstance(part, FSDPModule | FullyShardedDataParallel | DTensor):
             raise ValueError(
-                f"shuffle_weights does not go with sharded parameters: {name or 'module'} is of class {type(part).__name__}; "
-                "use DistributedDataParallel or Opacus's DifferentiallyPrivateDistributedDataParallel"
+                f"shuffle_weights does not go with sharded parameters: {name or 'module'} is of class "
+                f"{type(part).__name__}; use DistributedDataParallel or Opacus's "
+                "DifferentiallyPrivateDistributedDataParallel"
             )
 
 
 def _listed(given: dict[str, Any]) -> str:
+    """Returns fields as they are written in a call."""
     return ", ".join(f"{key}={value!r}" for key, value in given.items())

@@ -155,7 +155,8 @@ def test_unpermuted_the_run_is_the_run_without_shuffling_also_with_clipped_sums(
 
 def test_with_the_noise_carried_along_algorithm_1_is_the_run_that_does_not_move():
     options = {"sigma": 1.5, "batch_clip": 0.3, "unshuffled_noise_multiplier": 4.0}
-    still, run = algorithm(shuffle_mode="on_release", **options), algorithm(**options)
+    still, run = algorithm(**options), algorithm(**options)
+    still.shuffler.detach()
     still.train()
     with noise_carried_along(run):
         run.train()

@@ -150,7 +150,7 @@ def test_the_noise_of_what_stays_is_made_for_records_that_no_clipping_of_sums_ho
         ({"batch_clip": 0.0}, "batch_clip"),
         ({"dimension": "layer"}, "dimension must be one of 'model', 'layers'"),
         ({"shuffle_weights": "all"}, "shuffle_weights"),
-        ({"shuffle_mode": "sometimes"}, "mode"),
+        ({"shuffle_mode": "every_step"}, "shuffle_mode"),
         ({"target_epsilon": 0.0}, "target_epsilon"),
         ({"batch_clips": 1.0}, r"batch_clips.*did you mean shuffle_weights=WeightShuffling\(batch_clip="),
         ({"batch_clip": math.inf, "sigma": 1.0}, "sigma"),
@@ -184,7 +184,7 @@ def test_where_shuffling_asks_for_no_less_noise_it_is_plain_dp_sgd(batch_clip):
         made = make_toy(generator=torch.Generator().manual_seed(3))
         return {**made, "noise_generator": torch.Generator().manual_seed(4), "grad_sample_mode": "functorch"}
 
-    about_shuffling = {"shuffle_generator": torch.Generator(), "shuffle_mode": "on_release", "dimension": "layers"}
+    about_shuffling = {"shuffle_generator": torch.Generator(), "dimension": "layers"}
     with pytest.warns(UserWarning, match="falls back to plain DP-SGD"):
         engine, (model, optimizer, loader) = calibrated(**toy(), **about_shuffling, batch_clip=batch_clip, bound="published")
     assert optimizer.noise_multiplier == compute_noise_multiplier("shuffled_fw", dimension=1, bound="published", **TOY)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from helpers.shuffled_runs import EXACT, contents, distance, drawn, drawn_each, left, moved, off, prepare, unshuffle, weights
+from helpers.shuffled_runs import EXACT, contents, distance, prepare, unshuffle, weights
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,37 +64,6 @@ def worker(rank: int, folder: str) -> None:
     # first records of other lengths: rank 0's specification for all
     spec = different.shuffler.spec
     found["specification"] = spec.to_dict()
-    released = {"shuffle": True, "shuffle_mode": "on_release"}
-    plain = distributed_run("Opacus's, hooks").train(1)
-    run = distributed_run("Opacus's, hooks", **released).train(1)
-    before = contents(run)
-    shown = left(run.model.state_dict(), run.optimizer.state_dict(), run.network)
-    plan = drawn(run.shuffler)
-    found["released"] = {
-        "shown": shown,
-        "expected": moved(spec, plan, before),
-        "plain": contents(plain),
-        "before": before,
-        "after": contents(run),
-    }
-    for each in (plain, run):
-        each.train(1)
-    run.model.release()
-    found["released"] |= {"later": contents(run), "plain later": contents(plain), "shuffles": run.shuffler.shuffles}
-    found["released"]["expected later"] = moved(spec, drawn_each(run.shuffler)[-1], contents(plain))
-    # the usual idiom: only one rank writes
-    for own in (True, False):
-        run = distributed_run("Opacus's, hooks", **released, own_generator=own).train(1)
-        if rank == 0:
-            run.model.state_dict()
-        run.train(1)
-        found["one writes", own] = contents(run)
-        if rank == 0:
-            run.model.state_dict()
-        run.model.release()
-        found["one writes and all release", own] = weights(run.network)
-        run.train(1)
-        found["one writes and all go on", own] = weights(run.network)
     torch.save(found, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -135,28 +104,3 @@ def test_two_runs_share_no_permutation_and_two_ranks_share_all(ranks):
 def test_of_different_generators_rank_0s_counts(ranks):
     assert distance(ranks[0]["generators"], ranks[1]["generators"]) == 0
     assert ranks[0]["specification"] == ranks[1]["specification"]
-
-
-def test_what_all_ranks_show_is_permuted_alike_and_the_run_goes_on_as_it_would(ranks):
-    for one in (found["released"] for found in ranks):
-        assert one["shuffles"] == 2
-        assert off(one["shown"], one["expected"]) == 0
-        assert off(one["shown"], one["before"]) > 1e-3
-        assert distance(one["before"], one["after"]) == 0
-        assert distance(one["before"], one["plain"]) == 0
-        assert distance(one["later"], one["expected later"]) == 0
-        assert distance(one["later"], one["plain later"]) > 1e-3
-    assert distance(ranks[0]["released"]["shown"], ranks[1]["released"]["shown"]) == 0
-
-
-@pytest.mark.parametrize("own", [True, False], ids=["own generator", "secret"])
-def test_rank_0_alone_may_write(ranks, own):
-    for found in ranks:
-        assert distance(found["one writes", own], found["released"]["plain later"]) == 0
-
-
-@pytest.mark.parametrize("own", [True, False], ids=["own generator", "secret"])
-def test_ranks_of_which_one_alone_has_written_are_released_alike(ranks, own):
-    for what in ("one writes and all release", "one writes and all go on"):
-        one, two = (found[what, own] for found in ranks)
-        assert distance(one, two) == 0
