@@ -1,8 +1,8 @@
 """The parameters that Cheu, Joseph, Mao and Peng's shuffle-private convex optimisation (SCO) prints, for comparison with ours.
 
 Natural logarithms, every constant inside O() taken as 1. D is the diameter of the set, as the paper has it, where this
-library's own choices take the distance from the start to a minimiser: for a ball about the start that is half as much. The
-values are passed into the optimisers; nothing is proved for some of them:
+library's own choices take the distance from the start to a minimiser: for a ball about the start that is half as much. Batch
+and step sizes are passed into the optimisers; nothing is proved for some of them:
 
     * Theorem 4.1 has an L inside the bracket of η; it does not follow from L_G² = L² + O(dL²log²(d/δ)/(b²ε²)), on which the
       proof rests, and is right for L = 1 only.

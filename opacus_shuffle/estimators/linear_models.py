@@ -36,6 +36,7 @@ SOLVERS: dict[str, Callable[[Problem, PrivacyBudget], Estimate]] = {
 }
 
 
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)  # scikit-learn reads parameters off a constructor's signature
 class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
     """What both models share: their parameters, rows that are cut to a public length, and the run itself.
 
@@ -51,41 +52,27 @@ class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
             not private: whoever knows the number can take the noise off.
     """
 
-    def __init__(
-        self,
-        *,
-        epsilon: float = 1.0,
-        delta: float = 1e-6,
-        row_norm: float = 1.0,
-        weight_norm: float = 8.0,
-        fit_intercept: bool = True,
-        solver: str = "gradient_descent",
-        random_state: Any = None,
-    ) -> None:
-        self.epsilon = epsilon
-        self.delta = delta
-        self.row_norm = row_norm
-        self.weight_norm = weight_norm
-        self.fit_intercept = fit_intercept
-        self.solver = solver
-        self.random_state = random_state
+    epsilon: float = 1.0
+    delta: float = 1e-6
+    row_norm: float = 1.0
+    weight_norm: float = 8.0
+    fit_intercept: bool = True
+    solver: str = "gradient_descent"
+    random_state: Any = None
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.non_deterministic = self.random_state is None
         return tags
 
-    @property
-    def _longest(self) -> float:
-        """The length that no row exceeds, with its constant."""
-        return positive("row_norm", self.row_norm) * (2**0.5 if boolean("fit_intercept", self.fit_intercept) else 1.0)
+    def _settings(self) -> tuple[Callable[[Problem, PrivacyBudget], Estimate], PrivacyBudget, L2Ball, float]:
+        """Returns solver, budget, set and the length that no row exceeds with its constant.
 
-    def _check(self) -> tuple[Callable[[Problem, PrivacyBudget], Estimate], PrivacyBudget, L2Ball]:
-        """Returns solver, budget and set, or says which parameter is wrong, before any data are read."""
+        It says which parameter is wrong, before any data are read.
+        """
         solver = SOLVERS[one_of("solver", self.solver, tuple(SOLVERS))]
-        positive("row_norm", self.row_norm)
-        boolean("fit_intercept", self.fit_intercept)
-        return solver, PrivacyBudget(self.epsilon, self.delta), L2Ball(positive("weight_norm", self.weight_norm))
+        longest = positive("row_norm", self.row_norm) * (2**0.5 if boolean("fit_intercept", self.fit_intercept) else 1.0)
+        return solver, PrivacyBudget(self.epsilon, self.delta), L2Ball(positive("weight_norm", self.weight_norm)), longest
 
     def _rows(self, X: Any) -> Tensor:
         """Returns rows cut to ``row_norm``, with a constant for the intercept, float64."""
@@ -100,7 +87,7 @@ class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
         self, loss: Any, data: tuple[Tensor, Tensor], dimension: int, lipschitz: float, smoothness: float | None
     ) -> Tensor:
         """Minimises the loss, and keeps what came out and what it reveals."""
-        solver, budget, ball = self._check()
+        solver, budget, ball, _ = self._settings()
         generator = None
         if self.random_state is not None:
             generator = torch.Generator().manual_seed(int(check_random_state(self.random_state).randint(2**31 - 1)))
@@ -142,6 +129,7 @@ class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
         return np.asarray(rows @ self.coef_.T + self.intercept_)
 
 
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class ShuffleClassifier(ClassifierMixin, ShuffleLinearModel):  # type: ignore[misc]
     """Logistic regression on users who send random bits to a shuffler, and trust nobody else.
 
@@ -174,32 +162,11 @@ class ShuffleClassifier(ClassifierMixin, ShuffleLinearModel):  # type: ignore[mi
         covered.
     """
 
-    def __init__(
-        self,
-        *,
-        epsilon: float = 1.0,
-        delta: float = 1e-6,
-        row_norm: float = 1.0,
-        weight_norm: float = 8.0,
-        fit_intercept: bool = True,
-        solver: str = "gradient_descent",
-        classes: Any = None,
-        random_state: Any = None,
-    ) -> None:
-        super().__init__(
-            epsilon=epsilon,
-            delta=delta,
-            row_norm=row_norm,
-            weight_norm=weight_norm,
-            fit_intercept=fit_intercept,
-            solver=solver,
-            random_state=random_state,
-        )
-        self.classes = classes
+    classes: Any = None
 
     def fit(self, X: Any, y: Any) -> ShuffleClassifier:
         """Fits the model to rows (users, features) and labels (users,)."""
-        self._check()
+        *_, longest = self._settings()
         X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         check_classification_targets(y)
         if self.classes is None:
@@ -214,7 +181,7 @@ class ShuffleClassifier(ClassifierMixin, ShuffleLinearModel):  # type: ignore[mi
         if not np.isin(y, self.classes_).all():
             raise ValueError(f"classes must hold every label of y, got {list(self.classes_)!r}: add those that are missing")
         labels, rows = torch.from_numpy(np.searchsorted(self.classes_, y)), self._rows(X)
-        width, longest, count = rows.shape[1], self._longest, len(self.classes_)
+        width, count = rows.shape[1], len(self.classes_)
         if count == 2:
             theta = self._run(logistic_loss, (rows, 2.0 * labels - 1), width, longest, longest**2 / 4)
             self._keep(theta.numpy()[None])
@@ -275,11 +242,11 @@ class ShuffleRegressor(RegressorMixin, ShuffleLinearModel):  # type: ignore[misc
 
     def fit(self, X: Any, y: Any) -> ShuffleRegressor:
         """Fits the model to rows (users, features) and targets (users,)."""
-        self._check()
+        *_, longest = self._settings()
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
         rows = self._rows(X)
         targets = torch.tensor(np.asarray(y, dtype=np.float64))
-        theta = self._run(absolute_loss, (rows, targets), rows.shape[1], self._longest, None)
+        theta = self._run(absolute_loss, (rows, targets), rows.shape[1], longest, None)
         self._keep(theta.numpy())
         return self
 

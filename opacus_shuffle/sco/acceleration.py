@@ -33,6 +33,11 @@ class AcceleratedIterates:
         self.step = 1
         self.theta = self.aggregate = self.middle = start
 
+    @property
+    def finished(self) -> bool:
+        """Whether all T steps were made."""
+        return self.step > len(self._step_sizes)
+
     def advance(self, gradient: Tensor) -> None:
         """Makes one step by an estimate of the gradient at :attr:`middle`."""
         alpha = accelerated_momentum(self.step)

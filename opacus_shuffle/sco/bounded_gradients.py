@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opacus_shuffle.sco.moreau import MoreauEnvelope
+from opacus_shuffle.sco.moreau import SLACK, MoreauEnvelope
 from opacus_shuffle.sco.objective import Objective
-from opacus_shuffle.sco.proximal import SLACK
 from opacus_shuffle.sco.records import map_data, number_of_users, take
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opacus_shuffle.core.validation import finite_number, integer, positive
-from opacus_shuffle.sco.records import real_vector, refuse_unless_finite
+from opacus_shuffle.sco.records import described, real_vector, refuse_unless_finite
 
 
 @runtime_checkable
@@ -45,8 +45,7 @@ class _Region(ABC):
         """
         name = type(self).__name__
         if not isinstance(theta, Tensor) or not theta.is_floating_point() or theta.ndim not in (1, 2):
-            found = f"{theta.dtype} of shape {tuple(theta.shape)}" if isinstance(theta, Tensor) else type(theta).__name__
-            raise ValueError(f"theta must be a floating-point tensor of shape (d,), got {found}")
+            raise ValueError(f"theta must be a floating-point tensor of shape (d,), got {described(theta)}")
         if self.dimension is not None and theta.shape[-1] != self.dimension:
             raise ValueError(f"theta must have the dimension {self.dimension} of {name}, got {theta.shape[-1]}")
         if not bool(torch.isfinite(theta).all()):
@@ -124,8 +123,8 @@ class Box(_Region):
         if len(set(sizes.values())) > 1:
             raise ValueError(f"low, high and dimension must agree, got {sizes}; give vectors of one length")
         object.__setattr__(self, "dimension", next(iter(sizes.values()), None))
-        width = self._width()
-        if bool((width < 0).any()) or not bool((width > 0).any()):
+        low, high = self._corners()
+        if bool((low > high).any()) or bool((low == high).all()):
             raise ValueError(
                 f"low must not exceed high, and be below it somewhere, got low={self.low!r}, high={self.high!r}; swap them?"
             )
@@ -139,15 +138,16 @@ class Box(_Region):
         """
         if self.dimension is None:
             raise ValueError("dimension must be given for the diameter of a Box whose bounds are numbers; pass dimension=d")
-        return float(torch.linalg.vector_norm(self._width().expand(self.dimension)))
+        low, high = self._corners()
+        return float(torch.linalg.vector_norm((high - low).expand(self.dimension)))
 
     def _nearest(self, theta: Tensor) -> Tensor:
-        low, high = (torch.as_tensor(bound, dtype=torch.float64).to(theta) for bound in (self.low, self.high))
-        return torch.minimum(torch.maximum(theta, low), high)
+        low, high = self._corners()
+        return torch.minimum(torch.maximum(theta, low.to(theta)), high.to(theta))
 
-    def _width(self) -> Tensor:
-        """Returns ``high − low``, (d,) or ()."""
-        return torch.as_tensor(self.high, dtype=torch.float64) - torch.as_tensor(self.low, dtype=torch.float64)
+    def _corners(self) -> tuple[Tensor, Tensor]:
+        """Returns both bounds as tensors, (d,) or ()."""
+        return torch.as_tensor(self.low, dtype=torch.float64), torch.as_tensor(self.high, dtype=torch.float64)
 
 
 @dataclass(frozen=True, eq=False)

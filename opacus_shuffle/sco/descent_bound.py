@@ -115,21 +115,13 @@ class DescentBound:
             return math.sqrt(start / slope(1.0))
         step = 2 / smoothness
         first = math.sqrt(start / slope(1e-12 * step))  # the slope grows with η: the best step is no longer than this
-        found = minimize_scalar(
+        best = minimize_scalar(
             lambda log_step: start / math.exp(log_step) + math.exp(log_step) * slope(math.exp(log_step)),
             bounds=(math.log(min(first, step)) - 12, math.log(min(first, step))),
             method="bounded",
             options={"xatol": 1e-6},
         )
-        return min(math.exp(found.x), step)
-
-    def best_value(self, *, smoothness: float | None) -> float:
-        """Returns the bound at the best step, with what smoothing costs where ``smoothness`` is None."""
-        step = self.best_step(smoothness=smoothness)
-        beta = 2 / step if smoothness is None else smoothness
-        proved = self.value(step, smoothness=beta)
-        cost = self.oracle.lipschitz**2 / (2 * beta) if smoothness is None else 0.0
-        return math.inf if proved is None else proved + cost
+        return min(math.exp(best.x), step)
 
 
 def descent_candidates(oracle: Oracle, *, num_users: int) -> list[int]:

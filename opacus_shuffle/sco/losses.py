@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from opacus_shuffle.core.validation import boolean, instance_of, one_of, positive
-from opacus_shuffle.sco.each_record import EachRecord
+from opacus_shuffle.sco.records import each_record
 
 Function = Callable[[Tensor, Any], Tensor]
 
@@ -24,15 +24,14 @@ Function = Callable[[Tensor, Any], Tensor]
 class Link:
     """A convex function h(s, y) of a score s, elementwise over a batch, and what is known of it.
 
-    The functions are called on batches of one record, vectorised by ``torch.func.vmap`` where that can be (else slowly, one
-    after the other), unless ``elementwise`` promises that they treat records one by one.
+    The functions are called on batches of one record, all at once by ``torch.func.vmap``, unless ``elementwise``
+    promises that they treat records one by one.
 
     Args:
         name: For messages.
         value: h: scores (B,) and targets to (B,).
         derivative: h′ in the score, any subgradient at a kink; by default by automatic differentiation of ``value``.
         lipschitz: The largest ``|h′|``; None if unbounded or unknown.
-        smoothness: The largest ``|h″|``; None if h has kinks or it is unknown.
         coefficient: For a closed form of the proximal point: from scores s, targets and κ > 0 (all (B,)) to the a with
             a ∈ ∂h(s − κa). By default it is found by bisection.
         signed: Whether targets must be −1 or +1.
@@ -44,7 +43,6 @@ class Link:
     value: Function
     derivative: Function = None  # type: ignore[assignment]
     lipschitz: float | None = None
-    smoothness: float | None = None
     coefficient: Callable[[Tensor, Any, Tensor], Tensor] | None = None
     signed: bool = False
     elementwise: bool = False
@@ -58,13 +56,12 @@ class Link:
             function = getattr(self, name)
             if not callable(function) and (function is not None or name == "value"):
                 raise ValueError(f"{name} must be a callable of scores and targets, got {function!r}")
-            if function is not None and not self.elementwise and not isinstance(function, EachRecord):
-                object.__setattr__(self, name, EachRecord(function, f"link {self.name}'s {name}", remedy))
+            if function is not None and not self.elementwise:
+                object.__setattr__(self, name, each_record(function, f"link {self.name}'s {name}", remedy))
         if self.derivative is None:
             object.__setattr__(self, "derivative", self._differentiate)
-        for name in ("lipschitz", "smoothness"):
-            if getattr(self, name) is not None:
-                positive(name, getattr(self, name))
+        if self.lipschitz is not None:
+            positive("lipschitz", self.lipschitz)
 
     def check(self, targets: Any) -> None:
         """Refuses labels that are not −1 or +1, for which hinge and logistic losses are silently wrong."""
@@ -89,40 +86,20 @@ def as_link(value: str | Link | Function) -> Link:
     if isinstance(value, Link):
         return value
     if isinstance(value, str) or not callable(value):
-        found: Link = LINKS[one_of("link", value, LINKS)]
-        return found
+        return LINKS[one_of("link", value, LINKS)]
     return Link(getattr(value, "__name__", "given"), value)
 
 
-def logistic_loss(theta: Tensor, batch: Any) -> Tensor:
-    """Returns log(1 + exp(−y⟨θ, x⟩)) for y = ±1: ‖x‖-Lipschitz and ‖x‖²/4-smooth."""
-    return _of_scores("logistic", theta, batch)
+@dataclass(frozen=True)
+class LinearLoss:
+    """A loss h(⟨θ, x⟩, y) of θ (d,) and a batch of features (B, d) and targets (B,): one number per record, (B,)."""
 
+    link: Link
 
-def absolute_loss(theta: Tensor, batch: Any) -> Tensor:
-    """Returns ``|⟨θ, x⟩ − y|``: ‖x‖-Lipschitz, not smooth."""
-    return _of_scores("absolute", theta, batch)
-
-
-def hinge_loss(theta: Tensor, batch: Any) -> Tensor:
-    """Returns max(0, 1 − y⟨θ, x⟩) for y = ±1: ‖x‖-Lipschitz, not smooth."""
-    return _of_scores("hinge", theta, batch)
-
-
-def squared_loss(theta: Tensor, batch: Any) -> Tensor:
-    """Returns (⟨θ, x⟩ − y)²/2: ‖x‖²-smooth; ``‖x‖·max|⟨θ, x⟩ − y|``-Lipschitz on a bounded set only."""
-    return _of_scores("squared", theta, batch)
-
-
-def link_of(loss: Any) -> Link | None:
-    """Returns the link of one of this module's losses; None for any other function."""
-    return next((LINKS[name] for name, known in _LOSSES.items() if known is loss), None)
-
-
-def _of_scores(link: str, theta: Tensor, batch: Any) -> Tensor:
-    """Returns h(⟨θ, x⟩, y), in θ's precision."""
-    features, targets = batch
-    return LINKS[link].value(features.to(theta.dtype) @ theta, targets.to(theta.dtype))
+    def __call__(self, theta: Tensor, batch: Any) -> Tensor:
+        """Returns the losses, in θ's precision."""
+        features, targets = batch
+        return self.link.value(features.to(theta.dtype) @ theta, targets.to(theta.dtype))
 
 
 LINKS: dict[str, Link] = {
@@ -131,7 +108,6 @@ LINKS: dict[str, Link] = {
         lambda s, y: -logsigmoid(y * s),  # softplus would drop the last 2e-9 beyond its threshold
         lambda s, y: -y * torch.sigmoid(-y * s),
         lipschitz=1.0,
-        smoothness=0.25,
         signed=True,
         elementwise=True,
     ),
@@ -158,10 +134,16 @@ LINKS: dict[str, Link] = {
         "squared",
         lambda s, y: (s - y) ** 2 / 2,
         lambda s, y: s - y,
-        smoothness=1.0,
         coefficient=lambda s, y, k: (s - y) / (1 + k),
         elementwise=True,
     ),
 }
 
-_LOSSES = {"logistic": logistic_loss, "absolute": absolute_loss, "hinge": hinge_loss, "squared": squared_loss}
+logistic_loss = LinearLoss(LINKS["logistic"])
+"""log(1 + exp(−y⟨θ, x⟩)) for y = ±1: ‖x‖-Lipschitz and ‖x‖²/4-smooth."""
+absolute_loss = LinearLoss(LINKS["absolute"])
+"""``|⟨θ, x⟩ − y|``: ‖x‖-Lipschitz, not smooth."""
+hinge_loss = LinearLoss(LINKS["hinge"])
+"""max(0, 1 − y⟨θ, x⟩) for y = ±1: ‖x‖-Lipschitz, not smooth."""
+squared_loss = LinearLoss(LINKS["squared"])
+"""(⟨θ, x⟩ − y)²/2: ‖x‖²-smooth; ``‖x‖·max|⟨θ, x⟩ − y|``-Lipschitz on a bounded set only."""

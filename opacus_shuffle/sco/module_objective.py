@@ -12,31 +12,26 @@ from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 
 from opacus_shuffle.core.opacus_compat import refuse_broken_attention, wrapped_network
-from opacus_shuffle.core.validation import instance_of, integer, one_of
-from opacus_shuffle.sco.each_record import batch_of_one, one_loss, refuse_randomness_or_memory
+from opacus_shuffle.core.validation import instance_of
 from opacus_shuffle.sco.objective import RecordObjective
-from opacus_shuffle.sco.records import map_data, refuse_unless_finite
-
-_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
+from opacus_shuffle.sco.records import batch_of_one, map_data, one_loss, refuse_unless_finite
 
 
 class ModuleObjective(RecordObjective):
     """The losses ``criterion(module(inputs), targets)`` of single records.
 
-    The module is copied, and stays as it is until :meth:`load` writes a θ into it. A batch is ``(inputs, targets)``; inputs may
-    be a tensor, a tuple of positional or a dict of keyword arguments. Floating-point data take the precision and device of the
-    parameters; θ and gradients stay in double precision, on the CPU. (A network's losses are rarely convex: privacy does not
-    ask, but the theorems' loss bounds do.)
+    Gradients come from ``torch.func``, which runs the module on one record at a time: each depends on that record
+    alone, whatever the module does with a batch. The module is copied, and stays as it is until :meth:`load` writes a
+    θ into it. A batch is ``(inputs, targets)``; inputs may be a tensor, a tuple of positional or a dict of keyword
+    arguments. Floating-point data take the precision and device of the parameters; θ and gradients stay in double
+    precision, on the CPU. (A network's losses are rarely convex: privacy does not ask, but the theorems' loss bounds
+    do.)
 
     Args:
         module: Any that Opacus accepts; a ``GradSampleModule`` is taken for the module that it wraps. Layers that mix records
             (BatchNorm) are refused, and so are dropouts in training mode: the theorems need one fixed loss per record, so
             switch them off (p = 0, or ``module.eval()``).
         criterion: From outputs and targets to a loss; called on batches of one, so its reduction does not matter.
-        grad_sample: "functorch" (``torch.func``, vectorised: the fast one) or "autograd" (one record after the other, which is
-            slow, for modules that ``torch.func`` cannot differentiate). Both give the same gradients, and each record's depends
-            on that record alone, whatever the module does with a batch.
-        chunk_size: How many records are worked on at once.
 
     Attributes:
         dimension: The number of trainable parameters.
@@ -47,20 +42,12 @@ class ModuleObjective(RecordObjective):
     """
 
     what = "module"
+    remedy = "; the inputs must have a shape that it takes"
 
-    def __init__(
-        self,
-        module: nn.Module,
-        criterion: Callable[..., Tensor],
-        *,
-        grad_sample: str = "functorch",
-        chunk_size: int = 1024,
-    ) -> None:
+    def __init__(self, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
         instance_of("module", module, (nn.Module,))
         if not callable(criterion):
             raise ValueError(f"criterion must be a callable criterion(outputs, targets), got {criterion!r}")
-        self._mode = one_of("grad_sample", grad_sample, ("functorch", "autograd"))
-        self.chunk_size = integer("chunk_size", chunk_size)
         self._criterion = criterion
         # The copy first: taking the hooks off the original would end the run that it may be in.
         inner: Any = copy.deepcopy(module)
@@ -119,14 +106,7 @@ class ModuleObjective(RecordObjective):
 
     def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
         before = [(id(buffer), buffer._version) for buffer in self._copy.buffers()]
-        try:
-            gradients, losses = (self._at_once if self._mode == "functorch" else self._one_by_one)(theta, batch)
-        except RuntimeError as error:
-            refuse_randomness_or_memory(error, "module")
-            raise ValueError(
-                f"module must run on this batch and give each record a gradient by grad_sample={self._mode!r}, but PyTorch "
-                f"says: {str(error).splitlines()[0]}"
-            ) from error
+        losses, gradients = super()._evaluate(theta, batch)
         if before != [(id(buffer), buffer._version) for buffer in self._copy.buffers()]:
             raise ValueError("module must leave its buffers alone, got one that changes them, so that records mix; call eval()")
         return losses.detach(), gradients.detach()
@@ -153,14 +133,3 @@ def _check(module: nn.Module) -> None:
             f"module must have per-record gradients, but: {reasons}; opacus.validators.ModuleValidator.fix may help"
         )
     refuse_broken_attention(module)
-    random = [name for name, layer in layers if layer.training and _draws(layer)]
-    if random:
-        raise ValueError(
-            f"module must give one loss per record, but {', '.join(random)} would draw random numbers; set p=0 or call eval()"
-        )
-
-
-def _draws(layer: nn.Module) -> bool:
-    """Returns whether a layer draws random numbers in training mode."""
-    chance = getattr(layer, "p" if isinstance(layer, _RANDOM) else "dropout", 0.0)
-    return isinstance(layer, nn.RReLU) or (isinstance(chance, int | float) and chance > 0)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from opacus_shuffle.core.validation import instance_of, integer
-from opacus_shuffle.sco.each_record import Vectorised, batch_of_one, no_random_draws, one_loss
-from opacus_shuffle.sco.losses import Link, link_of
-from opacus_shuffle.sco.records import as_double, map_data, number_of_users
+from opacus_shuffle.sco.losses import LinearLoss, Link
+from opacus_shuffle.sco.records import as_double, batch_of_one, described, map_data, number_of_users, one_loss, vectorised
 
 Loss = Callable[[Tensor, Any], Tensor]
 
@@ -26,7 +25,8 @@ class Objective(ABC):
 
     Attributes:
         dimension: d, of θ.
-        chunk_size: How many records are worked on at once, which bounds the memory used beside the result.
+        chunk_size: How many records are worked on at once, which bounds the memory used beside the result; set
+            it lower for losses that need much.
         rounding: The relative error of the arithmetic that losses are computed in.
     """
 
@@ -35,26 +35,24 @@ class Objective(ABC):
     rounding: float = 2.0**-52
 
     @staticmethod
-    def from_loss(loss: Loss, *, dimension: int, chunk_size: int = 1024) -> Objective:
+    def from_loss(loss: Loss, *, dimension: int) -> Objective:
         """Returns the objective of a function of θ and a batch.
 
         Args:
             loss: From θ (d,) and a batch to the records' losses, of shape (B,), or for a batch of one a number. It is called
-                on batches of one, so that it cannot mix records, by ``torch.func.vmap``; where that cannot be (it calls
-                ``item()``, say), one after the other, with a warning that this is slow. The losses of
-                :mod:`opacus_shuffle.sco.losses` are recognised, and fast.
+                on batches of one, so that it cannot mix records, all at once by ``torch.func.vmap``: write it
+                with PyTorch operations, and no ``item()``. The losses of :mod:`opacus_shuffle.sco.losses` are
+                recognised, and faster.
             dimension: d.
-            chunk_size: How many records are worked on at once.
 
         Raises:
             ValueError: The loss cannot be called.
         """
         if isinstance(loss, type) or not callable(loss):
             raise ValueError(f"loss must be a callable loss(theta, batch) that returns one loss per record, got {loss!r}")
-        link = link_of(loss)
-        if link is not None:
-            return LinearObjective(link, dimension=dimension, chunk_size=chunk_size)
-        return _LossObjective(loss, dimension=dimension, chunk_size=chunk_size)
+        if isinstance(loss, LinearLoss):
+            return LinearObjective(loss.link, dimension=dimension)
+        return _LossObjective(loss, dimension=dimension)
 
     def gradients(self, theta: Tensor, batch: Any) -> Tensor:
         """Returns the gradients, one row per record: (B, d), double precision, on the CPU.
@@ -93,8 +91,9 @@ class Objective(ABC):
         count = number_of_users(batch)
         shapes = [(self.dimension,), (count, self.dimension)]
         if not isinstance(theta, Tensor) or tuple(theta.shape) not in shapes or not theta.is_floating_point():
-            found = f"{theta.dtype} of shape {tuple(theta.shape)}" if isinstance(theta, Tensor) else repr(theta)
-            raise ValueError(f"theta must be a floating-point tensor of shape {shapes[0]} or {shapes[1]}, got {found}")
+            raise ValueError(
+                f"theta must be a floating-point tensor of shape {shapes[0]} or {shapes[1]}, got {described(theta)}"
+            )
         if not bool(torch.isfinite(theta).all()):
             raise ValueError("theta must be finite, got NaN or infinite entries; take smaller steps")
         theta = theta.detach().to("cpu", torch.float64)
@@ -116,13 +115,11 @@ class LinearObjective(Objective):
     Args:
         link: h, with its derivative.
         dimension: d.
-        chunk_size: How many records are worked on at once.
     """
 
-    def __init__(self, link: Link, *, dimension: int, chunk_size: int = 1024) -> None:
+    def __init__(self, link: Link, *, dimension: int) -> None:
         self.link: Link = instance_of("link", link, (Link,))
         self.dimension = integer("dimension", dimension)
-        self.chunk_size = integer("chunk_size", chunk_size)
 
     def scores(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor, Any]:
         """Returns ⟨θ, x⟩ (B,), the features and the targets of a batch, and refuses one that is no such pair."""
@@ -131,8 +128,8 @@ class LinearObjective(Objective):
         features, targets = batch
         if features.ndim != 2 or features.shape[1] != self.dimension or not features.is_floating_point():
             raise ValueError(
-                f"x must be a floating-point tensor of shape (B, {self.dimension}), got {features.dtype} of shape "
-                f"{tuple(features.shape)}; the second is the dimension of theta"
+                f"x must be a floating-point tensor of shape (B, {self.dimension}), got {described(features)}; the "
+                "second is the dimension of theta"
             )
         self.link.check(targets)
         return (features @ theta if theta.ndim == 1 else (features * theta).sum(1)), features, targets
@@ -144,67 +141,36 @@ class LinearObjective(Objective):
 
 
 class RecordObjective(Objective):
-    """Losses of single records, differentiated all at once by ``torch.func``, or one after the other."""
+    """Losses of single records, differentiated all at once by ``torch.func``."""
 
     what: str
     """What computes the loss, for messages."""
+    remedy: str
+    """What to try where ``torch.func`` cannot run it."""
 
     @abstractmethod
     def _one(self, theta: Tensor, record: Any) -> Tensor:
         """Returns one record's loss, a number, at θ (d,)."""
 
-    def _at_once(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        """Returns gradients and losses by ``torch.func.vmap``."""
+    def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
         both = torch.func.vmap(torch.func.grad_and_value(self._one), in_dims=(None if theta.ndim == 1 else 0, 0))
-        gradients, losses = both(theta, batch)
-        return gradients, losses
-
-    def _one_by_one(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        """Returns gradients and losses by plain automatic differentiation, record by record."""
-        gradients, losses = [], []
-        for i in range(number_of_users(batch)):
-            point = (theta if theta.ndim == 1 else theta[i]).detach().clone().requires_grad_()
-            with torch.enable_grad(), no_random_draws(self.what):
-                value = self._one(point, map_data(operator.itemgetter(i), batch))
-                if not value.requires_grad:
-                    raise ValueError(
-                        f"{self.what} must depend on theta through PyTorch operations, got one with no gradient; "
-                        "do not detach theta or turn it into a NumPy array"
-                    )
-                gradients.append(torch.autograd.grad(value, point, allow_unused=True, materialize_grads=True)[0])
-            losses.append(value.detach().to(torch.float64))
-        return torch.stack(gradients), torch.stack(losses)
+        with vectorised(self.what, self.remedy):
+            gradients, losses = both(theta, batch)
+        return losses, gradients
 
 
 class _LossObjective(RecordObjective):
-    """A user's function, vectorised if it can be."""
+    """A user's function of θ and a batch."""
 
     what = "loss"
 
-    def __init__(self, loss: Loss, *, dimension: int, chunk_size: int) -> None:
-        self._loss, self._choose = loss, Vectorised("loss")
+    def __init__(self, loss: Loss, *, dimension: int) -> None:
+        self._loss = loss
         self.dimension = integer("dimension", dimension)
-        self.chunk_size = integer("chunk_size", chunk_size)
-
-    def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        gradients, losses = self._choose(lambda: self._at_once(theta, batch), lambda: self._one_by_one(theta, batch))
-        return losses, gradients
+        self.remedy = f"; theta has shape ({self.dimension},): is the dimension right?"
 
     def _one(self, theta: Tensor, record: Any) -> Tensor:
         return one_loss(self._loss(theta, batch_of_one(record)), "loss")
-
-    def _one_by_one(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        try:
-            return super()._one_by_one(theta, batch)
-        except RuntimeError as error:
-            if not any(word in str(error) for word in ("size", "shape", "dimension", "invalid for input")):
-                raise
-            shapes: list[tuple[int, ...]] = []
-            map_data(lambda x: shapes.append((1, *x.shape[1:])), batch)
-            raise ValueError(
-                f"loss must take theta of shape ({self.dimension},) and a batch of one of shape {', '.join(map(str, shapes))}, "
-                f"but PyTorch says: {str(error).splitlines()[0]}; is dimension={self.dimension} right?"
-            ) from error
 
 
 def elementwise(values: Tensor, scores: Tensor) -> Tensor:

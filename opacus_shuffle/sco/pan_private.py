@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,27 +15,18 @@ from torch import Tensor
 
 from opacus_shuffle.accountants.calibrate import smallest_noise
 from opacus_shuffle.analysis import gaussian
-from opacus_shuffle.core.randomness import check_generator, stream_of
-from opacus_shuffle.core.validation import boolean, instance_of, integer, not_negative, one_of, open_unit_interval, positive
-from opacus_shuffle.protocols.calibration import CALIBRATIONS
+from opacus_shuffle.core.randomness import stream_of
+from opacus_shuffle.core.validation import integer, not_negative
 from opacus_shuffle.sco.accelerated_sgd import AcceleratedSGD
 from opacus_shuffle.sco.acceleration import AcceleratedIterates
 from opacus_shuffle.sco.bounded_gradients import BoundedGradients
-from opacus_shuffle.sco.constraints import as_constraint
-from opacus_shuffle.sco.objective import Objective
-from opacus_shuffle.sco.problem import PrivacyBudget, Problem, sized
-from opacus_shuffle.sco.records import number_of_users, real_vector, take
-from opacus_shuffle.sco.result import Estimate
-from opacus_shuffle.sco.solver import Choices, Phase, Plan, Start, positive_numbers
+from opacus_shuffle.sco.problem import PrivacyBudget, Problem
+from opacus_shuffle.sco.records import number_of_users, take
+from opacus_shuffle.sco.result import Estimate, Round
+from opacus_shuffle.sco.solver import Plan, Start
 
 
-def pan_private_accelerated_sgd(
-    problem: Problem,
-    budget: PrivacyBudget,
-    *,
-    batch_size: int | None = None,
-    inverse_step_sizes: Sequence[float] | None = None,
-) -> Estimate:
+def pan_private_accelerated_sgd(problem: Problem, budget: PrivacyBudget, *, batch_size: int | None = None) -> Estimate:
     """Minimises the mean loss of a stream of records by pan-private accelerated SGD, in one pass and in the order given.
 
     Args:
@@ -45,7 +35,6 @@ def pan_private_accelerated_sgd(
         budget: What an intruder who also sees the output may learn; its calibration is :func:`pan_private_noise`'s, and its
             ``honest_fraction`` must be 1.
         batch_size: b, records per step; by default the proved bound's best.
-        inverse_step_sizes: L_1, …, L_T, one per step, which is itself 1/L_t. By default the proved bound's best.
 
     Returns:
         The estimate. Records beyond the last whole batch are not used.
@@ -57,18 +46,21 @@ def pan_private_accelerated_sgd(
         (ε, δ)-pan-privacy (SCO Definition C.2) under replacement of one record, see :class:`PanPrivateAcceleratedSGD`. The
         history may be published with the estimate: it is computed from the batches' gradients with both noises.
     """
-    return PanPrivate(problem, budget, Choices(batch_size=batch_size, inverse_step_sizes=inverse_step_sizes)).solve()
+    return PanPrivate(problem, budget, batch_size=batch_size).solve()
 
 
-def pan_private_noise(*, lipschitz: float, batch_size: int, epsilon: float, delta: float, calibration: str = "tight") -> float:
+def pan_private_noise(budget: PrivacyBudget, *, lipschitz: float, batch_size: int) -> float:
     """Returns ζ, the standard deviation per coordinate of each of a batch's two noises, for the mean of its gradients.
 
     Replacing a record moves that mean by at most 2L/b. ``"tight"`` takes the smallest ζ whose Gaussian mechanism is (ε, δ)-DP,
     ``"published"`` ζ² = 8L²ln(2/δ)/(b²ε²) (SCO Algorithm 6), for ε below 1. Both are rounded up.
     """
-    epsilon, delta = positive("epsilon", epsilon), open_unit_interval("delta", delta)
-    shift = 2 * positive("lipschitz", lipschitz) / integer("batch_size", batch_size)
-    if one_of("calibration", calibration, CALIBRATIONS) == "tight":
+    if budget.honest_fraction != 1:
+        raise ValueError(
+            f"honest_fraction must be 1 for pan-private runs, which have no reports, got {budget.honest_fraction!r}"
+        )
+    epsilon, delta, shift = budget.epsilon, budget.delta, 2 * lipschitz / batch_size
+    if budget.calibration == "tight":
         multiplier = smallest_noise(lambda sigma: gaussian.compute_epsilon(mu=1 / sigma, delta=delta), target_epsilon=epsilon)
         return math.nextafter(shift * multiplier, math.inf)
     if epsilon >= 1:
@@ -93,19 +85,17 @@ class PanState:
 class PanPrivateAcceleratedSGD:
     """Accelerated SGD on a stream, one record after the other (SCO Algorithm 6).
 
-    ``constraint``, ``lipschitz``, ``initial`` and ``clip`` are :class:`~opacus_shuffle.sco.problem.Problem`'s.
-
     Args:
-        objective: Gives a record's gradient.
+        gradients: What gives a record's gradient, none longer than L.
+        iterates: Where the steps begin, how long they are, and the set that they stay in; the algorithm ends after
+            T·b records, T the number of steps.
         noise: ζ (:func:`pan_private_noise`).
         batch_size: b.
-        inverse_step_sizes: L_1, …, L_T; the algorithm ends after T·b records.
-        diameter: Of a constraint that does not tell its own.
         generator: Of the noise, on the CPU; for tests: it is part of the inner state, and tells past and future noise. By
             default every noise has a fresh secret generator that is forgotten.
 
     Raises:
-        ValueError: If an argument is out of range.
+        ValueError: If the noise or the batch size is out of range.
 
     Formal Guarantees:
         Given ζ by :func:`pan_private_noise`, (state at any one time between two calls, everything that :meth:`consume`
@@ -118,41 +108,22 @@ class PanPrivateAcceleratedSGD:
 
     def __init__(
         self,
-        objective: Objective,
+        gradients: BoundedGradients,
+        iterates: AcceleratedIterates,
         *,
-        constraint: Any,
-        lipschitz: float,
         noise: float,
         batch_size: int,
-        inverse_step_sizes: Sequence[float],
-        initial: Tensor | None = None,
-        clip: bool = False,
-        diameter: float | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        check_generator("generator", generator)
-        self._noise = not_negative("noise", noise)
-        self._generator = generator
-        instance_of("objective", objective, (Objective,))
-        self._reported = BoundedGradients(objective, positive("lipschitz", lipschitz), boolean("clip", clip))
-        self.batch_size = integer("batch_size", batch_size)
-        self._steps = positive_numbers("inverse_step_sizes", inverse_step_sizes)
-        integer("len(inverse_step_sizes)", len(self._steps))
-        region = as_constraint(sized(constraint, objective.dimension), diameter)
-        start = real_vector("initial", torch.zeros(objective.dimension) if initial is None else initial, objective.dimension)
-        self._iterates = AcceleratedIterates(region.project, region.project(start), self._steps)
+        self._gradients, self._iterates, self._generator = gradients, iterates, generator
+        self._noise, self.batch_size = not_negative("noise", noise), integer("batch_size", batch_size)
         self._records = 0
         self._gradient = self._draw()
 
     @property
-    def finished(self) -> bool:
-        """Whether T·b records were read."""
-        return self._records == self.batch_size * len(self._steps)
-
-    @property
     def room(self) -> int:
-        """How many records the batch still takes."""
-        return 0 if self.finished else self.batch_size - self._records % self.batch_size
+        """How many records the batch still takes; 0 after the last."""
+        return 0 if self._iterates.finished else self.batch_size - self._records % self.batch_size
 
     def consume(self, records: Any) -> Tensor | None:
         """Reads one record, or several of the same batch at once (an intruder then comes before or after them).
@@ -169,22 +140,20 @@ class PanPrivateAcceleratedSGD:
         count = number_of_users(records)
         if not 1 <= count <= self.room:
             raise ValueError(f"records must number from 1 to {self.room}, which is what this batch still takes, got {count}")
-        rows = self._reported.rows(self._iterates.middle, records)
+        rows = self._gradients.rows(self._iterates.middle, records)
         self._gradient = self._gradient + rows.sum(0) / self.batch_size
         self._records += count
         if self._records % self.batch_size:
             return None
         whole = self._gradient + self._draw()
         self._iterates.advance(whole)
-        self._gradient = torch.zeros_like(whole) if self.finished else self._draw()
+        self._gradient = torch.zeros_like(whole) if self._iterates.finished else self._draw()
         return whole
 
     def state(self) -> PanState:
         """Returns what an intruder sees now."""
-        found = self._iterates
-        return PanState(
-            self._records, found.theta.clone(), found.aggregate.clone(), found.middle.clone(), self._gradient.clone()
-        )
+        vectors = (self._iterates.theta, self._iterates.aggregate, self._iterates.middle, self._gradient)
+        return PanState(self._records, *(vector.clone() for vector in vectors))
 
     def output(self) -> Tensor:
         """Returns the estimate, shape (d,).
@@ -192,14 +161,13 @@ class PanPrivateAcceleratedSGD:
         Raises:
             ValueError: If the stream has not ended.
         """
-        if not self.finished:
-            raise ValueError(f"the output comes after {self.batch_size * len(self._steps)} records, got {self._records} so far")
+        if not self._iterates.finished:
+            raise ValueError(f"the output comes at the stream's end, got {self._records} records so far; consume the rest")
         return self._iterates.aggregate.clone()
 
     def _draw(self) -> Tensor:
         """Returns a noise vector."""
-        dimension = self._reported.objective.dimension
-        return self._noise * stream_of(self._generator).precise_normals(dimension)
+        return self._noise * stream_of(self._generator).precise_normals(self._gradients.objective.dimension)
 
 
 class PanPrivate(AcceleratedSGD):
@@ -208,51 +176,39 @@ class PanPrivate(AcceleratedSGD):
     algorithm = "pan-private accelerated SGD"
     interaction = "pan"
 
-    def __init__(self, problem: Problem, budget: PrivacyBudget, choices: Choices) -> None:
-        super().__init__(problem, budget, choices)
-        if budget.honest_fraction != 1:
-            raise ValueError(
-                f"honest_fraction must be 1 for pan-private runs, which have no reports, got {budget.honest_fraction!r}"
-            )
-
-    def order(self, users: Tensor) -> Tensor:
+    def order(self) -> Tensor:
         """Returns the records in the order of the stream."""
-        return users
+        return torch.arange(self.problem.num_users)
 
     def noise(self, batch_size: int) -> float:
         """Returns ζ for the mean of so many gradients."""
-        spent = dataclasses.asdict(self.budget)
-        del spent["honest_fraction"]
-        return pan_private_noise(lipschitz=self.problem.lipschitz, batch_size=batch_size, **spent)
+        return pan_private_noise(self.budget, lipschitz=self.problem.lipschitz, batch_size=batch_size)
 
-    def variance(self, size: int | None) -> float:
+    def planned_variance(self) -> float:
         """Returns the variance of two noises, for the sum of a batch: it does not depend on the batch's size."""
         return 2 * self.noise(1) ** 2
 
-    def run(self, users: Tensor, start: Start) -> Phase:
-        """Runs a phase on these records."""
-        phase = super().run(users, start)
-        return dataclasses.replace(phase, choices={**phase.choices, "noise": self.noise(phase.choices["batch_size"])})
+    def variance(self, batch_size: int) -> float:
+        """Returns :meth:`planned_variance`."""
+        return self.planned_variance()
+
+    def plan(self, batch_size: int, rounds: int, start: Start) -> Plan:
+        """Returns accelerated SGD's plan, and ζ with it."""
+        plan = super().plan(batch_size, rounds, start)
+        return plan._replace(choices={**plan.choices, "noise": self.noise(batch_size)})
 
     def iterate(self, plan: Plan, groups: list[Tensor], start: Start) -> Tensor:
         """Lets the algorithm read the stream, and returns its output."""
+        iterates = AcceleratedIterates(self.problem.project, start.theta, plan.steps)
         algorithm = PanPrivateAcceleratedSGD(
-            plan.gradients.objective,
-            constraint=self.problem.constraint,
-            lipschitz=self.problem.lipschitz,
-            noise=self.noise(len(groups[0])),
+            plan.gradients,
+            iterates,
+            noise=plan.choices["noise"],
             batch_size=len(groups[0]),
-            inverse_step_sizes=plan.steps,
-            initial=start.theta,
-            clip=self.problem.clip,
             generator=self.problem.generator,
         )
         for group in groups:
             gradient = algorithm.consume(take(self.problem.data, group))
             assert gradient is not None  # a group is a whole batch
-            self.history.add(users=len(group), gradient=gradient, theta=algorithm.state().aggregate)
+            self.history.append(Round(len(group), float(gradient.norm())))
         return algorithm.output()
-
-    def bits(self, sizes: list[int], often: int) -> int | None:
-        """Returns None: records are read, not sent."""
-        return None

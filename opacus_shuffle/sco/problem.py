@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus_shuffle.core.randomness import check_generator
-from opacus_shuffle.core.validation import boolean, integer, moderate
+from opacus_shuffle.core.validation import boolean, instance_of, integer, moderate
 from opacus_shuffle.protocols.calibration import Promise
 from opacus_shuffle.sco.bounded_gradients import BoundedGradients
 from opacus_shuffle.sco.constraints import Box, Constraint, L2Ball, as_constraint
@@ -112,10 +112,17 @@ class Problem:
         self.generator, self.data, self.envelope = generator, data, envelope
         self.lipschitz, self.clip = moderate("lipschitz", lipschitz), boolean("clip", clip)
         distance = None if diameter is None else moderate("diameter", diameter)
-        self.objective: Objective = as_objective(loss, dimension=_dimension(constraint, initial, dimension))
+        if dimension is not None:
+            dimension = integer("dimension", dimension, maximum=_LARGEST_DIMENSION)
+        elif isinstance(initial, Tensor):
+            dimension = initial.numel()
+        else:
+            dimension = getattr(constraint, "dimension", None)
+        self.objective: Objective = as_objective(loss, dimension=dimension)
         self.dimension = self.objective.dimension
-        constraint = sized(constraint, self.dimension)
-        self.constraint: Constraint = as_constraint(constraint, None if hasattr(type(constraint), "project") else distance)
+        if isinstance(constraint, Box) and constraint.dimension is None:
+            constraint = dataclasses.replace(constraint, dimension=self.dimension)
+        self.constraint: Constraint = as_constraint(constraint, distance)
         if initial is None:
             initial = getattr(self.objective, "initial", None)
         start = torch.zeros(self.dimension) if initial is None else initial
@@ -172,10 +179,9 @@ class Problem:
                 f"envelope must be a function from a smoothness to a MoreauEnvelope, got {self.envelope!r}; "
                 "write it as lambda beta: ..."
             )
-        made: Any = self.envelope(smoothness)
-        if not isinstance(made, MoreauEnvelope) or made.dimension != self.dimension:
-            found = f"one of dimension {made.dimension}" if isinstance(made, MoreauEnvelope) else type(made).__name__
-            raise ValueError(f"envelope must return a MoreauEnvelope of dimension {self.dimension}, got {found}")
+        made: MoreauEnvelope = instance_of("what envelope returns", self.envelope(smoothness), (MoreauEnvelope,))
+        if made.dimension != self.dimension:
+            raise ValueError(f"envelope must return one of dimension {self.dimension}, got {made.dimension}")
         return made
 
 
@@ -196,28 +202,9 @@ def as_objective(loss: Any, *, dimension: int | None) -> Objective:
     return Objective.from_loss(loss, dimension=dimension)
 
 
-def sized(constraint: Any, dimension: int) -> Any:
-    """Returns the constraint; a ``Box`` between two numbers is told its dimension."""
-    if isinstance(constraint, Box) and constraint.dimension is None:
-        return dataclasses.replace(constraint, dimension=dimension)
-    return constraint
-
-
 def farthest(constraint: Constraint, point: Tensor) -> float:
     """Returns an upper bound on the distance from this point of the set to any other."""
     if not isinstance(constraint, L2Ball):
         return float(constraint.diameter)
     away = float((point if constraint.center is None else point - constraint.center).norm())
     return min(constraint.diameter, constraint.radius + away)
-
-
-def _dimension(constraint: Any, initial: Any, dimension: int | None) -> int | None:
-    """Returns the number of parameters from whoever knows it; None if nobody does."""
-    if dimension is not None:
-        if integer("dimension", dimension) > _LARGEST_DIMENSION:
-            raise ValueError(f"dimension must not exceed {_LARGEST_DIMENSION:,}, got {dimension!r}: no vector is so long")
-        return integer("dimension", dimension)
-    if isinstance(initial, Tensor):
-        return initial.numel()
-    known = getattr(constraint, "dimension", None)
-    return known if isinstance(known, int) else None

@@ -1,20 +1,20 @@
-"""Users' records, and who has taken part.
+"""Users' records, and functions that are called on one of them at a time.
 
-Records are a tensor, or a tuple, list or dict of such, all with one leading dimension, the users.
+Records are a tensor, or a tuple, list or dict of such, all with one leading dimension, the users. What users write for
+batches is vectorised by ``torch.func.vmap``, so that nothing in it can mix records; what vmap cannot run (branches on
+values, random numbers) is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opacus_shuffle.core.validation import integer
 from opacus_shuffle.protocols.grid_sum import real_numbers
-
-_UNUSED = -1
 
 
 def number_of_users(data: Any) -> int:
@@ -51,8 +51,8 @@ def map_data(function: Callable[[Tensor], Any], data: Any) -> Any:
 
 
 def described(value: Any) -> str:
-    """Returns what a value is, for messages: a tensor's shape, or the type of anything else."""
-    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    """Returns what a value is, for messages: a tensor's type and shape, or the type of anything else."""
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def as_double(x: Tensor) -> Tensor:
@@ -73,76 +73,69 @@ def real_vector(name: str, value: Any, size: int | None = None) -> Tensor:
 def refuse_unless_finite(subject: str, value: Any, shape: tuple[int, ...]) -> None:
     """Refuses all but finite tensors of this shape; ``subject`` says who "must be" or "must return" one."""
     if not isinstance(value, Tensor) or value.shape != shape or not bool(value.isfinite().all()):
-        found = described(value) if getattr(value, "shape", None) != shape else "NaN or infinity in it"
-        raise ValueError(f"{subject} a finite tensor of shape {tuple(shape)}, got {found}")
+        seen = described(value) if getattr(value, "shape", None) != shape else "NaN or infinity in it"
+        raise ValueError(f"{subject} a finite tensor of shape {tuple(shape)}, got {seen}")
 
 
-class UserLedger:
-    """Hands out users 0, …, n − 1, each at most once, and counts the batches.
+def each_record(function: Callable[..., Tensor], name: str, remedy: str = "") -> Callable[..., Tensor]:
+    """Returns a function of batches that calls the given one on batches of one record.
 
-    No user is in two rounds of the sequentially interactive algorithms, or they would not be as private as one round.
+    Args:
+        function: Answers a tensor of the shape of its first argument.
+        name: What messages call it.
+        remedy: What the message that it cannot be vectorised says besides.
     """
 
-    def __init__(self, num_users: int) -> None:
-        self.num_users = integer("num_users", num_users)
-        self.batches = 0
-        self._batch_of = torch.full((self.num_users,), _UNUSED, dtype=torch.long)
-
-    @property
-    def used(self) -> int:
-        """The number of users who have been handed out."""
-        return int((self._batch_of != _UNUSED).sum())
-
-    def claim(self, indices: Any) -> Tensor:
-        """Marks a batch of users as used, and returns their numbers as an int64 vector on the CPU.
-
-        Raises:
-            ValueError: If the batch is empty, no vector of whole numbers, out of range, or holds a user who is in it twice or
-                was handed out before; nobody is then marked.
-        """
-        batch = _as_indices(indices, self.batches)
-        outside = batch[(batch < 0) | (batch >= self.num_users)]
-        if outside.numel():
+    def one(*record: Any) -> Tensor:
+        """Returns one record's value, without the first dimension."""
+        batch = [batch_of_one(part) for part in record]
+        value: Any = function(*batch)
+        if not isinstance(value, Tensor) or value.shape != batch[0].shape:
             raise ValueError(
-                f"batches must hold users from 0 to {self.num_users - 1}, but batch {self.batches} holds {int(outside[0])}; "
-                "remove it"
+                f"{name} must return a tensor of shape {tuple(batch[0].shape)} for a batch of one record, got "
+                f"{described(value)}"
             )
-        seen = batch[self._batch_of[batch] != _UNUSED]
-        if seen.numel():
-            user = int(seen[0])
-            raise ValueError(
-                f"batches must use every user at most once, but user {user} is in batch {self.batches} and was in batch "
-                f"{int(self._batch_of[user])}; leave it out of one of them"
-            )
-        found, times = torch.unique(batch, return_counts=True)
-        if len(found) < len(batch):
-            user = int(found[times > 1][0])
-            raise ValueError(f"batches must use every user at most once, but user {user} is twice in batch {self.batches}")
-        self._batch_of[batch] = self.batches
-        self.batches += 1
-        return batch
+        return value[0]
 
-    def claim_all(self, batches: Iterable[Any]) -> list[Tensor]:
-        """Claims one batch after the other, before anything is computed from any of them."""
-        scalar = getattr(batches, "ndim", 1) == 0  # an array or tensor that says it is iterable
-        if not isinstance(batches, Iterable) or isinstance(batches, str) or scalar:
-            raise ValueError(f"batches must be a list of vectors of user numbers, got {batches!r}")
-        claimed = [self.claim(batch) for batch in batches]
-        if not claimed:
-            raise ValueError("batches must hold at least one batch of users, got none; leave it out for batches at random")
-        return claimed
+    def every(first: Tensor, *others: Any) -> Tensor:
+        """Returns the function's values (B, ...), each of one record."""
+        if not len(first):  # which vmap refuses
+            return torch.empty_like(first)
+        with vectorised(name, remedy):
+            return torch.func.vmap(one)(first, *others)
+
+    return every
 
 
-def _as_indices(indices: Any, number: int) -> Tensor:
-    """Returns a batch as a non-empty int64 vector."""
+@contextlib.contextmanager
+def vectorised(name: str, remedy: str = "") -> Iterator[None]:
+    """Says by name what is wrong with a function that ``torch.func`` cannot run on every record."""
     try:
-        batch = torch.as_tensor(indices).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"batches must hold tensors of user numbers, but batch {number} is {type(indices).__name__}") from None
-    whole = not (batch.is_floating_point() or batch.is_complex() or batch.dtype == torch.bool)
-    if batch.ndim != 1 or not batch.numel() or not whole:
+        yield
+    except torch.OutOfMemoryError:
+        raise  # no record's fault
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        if "randomness" in said:
+            raise ValueError(
+                f"{name} must not draw random numbers, got one that does; take them out (dropout: p=0, or eval())"
+            ) from error
         raise ValueError(
-            f"batches must hold non-empty vectors of whole numbers, but batch {number} has shape {tuple(batch.shape)} and "
-            f"type {batch.dtype}; pass user numbers, not a mask"
+            f"{name} must run under torch.func.vmap on one record at a time, but PyTorch says: {said[:200]}; write it with "
+            f"PyTorch operations and no branches on values{remedy}"
+        ) from error
+
+
+def batch_of_one(record: Any) -> Any:
+    """Returns a record, whose tensors lack the users' dimension, as a batch."""
+    return map_data(lambda x: x.unsqueeze(0), record)
+
+
+def one_loss(value: Any, name: str) -> Tensor:
+    """Returns the loss of a batch of one as a number, and refuses anything else."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise ValueError(
+            f"{name} must return one loss per record (it is called with one record at a time), got {described(value)}: sum or "
+            "average over everything but the records, with reduction='sum' or 'mean' say"
         )
-    return batch.long()
+    return value.reshape(())

@@ -6,6 +6,7 @@ minimiser (``docs/proofs/20_accelerated_sgd.md``, Phases), and takes steps to su
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 
@@ -19,7 +20,7 @@ from opacus_shuffle.sco.objective import LinearObjective
 from opacus_shuffle.sco.pan_private import PanPrivate
 from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 from opacus_shuffle.sco.result import Estimate
-from opacus_shuffle.sco.solver import Choices, Phase, Solver, Start, fitting
+from opacus_shuffle.sco.solver import Solver, Start
 
 METHODS: dict[str, type[Solver]] = {
     "accelerated": AcceleratedSGD,
@@ -65,7 +66,7 @@ def shuffle_strongly_convex(
         raise ValueError(f"rounds goes with method='gradient_descent', got rounds={rounds!r} for {method!r}: pass batch_size")
     if batch_size is not None and method == "gradient_descent":
         raise ValueError(f"batch_size goes with the other methods, got {batch_size!r} for 'gradient_descent': pass rounds")
-    solver = METHODS[method](problem, budget, Choices(rounds=rounds, batch_size=batch_size))
+    solver = METHODS[method](problem, budget, rounds=rounds, batch_size=batch_size)
     convexity = positive("strong_convexity", strong_convexity)
     if problem.smoothness is not None and problem.smoothness < convexity:
         raise ValueError(f"smoothness must be at least strong_convexity={convexity:g}, got {problem.smoothness!r}")
@@ -83,50 +84,51 @@ def shuffle_strongly_convex(
             "else nothing is proved of the excess loss (privacy does not depend on it)",
             stacklevel=2,
         )
-    count = best_number_of_phases(solver, convexity) if phases is None else integer("phases", phases)
-    share = problem.num_users // fitting("phases", count, problem.num_users)
-    users = solver.order(torch.arange(problem.num_users))
-    ran: list[Phase] = []
-    start = _first_start(problem, convexity)
+    count = best_number_of_phases(solver, convexity) if phases is None else integer("phases", phases, maximum=problem.num_users)
+    share = problem.num_users // count
+    users, start = solver.order(), _first_start(problem, convexity)
+    ran: list[Estimate] = []
     for group in torch.split(users[: share * count], share):
         ran.append(solver.run(group, start))
-        start = _next_start(problem, ran[-1].theta, ran[-1].bound, convexity)
-    found = {"strong_convexity": convexity, "phases": [phase.choices for phase in ran]}
-    return solver.estimate(ran, {"algorithm": f"phases of {method}", **found})
+        start = _next_start(problem, ran[-1].theta, ran[-1].excess_loss_bound, convexity)
+    statements, used = [phase.privacy for phase in ran], [dict(phase.choices) for phase in ran]
+    privacy = dataclasses.replace(
+        statements[-1],
+        rounds=sum(statement.rounds for statement in statements),
+        rounds_per_user=max(statement.rounds_per_user for statement in statements),
+        num_users=sum(statement.num_users for statement in statements),
+        bits_per_user=max(statement.bits_per_user or 0 for statement in statements) or None,
+    )
+    choices = {"algorithm": f"phases of {method}", "strong_convexity": convexity, "phases": used}
+    history = [entry for phase in ran for entry in phase.history]
+    return dataclasses.replace(ran[-1], privacy=privacy, history=history, choices=choices)
 
 
 def best_number_of_phases(solver: Solver, strong_convexity: float) -> int:
     """Returns the number of phases whose proved bound is the least: a free choice, since it does not depend on the data.
 
-    All numbers are compared by the noise that is planned; the best of them and the paper's own number then by the protocols'.
+    The paper's number, ⌈log₂ log₂ n⌉, is among those tried.
     """
-    users = solver.problem.num_users
-    common = paper_number_of_phases(users)
-    candidates = range(1, min(users, common + 2) + 1)
 
-    def value(count: int, exact: bool) -> float:
+    def value(phases: int) -> float:
         try:
-            return bound_of_phases(solver, strong_convexity, count, exact=exact)
+            return bound_of_phases(solver, strong_convexity, phases)
         except ValueError:  # so few users in a phase that no protocol, or no batch of this size, suits them
             return math.inf
 
-    planned = min(candidates, key=lambda count: value(count, False))
-    return min(sorted({planned, min(common, users)}), key=lambda count: value(count, True))
+    users = solver.problem.num_users
+    papers = math.ceil(math.log2(math.log2(max(users, 4))))
+    return min(range(1, min(users, papers + 2) + 1), key=value)
 
 
-def bound_of_phases(solver: Solver, strong_convexity: float, phases: int, *, exact: bool = True) -> float:
-    """Returns the excess loss to be proved for a run of so many phases; nearly so, but faster, if not ``exact``."""
+def bound_of_phases(solver: Solver, strong_convexity: float, phases: int) -> float:
+    """Returns the excess loss to be proved for a run of so many phases."""
     problem = solver.problem
     start, bound = _first_start(problem, strong_convexity), math.inf
     for _ in range(phases):
-        bound = solver.bound(problem.num_users // phases, start, exact=exact)
+        bound = solver.bound(problem.num_users // phases, start)
         start = _next_start(problem, start.theta, bound, strong_convexity)
     return bound
-
-
-def paper_number_of_phases(num_users: int) -> int:
-    """Returns SCO's k = ⌈log₂ log₂ n⌉, at least 1."""
-    return max(1, math.ceil(math.log2(max(math.log2(max(num_users, 2)), 1))))
 
 
 def _first_start(problem: Problem, convexity: float) -> Start:

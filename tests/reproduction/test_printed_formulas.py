@@ -10,7 +10,6 @@ import pytest
 import torch
 from helpers.convex_problems import BUDGET, Quadratic, mean_excesses
 
-from opacus_shuffle.sco.accelerated_sgd import shuffle_accelerated_sgd
 from opacus_shuffle.sco.acceleration import (
     accelerated_bound,
     accelerated_step_sizes,
@@ -91,15 +90,3 @@ def test_the_mean_excess_is_below_the_bound_with_the_printed_choices(run):
         choices = {"smoothness": 1.0, "rounds": 50, "step_size": printed_formulas.descent_step_size(printed, rounds=50)}
     excesses, bound = mean_excesses(run, 12, **choices)
     assert excesses.mean() - 4 * excesses.std() / math.sqrt(12) <= bound < 1.8 * 2
-
-
-def test_the_accelerated_method_takes_the_printed_choices_and_proves_nothing_where_they_need_not_converge():
-    printed, budget = problem(3000, 3, 1.8, 2.0), PrivacyBudget(15.0, 1e-6)
-    size = printed_formulas.accelerated_batch_size(printed, budget, smoothness=50.0)
-    rounds = 3000 // size
-    deviation = printed_formulas.accelerated_deviation(printed, budget, batch_size=size)
-    steps = printed_formulas.accelerated_step_sizes(printed, rounds=rounds, smoothness=50.0, deviation=0 * deviation)
-    steep = Problem(Quadratic(3), printed.data, constraint=L2Ball(1.0), lipschitz=1.8, smoothness=50.0)
-    estimate = shuffle_accelerated_sgd(steep, budget, batch_size=size, inverse_step_sizes=steps)
-    assert estimate.excess_loss_bound is None
-    assert estimate.choices["inverse_step_sizes"] == steps

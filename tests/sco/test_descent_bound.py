@@ -14,7 +14,7 @@ from opacus_shuffle.sco.constraints import L2Ball
 from opacus_shuffle.sco.descent_bound import MOST_ROUNDS, DescentBound, Oracle, descent_candidates
 from opacus_shuffle.sco.gradient_descent import GradientDescent
 from opacus_shuffle.sco.problem import PrivacyBudget, Problem
-from opacus_shuffle.sco.solver import Choices, Start
+from opacus_shuffle.sco.solver import Start
 
 BOUND = DescentBound(
     rounds=200,
@@ -102,12 +102,11 @@ def test_no_more_rounds_are_chosen_than_a_person_would_wait_for():
     assert descent_candidates(many, num_users=10**6) == [1, 2, 4, 8, 16, 32, 64, 128, MOST_ROUNDS]
 
 
-def test_the_planned_number_of_rounds_is_near_the_best_candidate_with_real_protocols():
+def test_the_chosen_number_of_rounds_is_the_best_candidate():
     problem = Problem(Quadratic(4), torch.zeros(300, 4), constraint=L2Ball(1.0), lipschitz=1.0, smoothness=1.0)
 
     def proved(rounds):
-        descent = GradientDescent(problem, PrivacyBudget(1.0, 1e-5), Choices(rounds=rounds))
-        return descent.bound(300, Start(problem.initial, problem.distance), exact=True)
+        descent = GradientDescent(problem, PrivacyBudget(1.0, 1e-5), rounds=rounds)
+        return descent.bound(300, Start(problem.initial, problem.distance))
 
-    # the plan guesses the grid by its worst case, g₁/√T; real ones are finer
-    assert proved(None) <= 1.1 * min(proved(rounds) for rounds in (1, 4, 16, 64, 300))
+    assert proved(None) == min(proved(rounds) for rounds in (1, 2, 4, 8, 16, 32, 64, 128, 256))

@@ -47,8 +47,6 @@ def test_links_are_convex_with_the_constants_they_claim(name, s, t, label):
     assert float(values[0]) >= float(values[1] + slopes[1] * (s - t)) - 1e-10
     if link.lipschitz is not None:
         assert float(slopes.abs().max()) <= link.lipschitz
-    if link.smoothness is not None:
-        assert abs(float(slopes[0] - slopes[1])) <= link.smoothness * abs(s - t) + 1e-13
 
 
 def test_the_logistic_loss_keeps_its_digits_far_out():
@@ -106,16 +104,12 @@ def test_links_that_are_none_are_refused(act, message):
         act()
 
 
-@pytest.mark.filterwarnings("ignore:link given's")
 def test_a_link_that_mixes_records_finds_none_to_mix():
     def mixing(scores, targets):
         return (scores - targets) ** 2 * targets.sum()
 
-    def slow(scores, targets):
-        return mixing(scores, targets) if float(targets.sum()) > 0 else -mixing(scores, targets)
-
     features, targets = normal(5, 2), normal(5, seed=1).abs()
-    for link in (Link("given", mixing), Link("given", slow), Link("given", mixing, lambda s, y: s * y.sum())):
+    for link in (Link("given", mixing), Link("given", mixing, lambda s, y: s * y.sum())):
         objective, theta = LinearObjective(link, dimension=2), normal(2, seed=3)
         before = objective.losses_and_gradients(theta, (features, targets))
         changed = targets.clone()

@@ -85,18 +85,3 @@ def test_gradients_come_in_blocks_where_they_are_many(silent, monkeypatch):
     whole = solve(shuffle_gradient_descent, half_square, data, **options)
     monkeypatch.setattr(solver, "_BLOCK", 14)
     assert torch.allclose(solve(shuffle_gradient_descent, half_square, data, **options).theta, whole.theta)
-
-
-def test_the_real_protocol_takes_blocks(monkeypatch):
-    data = torch.randn(100, 2, generator=seeded(0), dtype=torch.float64)
-    monkeypatch.setattr(solver, "_BLOCK", 14)
-    options = {"constraint": L2Ball(1.0), "lipschitz": 9.0, "smoothness": 1.0, "dimension": 2, "rounds": 2, **BUDGET}
-    assert bool(solve(shuffle_gradient_descent, half_square, data, **options).theta.isfinite().all())
-
-
-def test_gradient_descent_wants_a_flag_for_its_average():
-    with pytest.raises(ValueError, match="average must be True or False, got 'no'"):
-        solve(shuffle_gradient_descent,
-            half_square, torch.zeros(9, 2), constraint=L2Ball(1.0), lipschitz=2.0, smoothness=1.0, dimension=2, average="no",
-            **BUDGET,
-        )  # fmt: skip
