@@ -20,7 +20,8 @@ from opacus import GradSampleModule
 from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.core.randomness import SecretGenerator
-from opacus_shuffle.engine.optimizers import VectorSumOptimizer
+from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
+from opacus_shuffle.engine.shuffled_sum import ShuffledSum
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
@@ -37,12 +38,14 @@ def stepper(kind: str, samples: torch.Tensor, users: int) -> Callable[[], float]
         protocol = ShuffleVectorSum.with_noise_multiplier(
             users, parameters, 1.0, 1.1, delta=1e-5, zero_on_grid=True, rate=records / users
         )
-        optimizer = VectorSumOptimizer(
+        sigma = protocol.noise_multiplier
+        sums = ShuffledSum(protocol, noise_multiplier=sigma, everyone_reports=True)
+        optimizer = PrivateOptimizer(
             sgd,
-            aggregator=protocol,
-            everyone_reports=True,
+            clipping=sums,
+            noise=sums,
             generator=SecretGenerator(secure=kind == "sums, secure"),
-            **{**keywords, "noise_multiplier": protocol.noise_multiplier},
+            **{**keywords, "noise_multiplier": sigma},
         )
 
     inputs = torch.zeros(records, parameters, requires_grad=True)

@@ -27,19 +27,10 @@ import math
 
 import numpy as np
 import torch
-from opacus.optimizers import (
-    DistributedDPOptimizer,
-    DistributedDPOptimizerFastGradientClipping,
-    DPOptimizer,
-    DPPerLayerOptimizer,
-    FSDPOptimizerFastGradientClipping,
-)
+from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.core.randomness import SecretGenerator, check_generator
 from opacus_shuffle.core.validation import instance_of, integer
-from opacus_shuffle.engine.optimizers import BatchClipping
-
-DISTRIBUTED = (DistributedDPOptimizer, DistributedDPOptimizerFastGradientClipping, FSDPOptimizerFastGradientClipping)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +90,7 @@ class GradientCanary:
         generator: torch.Generator | None = None,
     ) -> None:
         instance_of("optimizer", optimizer, (DPOptimizer,))
-        if isinstance(optimizer, DISTRIBUTED):
+        if getattr(optimizer, "world_size", 1) > 1:
             raise ValueError(
                 f"optimizer must run on one process, got {type(optimizer).__name__}: each rank has a part of the sum; audit "
                 "the same training on one"
@@ -121,8 +112,8 @@ class GradientCanary:
 
         With a larger one the audit would be of more than one record.
         """
-        if isinstance(self._optimizer, DPPerLayerOptimizer):
-            return float(self._optimizer.max_grad_norms[self._number])
+        if (norms := getattr(self._optimizer, "max_grad_norms", None)) is not None:
+            return float(norms[self._number])
         return float(self._optimizer.max_grad_norm)
 
     def __enter__(self) -> GradientCanary:
@@ -151,7 +142,7 @@ class GradientCanary:
     def _batch_factor(self) -> float:
         """Returns the factor by which batch clipping will shrink the sum as it is now."""
         optimizer = self._optimizer
-        if not isinstance(optimizer, BatchClipping) or optimizer.batch_clip is None:
+        if getattr(optimizer, "batch_clip", None) is None:
             return 1.0
         if id(self.parameter) not in optimizer.shuffled:
             return 1.0

@@ -43,7 +43,7 @@ from opacus_shuffle.audit.result import AuditResult, Claim, Finding
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound
 from opacus_shuffle.core.opacus_compat import clips_adaptively
 from opacus_shuffle.core.validation import instance_of, integer, noise_level, open_unit_interval
-from opacus_shuffle.engine.optimizers.local_gaussian import NoisePerRecord
+from opacus_shuffle.engine.noise import LocalGaussianNoise
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler, innermost
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
@@ -271,7 +271,7 @@ def _check_run(
         raise ValueError("model must be in training mode, as it would be trained: call model.train()")
     if clips_adaptively(optimizer):
         raise ValueError("optimizer clips adaptively, with another noise in every step: audit clipping='flat' or 'per_layer'")
-    if isinstance(optimizer, NoisePerRecord):
+    if isinstance(getattr(optimizer, "noise", None), LocalGaussianNoise):
         raise ValueError(
             "optimizer adds local noise, which grows with the records in a batch: audit local_noise=False, or the mechanism "
             "(opacus_shuffle.audit.audit_shuffle_gauss)"

@@ -102,19 +102,24 @@ class OpenEngine(opacus.PrivacyEngine):
 
 
 class OpenOptimizer(DPOptimizer):
-    """Opacus's optimizer, which asks whether a step only adds to the sum of a batch under a public name."""
+    """Opacus's optimizer, with public names for the signals of ``BatchMemoryManager``."""
 
-    def only_sums(self, signalled: bool) -> bool:
-        """Whether the step ends here, without a release, once it has clipped and summed.
+    def signalled(self, *, take: bool = False) -> bool:
+        """What ``signal_skip_step`` said of the next step: that it only adds to the sum of a batch.
 
         Args:
-            signalled: What ``signal_skip_step`` said of it.
+            take: Whether this step is the next one, so that the signal is used up.
         """
-        return signalled
+        return bool(self._check_skip_next_step(pop_next=take))
 
-    def signalled(self) -> bool:
-        """What ``signal_skip_step`` said of the next step."""
-        return bool(super()._check_skip_next_step(pop_next=False))
+    @property
+    def last_step_was_skipped(self) -> bool:
+        """Whether the last step only added to the sum of a batch, which ``zero_grad()`` then keeps."""
+        return bool(self._is_last_step_skipped)
+
+    @last_step_was_skipped.setter
+    def last_step_was_skipped(self, skipped: bool) -> None:
+        self._is_last_step_skipped = skipped
 
     def refuse_missing(self, parameter: torch.Tensor, *, unfinished: bool) -> None:
         """Refuses a step without gradients of records; Opacus does so too, without a reason.
@@ -128,10 +133,6 @@ class OpenOptimizer(DPOptimizer):
         if getattr(p, "grad_sample", None) is None:
             self.refuse_missing(p, unfinished=bool(getattr(p, "_forward_counter", 0)))
         return super()._get_flat_grad_sample(p)
-
-    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
-        signalled = bool(super()._check_skip_next_step(pop_next))
-        return self.only_sums(signalled) if pop_next else signalled
 
 
 def build_physical_loaders_with(build: Callable[..., DataLoader]) -> None:
@@ -158,11 +159,6 @@ def rows_waiting(optimizer: DPOptimizer) -> set[int]:
     """How many records each parameter has gradients of; nothing of those that have none."""
     found = [getattr(parameter, "grad_sample", None) for parameter in optimizer.params]
     return {sum(map(len, each)) if isinstance(each, list) else len(each) for each in found if each is not None}
-
-
-def last_step_was_skipped(optimizer: DPOptimizer) -> bool:
-    """Whether the last ``step()`` only added to the sum of a logical batch."""
-    return bool(optimizer._is_last_step_skipped)
 
 
 def drop_sum(optimizer: DPOptimizer) -> None:

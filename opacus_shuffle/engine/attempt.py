@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_shuffle.core.opacus_compat import OpenEngine, forget_parameters
+from opacus_shuffle.engine.ghost_loss import clipped_whatever_happens
 from opacus_shuffle.engine.network_checks import (
     FirstBatch,
     check_network,
@@ -21,7 +22,6 @@ from opacus_shuffle.engine.network_checks import (
     refuse_unsupported,
     watch_packs,
 )
-from opacus_shuffle.engine.optimizers.ghost_loss import clipped_whatever_happens
 from opacus_shuffle.engine.raw_data import leave_out_records
 from opacus_shuffle.engine.run import Run
 from opacus_shuffle.engine.sampling.empty_batches import let_layers_be_empty, prepare_empty_batches

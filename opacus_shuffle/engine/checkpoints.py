@@ -19,7 +19,7 @@ from opacus_shuffle.core.atomic_file import replacing
 from opacus_shuffle.core.plain_values import fingerprint, plain
 from opacus_shuffle.core.validation import boolean, instance_of
 from opacus_shuffle.engine.opacus_lineage import OpacusLineage
-from opacus_shuffle.engine.optimizers.released_only import private_optimizers
+from opacus_shuffle.engine.raw_gradients import private_optimizers
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
 from opacus_shuffle.networks.rollback import rolled_back_if_refused
 

@@ -35,6 +35,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from opacus_shuffle.core.progress import enter_phase
+from opacus_shuffle.engine.clipping import HALF
 from opacus_shuffle.engine.mixed_records import (
     UnprobedError,
     has_records,
@@ -44,7 +45,6 @@ from opacus_shuffle.engine.mixed_records import (
     untouched,
     with_others,
 )
-from opacus_shuffle.engine.optimizers.usable_records import HALF
 from opacus_shuffle.networks.running import results, seed_draws
 from opacus_shuffle.networks.sample_input import Call
 from opacus_shuffle.permutation.network import tensors_in

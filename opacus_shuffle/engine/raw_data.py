@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from opacus_shuffle.core.opacus_compat import without_records
-from opacus_shuffle.engine.optimizers.released_only import END, OWNER
+from opacus_shuffle.engine.raw_gradients import END, OWNER
 
 _STATE = "__getstate__"
 _PER_LAYER = "ft_compute_sample_grad"

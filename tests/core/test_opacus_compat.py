@@ -70,10 +70,10 @@ def test_opacus_still_has__step_skip_queue():
     for skipped in (True, True, False):
         optimizer.signal_skip_step(skipped)
     optimizer.step()
-    assert opacus_compat.last_step_was_skipped(optimizer)
+    assert optimizer._is_last_step_skipped
     assert optimizer.params[0].summed_grad is not None
     opacus_compat.drop_partial_batch(optimizer)
-    assert not opacus_compat.last_step_was_skipped(optimizer)
+    assert not optimizer._is_last_step_skipped
     assert optimizer.params[0].grad_sample is None
     assert optimizer.params[0].summed_grad is None
     assert optimizer._step_skip_queue == []
@@ -194,21 +194,17 @@ def test_a_pass_that_was_never_finished_is_forgotten_and_would_have_been_added_t
     assert not opacus_compat.watches_gradients(module)
 
 
-def test_an_optimizer_asks_whether_a_step_only_sums_and_forgets_what_is_to_be_forgotten():
-    class Never(opacus_compat.OpenOptimizer):
-        def only_sums(self, signalled):
-            asked.append(signalled)
-            return False
-
-    asked = []
+def test_an_optimizer_tells_its_signals_and_forgets_what_is_to_be_forgotten():
     parameter = nn.Parameter(torch.zeros(3))
-    optimizer = Never(torch.optim.SGD([parameter], lr=1.0), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=2)
+    sgd = torch.optim.SGD([parameter], lr=1.0)
+    optimizer = opacus_compat.OpenOptimizer(sgd, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=2)
     optimizer.signal_skip_step()
     assert optimizer.signalled()
     parameter.grad_sample = torch.ones(2, 3)
     assert opacus_compat.rows_waiting(optimizer) == {2}
-    assert optimizer.pre_step()
-    assert asked == [True]
+    assert not optimizer.pre_step()
+    assert optimizer.last_step_was_skipped
     assert not optimizer.signalled()
     opacus_compat.drop_sum(optimizer)
     assert parameter.summed_grad is None
+    assert not optimizer.last_step_was_skipped

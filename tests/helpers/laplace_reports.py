@@ -14,7 +14,7 @@ import opacus_shuffle
 from opacus_shuffle.accountants import register_bound
 from opacus_shuffle.accountants.bounds.registry import Answer
 from opacus_shuffle.accountants.mechanism import Mechanism, described
-from opacus_shuffle.engine.optimizers import optimizer_class
+from opacus_shuffle.engine.noise import Noise
 from opacus_shuffle.engine.schemes.base import Scheme
 
 PROVED, ESTIMATE = opacus_shuffle.Guarantee.PROVED, opacus_shuffle.Guarantee.ESTIMATE
@@ -49,18 +49,21 @@ def _half(rounds, *, delta, adjacency, orders):
 # --- three: how it is trained -----------------------------------------------------------------------------------------
 
 
+class LaplaceNoise(Noise):
+    """The sum of so many reports' noise."""
+
+    def __init__(self, reports):
+        self.reports = reports
+
+    def draw(self, optimizer, total):
+        noise = torch.distributions.Laplace(0.0, optimizer.noise_multiplier * optimizer.max_grad_norm)
+        return noise.sample((self.reports, *total.shape)).sum(0)
+
+
 class LaplaceTraining(Scheme):
     """Every record's report carries its own Laplace noise: the sum gets the sum of theirs."""
 
     mechanisms: ClassVar = (LaplaceReports,)
 
-    def optimizer_class(self, base, run):
-        class WithLaplace(optimizer_class(base, local_noise=False)):
-            def add_noise(self):
-                super().add_noise()  # the checks and the accounting; its Gaussian noise is not used
-                for parameter in self.params:
-                    noise = torch.distributions.Laplace(0.0, self.noise_multiplier * self.max_grad_norm)
-                    drawn = noise.sample((run.sampling.batch_size, *parameter.shape)).sum(0)
-                    parameter.grad = (parameter.summed_grad + drawn).view_as(parameter)
-
-        return WithLaplace
+    def strategies(self, run, clipping):
+        return clipping, LaplaceNoise(run.sampling.batch_size)

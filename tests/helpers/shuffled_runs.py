@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from opacus.optimizers import optimizer as flat_clipping
-from opacus.optimizers import optimizer_fast_gradient_clipping as ghost_clipping
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle import PrivacyEngine, prepare_model
+from opacus_shuffle.engine import noise
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 from opacus_shuffle.permutation import PermutationPlan, PermutationSpec
@@ -343,16 +342,15 @@ def noise_carried_along(run: Run) -> Iterator[None]:
     """While inside, the run's noise is that of the run without shuffling, moved to where the units are."""
 
     def moved(generate: Any) -> Any:
-        def noise(std: float, reference: torch.Tensor, generator: Any = None, secure_mode: bool = False) -> torch.Tensor:
+        def noise_there(std: float, reference: torch.Tensor, generator: Any = None, secure_mode: bool = False) -> torch.Tensor:
             made = generate(std, reference, generator, secure_mode)
             for name, tensor in run.shuffler.spec.tensors(run.network).items():
                 if getattr(tensor, "summed_grad", None) is reference:
                     run.shuffler.spec.move({name: [made]}, drawn(run.shuffler))
             return made
 
-        return noise
+        return noise_there
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (flat_clipping, ghost_clipping):
-            patch.setattr(module, "_generate_noise", moved(module._generate_noise))
+        patch.setattr(noise, "gaussian_noise", moved(noise.gaussian_noise))
         yield

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from opacus.optimizers import DPOptimizer, get_optimizer_class
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -30,8 +29,10 @@ from opacus_shuffle.accountants.report import not_private
 from opacus_shuffle.core.guarantees import Guarantee, PrivacyAssumptionWarning
 from opacus_shuffle.core.randomness import KeyChain, SecretGenerator, is_secret, seeded_generator
 from opacus_shuffle.core.validation import noise_level, one_of, refuse_taken
-from opacus_shuffle.engine.optimizers import GhostLogicalBatch, TicketedSteps, optimizer_class
-from opacus_shuffle.engine.optimizers.released_only import hold
+from opacus_shuffle.engine.clipping import AdaptiveClipping, Clipping, clipping_for
+from opacus_shuffle.engine.noise import Noise, noise_for
+from opacus_shuffle.engine.private_optimizer import AdaptivePrivateOptimizer, PrivateOptimizer
+from opacus_shuffle.engine.raw_gradients import hold
 from opacus_shuffle.engine.run import Budget, Request, Run
 from opacus_shuffle.engine.sampling.fresh_inputs import watch_inputs
 from opacus_shuffle.engine.sampling.loaders import (
@@ -323,26 +324,38 @@ class Scheme:
             found.append("noise_generator")
         return tuple(found)
 
-    def build_optimizer(
-        self, run: Run, *, distributed: bool, clipping: str, grad_sample_mode: str, noise_generator: Any, **keywords: Any
-    ) -> DPOptimizer:
+    def build_optimizer(self, run: Run, *, distributed: bool, noise_generator: Any, **keywords: Any) -> PrivateOptimizer:
         """The optimizer that adds the noise that is accounted for; its keywords are Opacus's."""
-        base = get_optimizer_class(clipping=clipping, distributed=distributed, grad_sample_mode=grad_sample_mode)
-        keywords["expected_batch_size"] = self.expected_batch_size(
-            run, keywords["expected_batch_size"], distributed=distributed
-        )
+        modes = {name: keywords.pop(name) for name in ("clipping", "grad_sample_mode")}
+        clipping = clipping_for(**modes, distributed=distributed)
+        adaptive = isinstance(clipping, AdaptiveClipping)
+        kind = AdaptivePrivateOptimizer if adaptive else PrivateOptimizer
+        size = keywords.pop("expected_batch_size")
         secure = self.engine.secure_mode
-        generator = self.engine.secure_rng if secure else noise_generator
-        return self.optimizer_class(base, run)(generator=generator, secure_mode=secure, **keywords)
+        clipping, noise = self.strategies(run, clipping)
+        return kind(
+            clipping=clipping,
+            noise=noise,
+            distributed=distributed and modes["grad_sample_mode"] != "ghost_fsdp",
+            expected_batch_size=self.expected_batch_size(run, size),
+            generator=self.engine.secure_rng if secure else noise_generator,
+            secure_mode=secure,
+            **keywords,
+        )
 
-    def expected_batch_size(self, run: Run, opacus: float, *, distributed: bool) -> float:
+    def strategies(self, run: Run, clipping: Clipping) -> tuple[Clipping, Noise]:
+        """How the optimizer clips and what noise it adds; ``clipping`` is what was asked for."""
+        asked = run.request
+        noise = noise_for(
+            clipping=asked.clipping,
+            grad_sample_mode=asked.grad_sample_mode,
+            local_noise=asked.local_noise,
+        )
+        return clipping, noise
+
+    def expected_batch_size(self, run: Run, opacus: float) -> float:
         """What a sum is divided by, from public numbers alone; Opacus rounds it down."""
         return run.sampling.batch_size / run.request.ranks.size
-
-    def optimizer_class(self, base: type[DPOptimizer], run: Run) -> Callable[..., DPOptimizer]:
-        """Ours in the place of Opacus's class."""
-        made: Callable[..., DPOptimizer] = optimizer_class(base, local_noise=run.request.local_noise)  # type: ignore[arg-type]
-        return made
 
     # ---- attach: what runs beside every step ---------------------------------------------------------------------------------
 
@@ -362,8 +375,6 @@ class Scheme:
                 batch_clip=run.batch_clip.batch_clip,
                 unshuffled_noise_ratio=run.batch_clip.unshuffled_noise_ratio or 1.0,
             )
-        if isinstance(optimizer, GhostLogicalBatch):
-            optimizer.watch(module)
         generator = run.request.shuffling.generator
         if generator is None and self.engine.seed is not None:
             generator = self.fresh_generator("permutations")
@@ -372,19 +383,16 @@ class Scheme:
         if (tickets := self.tickets(made[-1])) is not None:
             tickets.unsplit = isinstance(run.request.module, DistributedDataParallel)
         watch_inputs(run.request.module, module, tickets)
-        if isinstance(optimizer, TicketedSteps):
-            optimizer.tickets = tickets
-            self.told = self.named_before(run, optimizer)
-            optimizer.account_with(self.accountant, self.account(run), tickets)
-            hold(unwrap(run.request.module), module, optimizer)
-        else:
-            optimizer.attach_step_hook(self.account(run))
+        optimizer.tickets = tickets
+        self.told = self.named_before(run, optimizer)
+        optimizer.account_with(self.accountant, self.account(run), tickets)
+        hold(unwrap(run.request.module), module, optimizer)
 
     def tickets(self, loader: DataLoader) -> TicketBook | None:
         """Where the loader issues tickets; None if any batch may be stepped on."""
         return loader.tickets if isinstance(loader, TicketedLoader) else None
 
-    def account(self, run: Run) -> Callable[[DPOptimizer], None]:
+    def account(self, run: Run) -> Callable[[PrivateOptimizer], None]:
         """What records every round, before its noise is drawn.
 
         A kept network keeps it, and neither data nor engine: these may be gone when :meth:`round` is called, which reads
@@ -394,7 +402,7 @@ class Scheme:
         scheme.engine = weakref.proxy(self.engine)
         run = dataclasses.replace(run, request=dataclasses.replace(run.request, data_loader=loader))
 
-        def record(optimizer: DPOptimizer) -> None:
+        def record(optimizer: PrivateOptimizer) -> None:
             scheme.look_at(optimizer)
             scheme.accountant.record(scheme.round(run, optimizer))
 
@@ -414,7 +422,7 @@ class Scheme:
                 keeper.predictable = tuple(dict.fromkeys((*keeper.predictable, name)))
                 warnings.warn(not_private((name,)), stacklevel=2)
 
-    def round(self, run: Run, optimizer: DPOptimizer) -> Mechanism:
+    def round(self, run: Run, optimizer: PrivateOptimizer) -> Mechanism:
         """The round that an optimizer is about to release.
 
         Raises:
@@ -431,7 +439,7 @@ class Scheme:
 
 def _no_secrets(optimizer: Any) -> list[tuple[str, torch.Generator | None]]:
     """What draws the noise and the batches of an optimizer, if others can draw the same, each with its name."""
-    tickets = optimizer.tickets if isinstance(optimizer, TicketedSteps) else None
+    tickets = optimizer.tickets
     sampler: Any = getattr(tickets and tickets.loader(), "batch_sampler", None)
     drawing = [("optimizer.generator", optimizer.generator)]
     if hasattr(sampler, "generator"):

@@ -106,7 +106,7 @@ class OpacusOwn(Scheme):
         """Opacus's: PyTorch's own."""
         return None if self.is_opacus(request) else super().noise_generator(request)
 
-    def expected_batch_size(self, run: Run, opacus: float, *, distributed: bool) -> float:
+    def expected_batch_size(self, run: Run, opacus: float) -> float:
         """Opacus's."""
         return opacus
 

@@ -7,13 +7,10 @@ Poisson-subsampled DP-SGD's. With ``poisson_sampling=False`` a secret sample of 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from opacus.optimizers import DPOptimizer
 
 from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.bounds.shuffled_sums import gaussian_epsilons
@@ -24,11 +21,14 @@ from opacus_shuffle.analysis.binomial_sums import LOST_SHARE
 from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.validation import instance_of, moderate, one_of, positive
-from opacus_shuffle.engine.optimizers import DistributedVectorSumOptimizer, VectorSumOptimizer
+from opacus_shuffle.engine.clipping import Clipping
+from opacus_shuffle.engine.noise import Noise
+from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
 from opacus_shuffle.engine.run import Budget, Request, Run
 from opacus_shuffle.engine.sampling.sampling_plan import Kind, SamplingPlan
 from opacus_shuffle.engine.schemes.base import Scheme
 from opacus_shuffle.engine.schemes.on_ranks import plan_on_ranks
+from opacus_shuffle.engine.shuffled_sum import ShuffledSum
 from opacus_shuffle.protocols.calibration import Promise
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
@@ -147,17 +147,20 @@ class VectorSums(Scheme):
         """One round of the protocol, whose noise is its own."""
         return _mechanism(instance_of("aggregator", run.aggregator, (ShuffleVectorSum,)), run.sampling)
 
-    def round(self, run: Run, optimizer: DPOptimizer) -> Mechanism:
-        """The round that was planned; the optimizer has looked after that before it counted anything."""
-        instance_of("optimizer", optimizer, (VectorSumOptimizer,)).check_agreement()
+    def round(self, run: Run, optimizer: PrivateOptimizer) -> Mechanism:
+        """The round that was planned; the optimizer has looked after that while it counted."""
         planned: Mechanism = self.accountant.planned
         return planned
 
-    def optimizer_class(self, base: type[DPOptimizer], run: Run) -> Callable[..., DPOptimizer]:
-        """The optimizer that sums by the protocol."""
-        protocol = instance_of("aggregator", run.aggregator, (ShuffleVectorSum,))
-        kind = DistributedVectorSumOptimizer if run.request.ranks.distributed else VectorSumOptimizer
-        return functools.partial(kind, aggregator=protocol, everyone_reports=run.sampling.kind == "poisson")
+    def strategies(self, run: Run, clipping: Clipping) -> tuple[Clipping, Noise]:
+        """The protocol, which does both."""
+        assert run.aggregator is not None
+        sums = ShuffledSum(
+            run.aggregator,
+            noise_multiplier=float(run.noise_multiplier),
+            everyone_reports=run.sampling.kind == "poisson",
+        )
+        return sums, sums
 
     def covers_drop_outs(self, run: Run) -> bool:
         """Where everyone is in every round the protocol covers them; a sample is all there."""

@@ -7,12 +7,10 @@ import math
 import warnings
 from typing import Any, ClassVar
 
-from opacus.optimizers import DPOptimizer
-
 from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledWeights
-from opacus_shuffle.core.validation import instance_of, one_of
-from opacus_shuffle.engine.optimizers import BatchClipping
+from opacus_shuffle.core.validation import one_of
+from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
 from opacus_shuffle.engine.run import Budget, Request, Run
 from opacus_shuffle.engine.schemes.base import Scheme
 from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan, noise_ratio, plan_batch_clip, whole_norm
@@ -105,13 +103,12 @@ class ShuffledDPSGD(Scheme):
         )
         return _with_noise(each, noise_multiplier, plan.unshuffled_noise_ratio)
 
-    def round(self, run: Run, optimizer: DPOptimizer) -> Mechanism:
+    def round(self, run: Run, optimizer: PrivateOptimizer) -> Mechanism:
         """The step, if parameters, norms and noises are still those that were planned."""
         found, plan = super().round(run, optimizer), run.batch_clip
         if plan is not None and plan.parameters:
-            trained, shuffled = set(map(id, optimizer.params)), set(map(id, plan.parameters))
-            clipping = instance_of("optimizer", optimizer, (BatchClipping,))
-            told = (clipping.batch_clip, clipping.unshuffled_noise_ratio, clipping.shuffled)
+            trained, shuffled = set(map(id, optimizer.params)), frozenset(map(id, plan.parameters))
+            told = (optimizer.batch_clip, optimizer.unshuffled_noise_ratio, optimizer.shuffled)
             stays = plan.unshuffled_noise_ratio is not None
             as_planned = (plan.batch_clip, plan.unshuffled_noise_ratio or 1.0, shuffled)
             if told != as_planned or not shuffled <= trained or stays != bool(trained - shuffled):

@@ -253,7 +253,7 @@ WAYS = [  # how it is trained, the steps that are released, and why no more
     (clearing_before_the_step, 0, "no gradients of records|not clipped"),
     (the_optimizer_inside, 0, "inside of a private one"),
     (released_for_the_optimizer_inside, 4, None),
-    (noise_by_hand, 0, "no batch to release"),
+    (noise_by_hand, 0, "called by itself"),
     (no_hooks, 8, None),
     (a_grad_scaler, 0, "GradScaler"),
     (early_breaks, 12, None),

@@ -32,9 +32,9 @@ from opacus_shuffle.core.opacus_compat import (
     without_norm,
     wrapped_network,
 )
+from opacus_shuffle.engine.clipping import HALF
 from opacus_shuffle.engine.mixed_records import refuse_mixed_losses
-from opacus_shuffle.engine.optimizers.released_only import names_of
-from opacus_shuffle.engine.optimizers.usable_records import HALF
+from opacus_shuffle.engine.raw_gradients import names_of
 
 HALF_MARGIN = 1 - 2**-7
 """A norm in half precision is right to this factor."""
@@ -236,7 +236,7 @@ class GhostLoss(DPTensorFastGradientClipping):
                 reduced.backward()  # type: ignore[no-untyped-call]
                 for parameter, total in passes.sums.items():
                     parameter.grad = total.to(parameter.dtype)
-            optimizer.note_clipped(passes.sums)
+            optimizer.clipping.note(optimizer, module, len(factors), passes.sums)
             done = True
         finally:
             passes.end()

@@ -12,11 +12,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from opacus.optimizers import DPOptimizer
 from torch import nn
 
 from opacus_shuffle.core.opacus_compat import is_used, wrapped_network
-from opacus_shuffle.engine.optimizers.released_only import names_of, private_optimizers
+from opacus_shuffle.engine.raw_gradients import names_of, private_optimizers
 from opacus_shuffle.engine.sampling.fresh_inputs import origin_of
 from opacus_shuffle.engine.sampling.tickets import Origin
 
@@ -99,15 +98,3 @@ def refuse_second_expansion(module: nn.Module, args: Any, keywords: Any) -> None
 
 def _waits(parameter: torch.Tensor | None) -> bool:
     return getattr(parameter, "grad_sample", None) is not None
-
-
-def refuse_accumulated(optimizer: DPOptimizer) -> None:
-    """Refuses gradients of several backward passes, where Opacus allows these."""
-    waiting = [getattr(parameter, "grad_sample", None) for parameter in optimizer.params]
-    batches = max((len(each) for each in waiting if isinstance(each, list)), default=1)
-    if batches > 1:
-        raise ValueError(
-            f"gradients of {batches} batches were accumulated: a record might be in two of them; "
-            "call optimizer.step() and zero_grad() after each, or split batches with "
-            "BatchMemoryManager"
-        )

@@ -1,0 +1,185 @@
+"""Shuffled sums in place of Gaussian noise: records' clipped gradients on a grid, and noise bits.
+
+Each record plays a user of a :class:`~opacus_shuffle.protocols.vector_sum.ShuffleVectorSum`: its
+whole gradient, all trainable parameters in the optimizer's order, is clipped, rounded at random to
+the protocol's grid and added to whole-number counts. One draw of binomials per step, and the counts
+become ``.grad``. The counts of several physical batches add up, so splitting a batch changes
+nothing but memory.
+
+>>> from opacus import GradSampleModule
+>>> from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
+>>> model = GradSampleModule(torch.nn.Linear(10_000, 1, bias=False))
+>>> protocol = ShuffleVectorSum(25, 10_000, 1.0, epsilon=1.0, delta=1e-5, calibration="tight")
+>>> sums = ShuffledSum(protocol, noise_multiplier=2 / protocol.mu)
+>>> optimizer = PrivateOptimizer(
+...     torch.optim.SGD(model.parameters(), lr=1.0), clipping=sums, noise=sums,
+...     noise_multiplier=2 / protocol.mu, max_grad_norm=1.0, expected_batch_size=None,
+...     loss_reduction="sum", generator=torch.Generator().manual_seed(0))
+>>> (0 * model(torch.zeros(25, 10_000))).sum().backward()
+>>> optimizer.step()
+>>> round(float(next(model.parameters()).grad.std() / protocol.variance**0.5), 1)
+1.0
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from opacus_shuffle.core.opacus_compat import mark_as_used, refuse_used
+from opacus_shuffle.engine.clipping import Clipping
+from opacus_shuffle.engine.noise import Noise
+from opacus_shuffle.engine.ranks import add_up
+from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
+
+_ENTRIES = 2**17
+"""Numbers that are turned into double precision at a time: what a processor's cache holds."""
+
+
+class ShuffledSum(Clipping, Noise):
+    """Both strategies of an optimizer at once: the protocol's encoding clips, its bits are noise.
+
+    On several processes each counts its share of the records and draws their noise bits, and all
+    add up.
+
+    Args:
+        protocol: Its ``num_users`` records (with an ``honest_fraction``, not fewer than that share
+            of them) must be in every logical batch; its ``dimension`` and ``max_norm`` are those of
+            the gradients.
+        noise_multiplier: Of the optimizer, 2/μ: it draws nothing, and is what accountants read.
+        everyone_reports: All ``num_users`` report in every round, and those whose records are not
+            in the logical batch report zero.
+    """
+
+    def __init__(self, protocol: ShuffleVectorSum, *, noise_multiplier: float, everyone_reports: bool = False) -> None:
+        self.protocol, self.everyone_reports = protocol, everyone_reports
+        self.noise_multiplier = noise_multiplier
+        self.forget_sum()
+
+    def forget_sum(self) -> None:
+        """Forgets the counts."""
+        self.counts: torch.Tensor | None = None
+        self.released = False
+
+    def check_agreement(self, optimizer: Any) -> None:
+        """Refuses, before anything is released, what is not accounted.
+
+        Raises:
+            ValueError: If its multiplier, its norm or what is trained has changed.
+        """
+        protocol = self.protocol
+        if optimizer.noise_multiplier != self.noise_multiplier:
+            raise ValueError(
+                f"noise_multiplier of the optimizer is {optimizer.noise_multiplier}, the "
+                f"protocol's is {self.noise_multiplier}: its noise is fixed, no schedule changes "
+                "it; leave noise_multiplier alone"
+            )
+        entries = sum(parameter.numel() for parameter in optimizer.params)
+        if entries != protocol.dimension:
+            raise ValueError(
+                f"dimension of the aggregator is {protocol.dimension}, the trainable parameters "
+                f"have {entries} entries: were some frozen or thawed after make_private?"
+            )
+        if not math.isclose(optimizer.max_grad_norm, protocol.max_norm, rel_tol=1e-6):
+            raise ValueError(
+                f"max_grad_norm is {optimizer.max_grad_norm}, the aggregator is made for "
+                f"max_norm={protocol.max_norm}: its noise cannot follow a norm that changes"
+            )
+
+    def clip(self, optimizer: Any) -> tuple[int, float]:
+        """Clips every record's gradient by Opacus's factor, puts it on the grid and counts.
+
+        Raises:
+            ValueError: If gradients are missing, used before, or not those that the protocol is
+                made for.
+        """
+        self.check_agreement(optimizer)
+        if self.released:
+            raise ValueError("this batch has been released already: call optimizer.zero_grad() after optimizer.step()")
+        for parameter in optimizer.params:
+            refuse_used(parameter.grad_sample)
+        samples = optimizer.grad_samples
+        rows = [sample.detach().reshape(len(sample), math.prod(sample.shape[1:])) for sample in samples]
+        norms = _without_overflow(torch.stack([_norms(row) for row in rows]))
+        # An error would be an event that everyone sees and no ε speaks of: what is not finite is
+        # reported as zero.
+        if not (usable := torch.isfinite(norms)).all():
+            rows = [row.masked_fill(~usable[:, None].to(row.device), 0.0) for row in rows]
+        # In double precision, no clipped norm exceeds the bound.
+        bound = min(optimizer.max_grad_norm, self.protocol.max_norm)
+        factors = (bound / (norms.masked_fill(~usable, 0.0) + 1e-6)).clamp(max=1.0)
+        counts = self.protocol.encode_scaled(rows, factors, optimizer.generator)
+        self.counts = counts if self.counts is None else self.counts + counts
+        for parameter in optimizer.params:
+            mark_as_used(parameter.grad_sample)
+        return len(norms), float(optimizer.max_grad_norm)
+
+    def check_release(self, optimizer: Any) -> None:
+        """Refuses sums of too few or too many records.
+
+        Raises:
+            ValueError: If the protocol does not cover as many as there are.
+        """
+        here = self.reports_here(optimizer)
+        if self.everyone_reports and optimizer.num_records > here:
+            raise ValueError(f"the batch has {optimizer.num_records} records, the aggregator is for num_users={here}")
+        self.protocol.check_reports(self.total_reports(optimizer))
+
+    def reports_here(self, optimizer: Any) -> int:
+        """How many users report on this process: those in the batch, or its share of everyone."""
+        if not self.everyone_reports:
+            return int(optimizer.num_records)
+        return len(range(optimizer.rank, self.protocol.num_users, optimizer.world_size))
+
+    def total_reports(self, optimizer: Any) -> int:
+        """How many users report on all processes."""
+        return int(self.total(optimizer, torch.tensor(self.reports_here(optimizer))))
+
+    def total(self, optimizer: Any, counts: torch.Tensor) -> torch.Tensor:
+        """The counts of all processes, added up."""
+        return add_up(counts, optimizer.params[0].device) if optimizer.distributed else counts
+
+    def add(self, optimizer: Any) -> None:
+        """Draws the reports' noise bits, and decodes the counts into ``.grad``.
+
+        The first process decodes the sum of all counts; the others have nothing to add to it.
+
+        Raises:
+            ValueError: If nothing was counted since the last release.
+        """
+        if self.counts is None:
+            raise ValueError(
+                "there is no new sum to release: call loss.backward() first, and optimizer.zero_grad() after step()"
+            )
+        protocol, generator = self.protocol, optimizer.generator
+        reports, counts = self.reports_here(optimizer), self.counts
+        if absent := reports - optimizer.num_records:
+            counts = counts + protocol.encode_zeros(absent, generator)
+        part = {"part": True} if optimizer.distributed else {}
+        noised = protocol.draw_noise(reports, generator, **part).add_(counts)
+        # Beside the estimate, the counts would tell the noise.
+        self.counts, self.released = None, True
+        estimate = protocol.decode(self.total(optimizer, noised), self.total_reports(optimizer))
+        if optimizer.rank:
+            estimate.zero_()
+        sizes = [parameter.numel() for parameter in optimizer.params]
+        for parameter, piece in zip(optimizer.params, torch.split(estimate, sizes), strict=True):
+            parameter.grad = piece.view_as(parameter).to(parameter.device, parameter.dtype)
+
+
+def _norms(rows: torch.Tensor) -> torch.Tensor:
+    """Every row's norm in double precision, on the CPU; not finite if the row is not."""
+    if rows.dtype == torch.float64 and rows.numel():
+        return _without_overflow(rows.T).cpu()
+    squares = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+    for columns in torch.split(rows, max(1, _ENTRIES // max(len(rows), 1)), dim=1):
+        squares += columns.double().square_().sum(1)
+    return squares.sqrt().cpu()
+
+
+def _without_overflow(columns: torch.Tensor) -> torch.Tensor:
+    """The norm of every column, whose squares double precision may not hold."""
+    largest = columns.abs().amax(dim=0).clamp_min(1.0)
+    return largest * torch.linalg.vector_norm(columns / largest, dim=0)
