@@ -388,7 +388,7 @@ class PrivateOptimizer(OpenOptimizer):
         if not hasattr(self, "found_inf"):
             return
         for name in ("grad_scale", "found_inf"):
-            vars(self).pop(name, None)
+            self.__dict__.pop(name, None)
         raise ValueError(
             "GradScaler.step(optimizer) skips steps and shows by its scale that it did, which no "
             "noise hides: call optimizer.step() yourself, without a GradScaler (bfloat16 needs "
