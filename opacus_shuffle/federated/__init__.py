@@ -7,11 +7,10 @@ The parts know nothing of any framework: ``GaussianReports`` and ``BitSums`` say
 from __future__ import annotations
 
 from opacus_shuffle.federated.bit_sums import BitSums
-from opacus_shuffle.federated.client_book import FileBook
 from opacus_shuffle.federated.gaussian_reports import GaussianReports
 from opacus_shuffle.federated.ledger import Ledger
 from opacus_shuffle.federated.report_format import ReportFormat
-from opacus_shuffle.federated.reporter import Reporter
+from opacus_shuffle.federated.reporter import FileBook, Reporter
 from opacus_shuffle.federated.shuffler import RefusedReportError, Released, Shuffler
 from opacus_shuffle.federated.shuffler_service import FarShuffler, ShufflerService
 

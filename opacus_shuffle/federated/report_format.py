@@ -28,7 +28,6 @@ from opacus_shuffle.core.validation import (
     integer,
     moderate,
     one_of,
-    refuse_taken,
     reject_unknown,
     sampling_rate,
 )
@@ -74,7 +73,6 @@ class ReportFormat(ABC):
 
     kind: ClassVar[str]
     letters: ClassVar[bytes]
-    _kinds: ClassVar[dict[str, type[ReportFormat]]] = {}
     mechanism: Mechanism
     selected: bool = False
 
@@ -102,12 +100,6 @@ class ReportFormat(ABC):
                 f"dishonest with honest_fraction={honest_fraction}: nothing hides a report then; raise min_reports"
             )
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        if "kind" in cls.__dict__:
-            refuse_taken(f"the report format's kind {cls.kind!r}", ReportFormat._kinds.get(cls.kind), cls)
-            ReportFormat._kinds[cls.kind] = cls
-
     @staticmethod
     def of_settings(settings: Any) -> ReportFormat:
         """The format that settings describe: ``{"kind": ..., **keywords}``, as clients, shuffler and server read from one file.
@@ -116,7 +108,8 @@ class ReportFormat(ABC):
             ValueError: If there is no such kind, or a keyword is missing, unknown or out of range.
         """
         given = {str(name): value for name, value in instance_of("settings", settings, (dict,)).items()}
-        kind = ReportFormat._kinds[one_of("kind in settings", given.pop("kind", None), tuple(ReportFormat._kinds))]
+        kinds = {kind.kind: kind for kind in ReportFormat.__subclasses__()}
+        kind = kinds[one_of("kind in settings", given.pop("kind", None), kinds)]
         parameters = inspect.signature(kind).parameters
         unknown = {name: value for name, value in given.items() if name not in parameters}
         reject_unknown(f"settings of {kind.kind}", unknown, parameters)

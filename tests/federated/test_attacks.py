@@ -25,7 +25,7 @@ from opacus_shuffle.federated import (
     Shuffler,
     ShufflerService,
 )
-from opacus_shuffle.federated.client_book import ClientBook
+from opacus_shuffle.federated.reporter import ClientBook
 from opacus_shuffle.federated.serve import main
 from opacus_shuffle.federated.shuffler_service import unpacked
 

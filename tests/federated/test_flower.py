@@ -20,7 +20,7 @@ from flwr.clientapp import ClientApp  # noqa: E402
 import opacus_shuffle  # noqa: E402
 from opacus_shuffle.federated import BitSums, GaussianReports, Ledger, Shuffler  # noqa: E402
 from opacus_shuffle.federated.flower import LocalGrid, ReportMod, ShuffledStrategy  # noqa: E402
-from opacus_shuffle.federated.flower.records import as_arrays, as_vector  # noqa: E402
+from opacus_shuffle.federated.flower.common import as_arrays, as_vector  # noqa: E402
 
 CLIENTS, D = 30, 8
 GAUSSIAN = {"dimension": D, "max_norm": 1.0, "noise_multiplier": 1.0, "num_users": CLIENTS, "sample_rate": 0.5}

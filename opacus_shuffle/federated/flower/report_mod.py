@@ -15,8 +15,16 @@ from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.common.logger import log
 
 from opacus_shuffle.core.validation import boolean, instance_of, integer
-from opacus_shuffle.federated.flower.clients import Books, check_size, reporter_of, trained_update
-from opacus_shuffle.federated.flower.records import ROUND, SETTINGS, as_vector, only_arrays
+from opacus_shuffle.federated.flower.common import (
+    ROUND,
+    SETTINGS,
+    Books,
+    as_vector,
+    check_size,
+    only_arrays,
+    reporter_of,
+    trained_update,
+)
 from opacus_shuffle.federated.report_format import ReportFormat
 from opacus_shuffle.federated.shuffler import RefusedReportError
 

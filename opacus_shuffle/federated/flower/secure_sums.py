@@ -27,8 +27,7 @@ from flwr.server.workflow import SecAggPlusWorkflow
 
 from opacus_shuffle.core.validation import boolean, instance_of, integer, positive
 from opacus_shuffle.federated.bit_sums import BitSums
-from opacus_shuffle.federated.flower.clients import Books, check_size, enough, reporter_of, trained_update
-from opacus_shuffle.federated.flower.records import ROUND
+from opacus_shuffle.federated.flower.common import ROUND, Books, check_size, enough, reporter_of, trained_update
 from opacus_shuffle.federated.ledger import Ledger
 from opacus_shuffle.federated.shuffler import Released, UnknownRoundError
 from opacus_shuffle.protocols.modular_sums import smallest_modulus, unwrapped

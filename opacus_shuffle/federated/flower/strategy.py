@@ -15,9 +15,16 @@ from flwr.serverapp.strategy import Strategy
 from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.validation import instance_of, integer, positive
-from opacus_shuffle.federated.flower.clients import check_size, enough
+from opacus_shuffle.federated.flower.common import (
+    ARRAYS,
+    ROUND,
+    SETTINGS,
+    as_arrays,
+    as_vector,
+    check_size,
+    enough,
+)
 from opacus_shuffle.federated.flower.local_grid import LocalGrid
-from opacus_shuffle.federated.flower.records import ARRAYS, ROUND, SETTINGS, as_arrays, as_vector
 from opacus_shuffle.federated.ledger import Ledger
 
 

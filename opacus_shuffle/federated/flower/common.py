@@ -1,4 +1,7 @@
-"""What both ways of training on Flower have in common, by a shuffler and by secure aggregation: a client's book and update."""
+"""What both ways of training on Flower have in common, by a shuffler and by secure aggregation.
+
+A client's book and update, waiting for nodes, and Flower's records of arrays as one vector and back.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,18 @@ from collections.abc import Callable, Collection
 from logging import INFO, WARNING
 from typing import Any
 
+import numpy as np
 import torch
-from flwr.app import ConfigRecord, Context
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.common.logger import log
 
-from opacus_shuffle.federated.client_book import ClientBook, FileBook
 from opacus_shuffle.federated.report_format import ReportFormat
-from opacus_shuffle.federated.reporter import Reporter
+from opacus_shuffle.federated.reporter import ClientBook, FileBook, Reporter
 
+ARRAYS, SETTINGS, ROUND = "arrays", "config", "round"
+"""Under which names a message to a client holds the weights, the settings, and in these the number of the round."""
 STATE = "opacus_shuffle"
 """Under which name a client's state holds the rounds that it has answered."""
-
-
 Books = Callable[[Context], "str | os.PathLike[str]"]
 """Gets a client's context, returns the name of the file in which it notes which rounds it has answered."""
 
@@ -69,9 +72,38 @@ def enough(nodes: Callable[[], Collection[Any]], fewest: int) -> Collection[Any]
 
 
 def trained_update(train: Callable[[], torch.Tensor], received: torch.Tensor) -> torch.Tensor:
-    """Trained weights minus received ones; zero if training fails, which is nobody's business."""
+    """Trained minus received weights; zeros if training raised."""
     try:
         return train() - received
     except Exception as error:
         log(WARNING, "training failed, the report is zero: %r", error)
         return torch.zeros_like(received)
+
+
+def as_vector(arrays: ArrayRecord) -> torch.Tensor:
+    """All entries in the record's order: float64."""
+    parts = [torch.from_numpy(np.asarray(each, np.float64).reshape(-1)) for each in arrays.to_numpy_ndarrays()]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def as_arrays(vector: torch.Tensor, like: ArrayRecord) -> ArrayRecord:
+    """A record of the same names, shapes and types."""
+    entries, place = {}, 0
+    for name, old in zip(like.keys(), like.to_numpy_ndarrays(), strict=True):
+        values = vector[place : place + old.size].numpy().reshape(old.shape).astype(old.dtype)
+        entries[name], place = Array(values), place + old.size
+    if place != len(vector):
+        raise ValueError(f"vector has {len(vector)} entries, the arrays have {place}: was the format made for another network?")
+    return ArrayRecord(entries)
+
+
+def only_arrays(content: RecordDict) -> ArrayRecord:
+    """The one record of arrays in a message.
+
+    Raises:
+        ValueError: If there is none, or more than one.
+    """
+    found = list(content.array_records.values())
+    if len(found) != 1:
+        raise ValueError(f"a message must hold one ArrayRecord, got {len(found)}: reply with the trained weights alone")
+    return found[0]
