@@ -23,7 +23,7 @@ from opacus_shuffle.core.validation import open_unit_interval, positive
 LOWEST, HIGHEST = 1e-3, 1e9
 RELATIVE_TOLERANCE = 1e-7
 CLOSE = 1e-4
-"""Relative, by which ε may be below the target where a bound takes its time."""
+"""Relative gap below the target accepted for slow bounds."""
 _ROUGHLY, _MOST_GUESSES = 1e-6, 6
 
 

@@ -21,8 +21,10 @@ from opacus_shuffle.core.validation import integer, noise_level, refuse_taken, r
 MECHANISMS: dict[str, type[Mechanism]] = {}
 """Every mechanism by its name."""
 
-_SAID_BESIDE = {"mechanism", "accountant", "steps", "delta", "bound", "adjacency", "orders", "target_epsilon", "target_delta"}
-_SAID_BESIDE |= {"batch_size", "emulated", "local_noise", "output", "json", "help"}
+RESERVED_KEYWORDS = {
+    *("mechanism", "accountant", "steps", "delta", "bound", "adjacency", "orders", "target_epsilon", "target_delta"),
+    *("batch_size", "emulated", "local_noise", "output", "json", "help"),
+}
 """What functions, accountants and the command line take beside a mechanism's fields."""
 
 
@@ -70,7 +72,7 @@ class Mechanism:
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        if taken := sorted(_SAID_BESIDE.intersection(inspect.get_annotations(cls))):
+        if taken := sorted(RESERVED_KEYWORDS.intersection(inspect.get_annotations(cls))):
             raise ValueError(
                 f"{cls.__name__} must not call a field {', '.join(taken)}, which is said beside the fields: choose another name"
             )

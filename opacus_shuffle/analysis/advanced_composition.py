@@ -37,10 +37,6 @@ def subsample(epsilon: float, *, sample_rate: float) -> float:
 
 def compose(epsilons: Sequence[tuple[float, int]], *, slack: float) -> float:
     """Returns ε of steps with these (ε_j, number of repetitions), WS Theorem 1 with δ′ = ``slack``, rounded up."""
-    open_unit_interval("slack", slack)
-    for epsilon, count in epsilons:
-        not_negative_or_infinite("epsilons", epsilon)
-        integer("repetitions", count)
     total = math.fsum(epsilon * count for epsilon, count in epsilons)
     if total == math.inf:
         return math.inf

@@ -31,7 +31,7 @@ from opacus_shuffle.analysis.mean_ratio import Vector
 from opacus_shuffle.analysis.privacy_loss import Mixture
 from opacus_shuffle.analysis.ratio_distribution import RatioDistribution
 from opacus_shuffle.core.solve import safe_root
-from opacus_shuffle.core.validation import finite_number, integer, not_negative, open_unit_interval, sampling_rate
+from opacus_shuffle.core.validation import integer, open_unit_interval
 
 RELATIVE_ERROR = 1e-9
 """Slopes and tails are enlarged by this fraction, or 2e-14·√m if that is more: above the error of SciPy's binomial distribution
@@ -99,8 +99,6 @@ def hockey_stick(noise: BinomialNoise, *, shift: int, epsilon: float) -> float:
     Formal Guarantees:
         For d = 1 proved for every data set with values in [0, shift], replacement adjacency; exact for the worst (2.1).
     """
-    shift = integer("shift", shift, minimum=0)
-    epsilon = not_negative("epsilon", epsilon)
     return max(_upward(noise, shift, epsilon), _upward(noise.reflected, shift, epsilon))
 
 
@@ -143,8 +141,6 @@ def gaussian_bound(noise: BinomialNoise, *, shift: int, tail: float) -> Gaussian
     Formal Guarantees:
         Theorem 2.5 of docs/proofs/02_sums_with_binomial_noise.md: proved for every data set, replacement adjacency.
     """
-    shift = integer("shift", shift)
-    tail = open_unit_interval("tail", tail)
     m, p = noise.trials, noise.probability
     lowest = _largest_with_tail(noise, tail / 2) - shift
     highest = m - 1 - _largest_with_tail(noise.reflected, tail / 2) + shift
@@ -205,10 +201,6 @@ class BinomialSum:
     shift: int
     dimension: int
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "shift", integer("shift", self.shift))
-        object.__setattr__(self, "dimension", integer("dimension", self.dimension))
-
 
 Rounds = Sequence[tuple[BinomialSum, int]]
 
@@ -231,7 +223,7 @@ def compute_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> f
         Proved for every data set.
     """
     delta = open_unit_interval("delta", delta)
-    total = sum(integer("repetitions", count) for _, count in rounds)
+    total = sum(count for _, count in rounds)
     squares = lost = 0.0
     for each, count in rounds:
         mu, missing = gaussian_equivalent(each, lost=LOST_SHARE * delta / total)
@@ -254,15 +246,13 @@ def lower_epsilon(rounds: Rounds, *, delta: float, sample_rate: float = 1.0) -> 
     Returns:
         ε ≥ 0, rounded down; ``inf`` where nothing that the user sends in some round could also come from the other value.
     """
-    delta = open_unit_interval("delta", delta)
-    rate = sampling_rate("sample_rate", sample_rate)
     possible = [(each, count) for each, count in rounds if each.shift <= each.noise.trials]
-    if len(possible) < len(rounds) and rate == 1:
+    if len(possible) < len(rounds) and sample_rate == 1:
         return math.inf
     if not possible:
         return 0.0
     each_way = [
-        [(Mixture.of(_shift_distribution(each, reflected).scaled(rate)), count) for each, count in possible]
+        [(Mixture.of(_shift_distribution(each, reflected).scaled(sample_rate)), count) for each, count in possible]
         for reflected in (False, True)
     ]
     return max(privacy_loss.lower_epsilon(distributions, delta=delta) for distributions in each_way)
@@ -291,7 +281,6 @@ def _cell_masses(ends: Vector, trials: int, probability: float) -> Vector:
 
 def largest_mu(*, epsilon: float, delta: float) -> float:
     """Returns the μ, rounded down, of the Gaussian mechanism that is just (ε, δ)-DP."""
-    epsilon, delta = finite_number("epsilon", epsilon), open_unit_interval("delta", delta)
 
     def excess(log_mu: float) -> float:
         return max(gaussian.log_delta(mu=math.exp(log_mu), epsilon=epsilon), -1e6) - math.log(delta)

@@ -24,7 +24,7 @@ import numpy as np
 
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER, Vector
 from opacus_shuffle.core.rounding import round_up
-from opacus_shuffle.core.validation import open_unit_interval, renyi_orders
+from opacus_shuffle.core.validation import renyi_orders
 
 RELATIVE_ERROR = 1e-9
 """Every ε is enlarged by this fraction: above the numerical error of the RDP (1e-10), so the ε shown is never too small."""
@@ -59,7 +59,6 @@ def epsilon_from_rdp(
 
     Source: SG ICLR Lemma 2, as :func:`opacus.accountants.analysis.rdp.get_privacy_spent` has it.
     """
-    open_unit_interval("delta", delta)
     if orders is not None:
         return _convert(rdp, renyi_orders(orders, maximum=MAX_ORDER), delta)
     top = _FIRST_TOP

@@ -110,10 +110,10 @@ def rough_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out", 
     if clones is None:
         return min(rough_epsilon(rounds, delta=delta, adjacency=adjacency, clones=each) for each in KINDS)
     merged, distance = coarsen(merge(rounds), "upper"), _DISTANCES[adjacency]
-    return _where_mixtures_settle(merged, delta, clones, distance, unshuffled_epsilon(merged, delta=delta, distance=distance))
+    return _gaussian_fixed_point(merged, delta, clones, distance, unshuffled_epsilon(merged, delta=delta, distance=distance))
 
 
-def _where_mixtures_settle(rounds: Merged, delta: float, clones: Clones, distance: float, unshuffled: float) -> float:
+def _gaussian_fixed_point(rounds: Merged, delta: float, clones: Clones, distance: float, unshuffled: float) -> float:
     """Returns the ε that is its own guess, as if the mixtures were Gaussian, which costs next to nothing."""
     guess = 0.0
     for _ in range(10):
@@ -150,7 +150,7 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) 
     few = len(rounds) <= _FEW_KINDS
 
     # The slack is multiplied by e^ε: the margin has to be made for an ε that is not below what comes out, nor far above it.
-    guess = _where_mixtures_settle(rounds, delta, clones, distance, unshuffled)
+    guess = _gaussian_fixed_point(rounds, delta, clones, distance, unshuffled)
     best, good, too_low = math.inf, math.inf, 0.0
     for _ in range(_MOST_MARGINS):
         margin, _ = _best_margin(rounds, delta, clones, guess, distance)

@@ -102,7 +102,7 @@ def opposite_reports(
         slopes.insert(-1, further)
         found.insert(-1, _hockey_sticks(means(further), thetas / sample_rate))
     enough = int(np.argmax(curve <= 2 * curve[-1] + 1e-3 * negligible)) + 1
-    return _between_the_dots(epsilons[:enough], curve[:enough], deviation)
+    return _hull_distribution(epsilons[:enough], curve[:enough], deviation)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -163,7 +163,7 @@ def _one_hockey_stick(epsilons: Vector, sigma: float, rate: float) -> Vector:
     return np.maximum(found, 0.0) * (1 + 1e-9) + 1e-15 * tau
 
 
-def _between_the_dots(epsilons: Vector, curve: Vector, scale: float) -> RatioDistribution:
+def _hull_distribution(epsilons: Vector, curve: Vector, scale: float) -> RatioDistribution:
     """Returns the R whose hockey sticks in both directions are the lower convex hull of the points, which start at ε = 0.
 
     As a function of τ = e^ε the hockey stick h is convex, and h(1/τ) = 1 − 1/τ + h(τ)/τ, as both directions are equal.

@@ -116,27 +116,6 @@ def test_a_newcomer_takes_nothing_from_others(laplace):
     assert after == before
 
 
-def test_a_field_that_would_take_the_name_of_another_flag_is_refused(laplace):
-    for name in ("delta", "steps", "json"):
-        with pytest.raises(ValueError, match=f"Mine must not call a field {name}"):
-            type("Mine", (laplace.LaplaceReports,), {"__annotations__": {name: float}, "name": "mine"})
-    assert "mine" not in MECHANISMS
-
-
-def test_a_bound_is_registered_for_all_its_mechanisms_or_none_and_lambdas_are_told_apart(laplace):
-    derived = type("Derived", (laplace.LaplaceReports,), {"name": "another"})
-    for kinds in ((derived, laplace.LaplaceReports), (derived,)):
-        guarantee = laplace.PROVED if len(kinds) == 2 else "proved"
-        with pytest.raises(ValueError, match=r"belongs to|guarantee must be a Guarantee"):
-            registry.register_bound(kinds, "certified", meaning="none", guarantee=guarantee)(lambda rounds, **options: None)
-        with pytest.raises(ValueError, match="Derived has no bounds"):
-            opacus_shuffle.compute_epsilon(derived(**RUN), steps=1, delta=1e-5)
-    fields = {"meaning": "nothing", "guarantee": laplace.ESTIMATE}
-    registry.register_bound(derived, "first", **fields)(lambda rounds, **options: None)
-    with pytest.raises(ValueError, match="'first' of another belongs to"):
-        registry.register_bound(derived, "first", **fields)(lambda rounds, **options: None)
-
-
 def test_a_mechanism_without_bounds_and_one_derived_from_another_are_refused_by_name(laplace):
     derived = type("Derived", (opacus_shuffle.ShuffledCheckIn,), {"name": "derived"})
     one = derived(noise_multiplier=5.0, num_users=100, sample_rate=0.1)

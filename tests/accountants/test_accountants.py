@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import collections
-import itertools
 import math
-import sys
 import warnings
 
 import numpy as np
@@ -19,30 +16,20 @@ from helpers.accountants import (
     every_bound_named,
     every_shuffler_of_reports,
     spent,
+    weights_of,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.accountants.utils import get_noise_multiplier
 
 import opacus_shuffle
-from opacus_shuffle import Guarantee, PrivacyAssumptionWarning
-from opacus_shuffle.accountants import ShuffleAccountant, bounds_of
-from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn
-from opacus_shuffle.analysis import composition
+from opacus_shuffle import PrivacyAssumptionWarning, ShuffleGauss
+from opacus_shuffle.accountants import ShuffleAccountant
+from opacus_shuffle.analysis import composition, mean_ratio
 from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.rounding import round_up
 
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
-
-
-@every_accountant
-def test_it_has_the_three_bounds_and_the_certified_ones_are_proved(kind):
-    accountant = accountant_of(kind, [(2.0, 0.1, 5)])
-    names = bounds_of(kind)
-    guarantees = {name: accountant.bound(DELTA, bound=name).guarantee for name in names}
-    assert {"published", "pair", "certified"} <= set(guarantees)
-    proved = {name for name, worth in guarantees.items() if worth is Guarantee.PROVED}
-    assert proved == {"certified"}
 
 
 @every_bound
@@ -52,20 +39,6 @@ def test_nothing_ran_costs_nothing(kind, bound):
     assert spent(kind, [], bound=bound) == 0.0
     assert ShuffleAccountant(kind).get_epsilon(DELTA, bound=bound) == 0.0
     assert len(ShuffleAccountant(kind)) == 0
-
-
-@pytest.mark.zoo  # at one setting each, tests/accountants/test_report.py's ladders have such numbers
-@every_bound
-@settings(deadline=None, max_examples=2)
-@given(sigma=st.floats(0.3, 20), rate=st.floats(0.01, 1.0), steps=st.integers(1, 10**6), users=st.integers(100, 10**6))
-def test_epsilon_is_finite_and_positive(kind, bound, sigma, rate, steps, users):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", composition.OrderCapWarning)
-        epsilon = spent(kind, [(sigma, rate, steps)], bound=bound, num_users=users)
-    assert math.isfinite(epsilon)
-    assert epsilon >= 0
-    # At σ = 2 and with 10⁴ users δ(0) is at least about 0.4·γ·√(Var X / n) = 2e-5, and less noise or fewer users leave more.
-    assert epsilon > 0 or sigma > 2 or users > 10**4
 
 
 @every_bound
@@ -87,15 +60,6 @@ def test_pair_never_exceeds_published(kind, sigma, rate, steps, users):
     published = spent(kind, history, bound="published", num_users=users)
     pair = spent(kind, history, bound="pair", num_users=users)
     assert pair <= published * (1 + 1e-9)
-
-
-@pytest.mark.zoo  # at one setting each, tests/accountants/test_report.py's ladders say it too
-@every_accountant
-@settings(deadline=None, max_examples=3)
-@given(sigma=st.floats(0.3, 20), rate=st.floats(0.01, 1.0), steps=st.integers(1, 10**4), users=st.integers(100, 10**5))
-def test_what_holds_for_every_data_set_is_never_below_one_pair(kind, sigma, rate, steps, users):
-    pair, certified = (spent(kind, [(sigma, rate, steps)], bound=bound, num_users=users) for bound in ("pair", "certified"))
-    assert pair <= certified
 
 
 @every_shuffler_of_reports  # what is proved of shuffled weights is DP-SGD's own
@@ -214,29 +178,62 @@ def test_the_certified_value_never_exceeds_the_unshuffled_gaussian_and_is_it_for
         assert found == pytest.approx(exact, rel=1e-7)  # Opacus's root finder stops at about 1e-9 absolute
 
 
-@pytest.mark.parametrize("told_by_opacus", [False, True], ids=["record", "step"])
-def test_a_round_takes_as_much_work_to_record_after_many_kinds_of_rounds_as_after_few(told_by_opacus):
-    """Every round counted all rounds before it: 10,000 rounds by turns of two noises took the square of that."""
-    accountant, kinds = ShuffleAccountant(ShuffledCheckIn, num_users=50), itertools.cycle((2.0, 3.0))
+# --- shuffle_gauss, whose round is a batch ---
 
-    def record(rounds):
-        for sigma in itertools.islice(kinds, rounds):
-            if told_by_opacus:
-                accountant.step(noise_multiplier=sigma, sample_rate=0.5)
-            else:
-                accountant.record(ShuffledCheckIn(noise_multiplier=sigma, num_users=50, sample_rate=0.5))
 
-    def work():
-        calls = collections.Counter()
-        sys.setprofile(lambda frame, event, arg: calls.update([event]))
-        try:
-            record(2)
-        finally:
-            sys.setprofile(None)
-        return calls
+def test_a_batch_size_that_is_told_late_counts_as_if_it_was_known():
+    known, late = (ShuffleAccountant(ShuffleGauss, num_users=1000, batch_size=batch) for batch in (400, None))
+    for each in (known, late):
+        each.step(noise_multiplier=10.0, sample_rate=0.1)
+    assert late.get_epsilon(DELTA, batch_size=400) == known.get_epsilon(DELTA) > late.get_epsilon(DELTA)
+    restored = ShuffleAccountant(ShuffleGauss)
+    restored.load_state_dict(late.state_dict())
+    with pytest.raises(ValueError, match="leave out num_users and batch_size"):
+        restored.get_epsilon(DELTA, batch_size=400)
 
-    record(8)
-    few = work()
-    record(500)
-    assert work() == few
-    assert len(accountant) == 512
+
+def test_published_is_the_exact_rdp_of_theorem_1_for_shuffle_gauss():
+    orders = np.arange(2, 400)
+    rdp = mean_ratio.compute_rdp(noise_multiplier=3.0, num_users=100, orders=orders)
+    direct, _ = composition.epsilon_from_rdp(lambda at: 7 * np.interp(at, orders, rdp), delta=DELTA, orders=orders)
+    assert spent(ShuffleGauss, [(3.0, 0.1, 7)], bound="published") == pytest.approx(direct, rel=1e-9)
+
+
+def test_the_answer_of_pair_carries_a_lower_value_within_a_percent():
+    accountant = ShuffleAccountant(ShuffleGauss, num_users=60_000, local_noise=True)
+    accountant.history = [(9.48, 1.0, 7)]
+    answer = accountant.bound(1 / 60_000, bound="pair")
+    assert 0.99 * answer.epsilon < answer.lower < answer.epsilon
+    assert accountant.bound(1 / 60_000).lower is None
+
+
+# --- the noise that is found for a budget ---
+
+
+@pytest.mark.zoo
+@every_bound
+def test_opacus_own_calibration_works(kind, bound):
+    sigma = get_noise_multiplier(
+        target_epsilon=20.0,  # Theorems 2 and 3 keep terms that no noise removes: smaller targets are out of their reach
+        target_delta=DELTA,
+        sample_rate=0.1,
+        steps=20,
+        accountant=kind.name,
+        num_users=2000,
+        bound=bound,
+        **weights_of(kind),
+    )
+    assert spent(kind, [(sigma, 0.1, 20)], bound=bound, num_users=2000, local_noise=False) <= 20.0
+
+
+@pytest.mark.zoo
+@every_bound
+def test_the_calibrated_noise_meets_the_budget_and_a_little_less_does_not(kind, bound):
+    name = kind.name
+    target = 12.0 if bound == "published" else 1.0  # Theorems 2 and 3 keep terms that no noise removes
+    run = {"num_users": 3000, "steps": 20, "sample_rate": 1.0 if name == "shuffle_gauss" else 0.2, "bound": bound}
+    run |= weights_of(kind)
+    sigma = opacus_shuffle.compute_noise_multiplier(name, target_epsilon=target, target_delta=DELTA, **run)
+    assert opacus_shuffle.compute_epsilon(name, noise_multiplier=sigma, delta=DELTA, **run) <= target
+    # Grids and groups of pool sizes move ε by some tenths of a percent; σ moves it at least as much as itself.
+    assert opacus_shuffle.compute_epsilon(name, noise_multiplier=0.98 * sigma, delta=DELTA, **run) > target

@@ -10,8 +10,8 @@ from helpers.bad_calls import require_named_refusals
 from opacus.accountants import create_accountant
 
 import opacus_shuffle
-from opacus_shuffle import PrivacyBound, PrivacyReport, ShuffledCheckIn, ShuffledSums, ShuffleVectorSum, accountants
-from opacus_shuffle.core.guarantees import InconsistentBound
+from opacus_shuffle import Guarantee, PrivacyBound, PrivacyReport, ShuffledCheckIn, ShuffledSums, ShuffleVectorSum, accountants
+from opacus_shuffle.core.guarantees import Adjacency, InconsistentBound
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 ROUND = ShuffledCheckIn(noise_multiplier=5.0, num_users=1000, sample_rate=0.1)
@@ -29,51 +29,44 @@ def accountant():
     return one
 
 
-def test_bad_arguments_of_sums_described_by_their_bits_are_named():
-    protocol = ShuffleVectorSum(num_users=1000, dimension=4, max_norm=1.0, epsilon=2.0, delta=1e-5)
-    require_named_refusals(ShuffledSums, fields_of(ShuffledSums.of_protocol(protocol)))
-    run = {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.1, "dimension": 4}
-    require_named_refusals(ShuffledSums.build, run)
-    require_named_refusals(ShuffledSums.of_protocol, {"protocol": protocol, "num_users": 2000})
+def load(state_dict):
+    accountants.ShuffleAccountant(ShuffledCheckIn).load_state_dict(state_dict)
 
 
-def test_bad_arguments_of_bounds_are_named():
-    require_named_refusals(opacus_shuffle.privacy_bound, {"mechanism": ROUND, "steps": 2, **QUESTION})
-    require_named_refusals(accountants.compute_bound, {"rounds": [(ROUND, 2)], **QUESTION})
-    baseline = {"rounds": [(ROUND, 2)], **REPORT, "baseline": "local"}
-    require_named_refusals(accountants.compute_baseline, baseline)
-    for names in (accountants.bounds_of, accountants.baselines_of):
-        require_named_refusals(names, {"mechanism": ShuffledCheckIn})
-    noise = {"epsilon": lambda sigma: 1 / sigma, "target_epsilon": 1.0, "lowest": 1e-3}
-    require_named_refusals(accountants.smallest_noise, noise)
+def answer_by_hand(**given):
+    with contextlib.suppress(InconsistentBound):  # what NaN, a negative epsilon and one below its lower value are
+        PrivacyBound("m", "b", covers="every data set", **given)
 
 
-def test_bad_arguments_of_reports_are_named():
-    options = {"simulated": False, "emulated": False, "rewound": 0}
-    require_named_refusals(PrivacyReport, {"rounds": [(ROUND, 2)], **REPORT, **options})
+PROTOCOL = ShuffleVectorSum(num_users=1000, dimension=4, max_norm=1.0, epsilon=2.0, delta=1e-5)
+ANSWER = {"epsilon": 1.0, "delta": 1e-5, "adjacency": Adjacency.ZERO_OUT, "guarantee": Guarantee.PROVED, "rounds": 2}
+HISTORY = {"rounds": [(ROUND, 2)]}
+CALLS = {
+    "sums": (ShuffledSums, fields_of(ShuffledSums.of_protocol(PROTOCOL))),
+    "sums for a noise": (
+        ShuffledSums.build,
+        {"noise_multiplier": 2.0, "num_users": 1000, "sample_rate": 0.1, "dimension": 4},
+    ),
+    "sums of a protocol": (ShuffledSums.of_protocol, {"protocol": PROTOCOL, "num_users": 2000}),
+    "bound of one round": (opacus_shuffle.privacy_bound, {"mechanism": ROUND, "steps": 2, **QUESTION}),
+    "bound": (accountants.compute_bound, {**HISTORY, **QUESTION}),
+    "baseline": (accountants.compute_baseline, {**HISTORY, **REPORT, "baseline": "local"}),
+    "names of bounds": (accountants.bounds_of, {"mechanism": ShuffledCheckIn}),
+    "noise": (accountants.smallest_noise, {"epsilon": lambda sigma: 1 / sigma, "target_epsilon": 1.0, "lowest": 1e-3}),
+    "report": (PrivacyReport, {**HISTORY, **REPORT, "simulated": False, "emulated": False, "rewound": 0}),
+    "epsilon of an accountant": (lambda **given: accountant().get_epsilon(**given), {**QUESTION, "orders": None}),
+    "bound of an accountant": (lambda **given: accountant().bound(**given), QUESTION),
+    "report of an accountant": (lambda **given: accountant().report(**given), REPORT),
+    "accountant": (
+        lambda **given: accountants.ShuffleAccountant(ShuffledCheckIn, **given) and None,
+        {"num_users": 100, "batch_size": 10, "local_noise": True},
+    ),
+    "state": (load, {"state_dict": accountant().state_dict()}),
+    "answer made by hand": (answer_by_hand, ANSWER),
+}
 
 
-def test_bad_arguments_of_accountants_are_named():
-    require_named_refusals(lambda **given: accountant().get_epsilon(**given), {**QUESTION, "orders": None})
-    require_named_refusals(lambda **given: accountant().bound(**given), QUESTION)
-    require_named_refusals(lambda **given: accountant().report(**given), REPORT)
-    sizes = {"num_users": 100, "batch_size": 10, "local_noise": True}
-    require_named_refusals(lambda **given: accountants.ShuffleAccountant(ShuffledCheckIn, **given) and None, sizes)
-
-    def load(state_dict):
-        other = accountants.ShuffleAccountant(ShuffledCheckIn)
-        other.load_state_dict(state_dict)
-
-    require_named_refusals(load, {"state_dict": accountant().state_dict()})
-
-
-def test_bad_arguments_of_answers_made_by_hand_are_named():
-    answer = opacus_shuffle.privacy_bound(ROUND, steps=2, delta=1e-5)
-    fields = {name: value for name, value in fields_of(answer).items() if not isinstance(value, str)}
-    words = {name: value for name, value in fields_of(answer).items() if isinstance(value, str)}
-
-    def make(**given):
-        with contextlib.suppress(InconsistentBound):  # what NaN, a negative epsilon and one below its lower value are
-            PrivacyBound(**words, **given)
-
-    require_named_refusals(make, fields, epsilon=None, lower=None)
+@pytest.mark.parametrize("name", CALLS)
+def test_bad_arguments_are_named(name):
+    call, arguments = CALLS[name]
+    require_named_refusals(call, arguments)

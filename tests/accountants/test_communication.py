@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opacus_shuffle import ShuffledCheckIn, ShuffledSums, ShuffledWeights, ShuffleGauss, ShuffleVectorSum
-from opacus_shuffle.accountants.communication import sent_per_user, size_of
+from opacus_shuffle import ShuffledSums, ShuffledWeights, ShuffleGauss, ShuffleVectorSum
+from opacus_shuffle.accountants.communication import sent_per_user
 from opacus_shuffle.accountants.report import PrivacyReport
 from opacus_shuffle.commands.main import main
 
@@ -64,11 +64,6 @@ def test_nothing_is_said_where_it_is_not_known():
         sent_per_user([gaussian], dimension=0)
 
 
-def test_users_who_check_in_send_their_expected_share():
-    sent = sent_per_user([(ShuffledCheckIn(noise_multiplier=5.0, num_users=100, sample_rate=0.25), 8)], dimension=10)
-    assert (sent.bytes_per_user, sent.every_round) == (2 * 4 * 10, False)
-
-
 def test_reports_say_it_in_words_and_in_numbers():
     report = PrivacyReport([(ShuffledSums.of_protocol(PROTOCOLS["tight"], sample_rate=0.5), 3)], delta=1e-5)
     sentence = str(sent_per_user(report.rounds))
@@ -88,7 +83,3 @@ def test_the_command_line_says_it(command, capsys):
     bits, count, sent = (found[name] for name in ("bits_per_coordinate", "count_bits_per_coordinate", "bytes_per_user"))
     assert f"Every user sends {bits:,} bits a coordinate ({count} if it hands the shuffler their count) in every round" in told
     assert sent == -(-3 * 20 * bits // 8)
-
-
-def test_numbers_of_bytes_are_rounded_up():
-    assert size_of(1_000_001) == "1.1 MB"

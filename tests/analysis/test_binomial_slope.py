@@ -176,17 +176,6 @@ def test_blocks_of_outcomes_never_lower_the_slope(monkeypatch, blocks, trials, p
         assert slope == pytest.approx(exact, rel=2e-9)
 
 
-@pytest.mark.parametrize("trials", [10**9, 10**12])
-def test_blocks_cost_what_a_density_changes_in_one(trials):
-    noise = BinomialNoise(trials=trials, probability=0.5)
-    deviation = math.sqrt(noise.variance)
-    slope = gaussian_bound(noise, shift=round(deviation / 2), tail=1e-16).slope
-    # 2^16 blocks over twice 8.3 + 0.5 standard deviations (5e-17 lies beyond 8.3), and log φ falls by z a unit there.
-    reach = 8.8 + 1e-3
-    block = 2 * reach / 2**16
-    assert 1 <= slope * deviation <= math.exp(block * reach) * (1 + 20 / math.sqrt(trials))
-
-
 def test_a_noise_too_small_for_the_shift_gives_no_bound():
     assert gaussian_bound(BinomialNoise(trials=20, probability=0.5), shift=15, tail=1e-3).slope == math.inf
     each = BinomialSum(noise=BinomialNoise(trials=20, probability=0.5), shift=15, dimension=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from decimal import Decimal
 
 import mpmath
 import numpy as np
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from opacus_shuffle.analysis import composition, gaussian, mean_ratio
 from opacus_shuffle.analysis.composition import RELATIVE_ERROR, OrderCapWarning, epsilon_from_rdp
-from opacus_shuffle.core.rounding import round_up
 
 TABLE_1 = {"noise_multiplier": 9.48, "num_users": 60_000}
 DELTA = 1 / 60_000
@@ -27,13 +25,6 @@ def rounds(count):
 def test_table_1_of_the_paper_comes_out_with_orders_up_to_thirty():
     ours = [epsilon_from_rdp(rounds(count), delta=DELTA, orders=range(2, 31))[0] for count in range(1, 8)]
     assert [round(value, 5) for value in ours] == [0.22820, 0.22820, 0.22821, 0.22821, 0.22821, 0.22822, 0.22822]
-
-
-@pytest.mark.parametrize(("count", "epsilon"), [(1, 0.00140629), (7, 0.00251179), (1000, 0.0412988)])
-def test_all_useful_orders_give_far_less(count, epsilon):
-    value, order = epsilon_from_rdp(rounds(count), delta=DELTA)
-    assert float(f"{value:.6g}") == epsilon
-    assert 2 < order < mean_ratio.MAX_ORDER
 
 
 @settings(deadline=None, max_examples=10)
@@ -64,20 +55,6 @@ def test_the_cap_on_orders_warns_and_stays_valid():
     assert 0 < epsilon < 1e-2
 
 
-def test_opacus_warning_about_the_edge_of_the_grid_does_not_reach_the_user():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert epsilon_from_rdp(rounds(1), delta=DELTA)[0] > 0
-
-
-@pytest.mark.parametrize("delta", [0, 1, -0.1, 1.5, math.nan, math.inf, "x", None])
-def test_delta_must_lie_between_zero_and_one(delta):
-    with pytest.raises(ValueError, match="delta"):
-        epsilon_from_rdp(rounds(1), delta=delta)
-    with pytest.raises(ValueError, match="delta"):
-        gaussian.compute_epsilon(mu=1.0, delta=delta)
-
-
 def test_an_rdp_that_is_not_finite_never_becomes_an_epsilon():
     with pytest.raises(ValueError, match="not finite"):
         epsilon_from_rdp(lambda orders: np.full_like(orders, np.nan), delta=1e-5)
@@ -105,13 +82,6 @@ def test_the_gaussian_epsilon_is_just_above_the_exact_one(mu, delta):
 
 def test_no_privacy_loss_is_exactly_zero():
     assert epsilon_from_rdp(rounds(1), delta=0.999)[0] == 0.0
-
-
-@given(st.floats(0, 1e300), st.integers(1, 8))
-def test_numbers_are_never_shown_below_themselves(value, digits):
-    shown = Decimal(round_up(value, digits))
-    assert Decimal(value) <= shown <= Decimal(value) * (1 + Decimal(10) ** (1 - digits))
-    assert len(round_up(value, digits)) < 30
 
 
 def test_the_conversion_is_opacus_own():

@@ -13,7 +13,7 @@ from partition_sum import shuffle_gauss_rdp
 from scipy import integrate
 from scipy.stats import norm
 
-from opacus_shuffle.analysis.mean_ratio import MAX_ORDER, compute_rdp
+from opacus_shuffle.analysis.mean_ratio import compute_rdp
 
 # The documented relative error of compute_rdp; every comparison with an exact value uses it.
 RELATIVE_ERROR = 1e-10
@@ -126,29 +126,6 @@ def test_rdp_never_exceeds_unshuffled(sigma, users, rate, sampling):
     assert np.all(rdp <= orders / (2 * sigma**2))
 
 
-@given(sigmas, st.integers(1, 10**8), st.integers(2, 30))
-def test_rdp_falls_with_the_number_of_users(sigma, users, factor):
-    orders = np.arange(2, 30)
-    few = compute_rdp(noise_multiplier=sigma, num_users=users, orders=orders)
-    many = compute_rdp(noise_multiplier=sigma, num_users=users * factor, orders=orders)
-    assert np.all(many <= few * (1 + RELATIVE_ERROR))
-
-
-@given(sigmas, populations)
-def test_rdp_rises_with_the_order_and_falls_with_the_noise(sigma, users):
-    orders = np.concatenate([np.linspace(1.05, 5, 20), np.arange(6, 40)])
-    rdp = compute_rdp(noise_multiplier=sigma, num_users=users, orders=orders)
-    assert np.all(np.diff(rdp) >= -RELATIVE_ERROR * rdp[1:])
-    assert np.all(compute_rdp(noise_multiplier=sigma * 1.1, num_users=users, orders=orders) <= rdp)
-
-
-def test_one_user_is_the_gaussian_mechanism():
-    orders = np.array([1.3, 2, 3.7, 50, 5000])
-    assert compute_rdp(noise_multiplier=0.7, num_users=1, orders=orders) == pytest.approx(
-        orders / (2 * 0.7**2), rel=RELATIVE_ERROR
-    )
-
-
 def test_full_rates_are_no_sampling_at_all():
     plain = compute_rdp(noise_multiplier=1.2, num_users=50, orders=range(2, 40))
     for sampling in ("poisson", "fixed_size"):
@@ -192,27 +169,3 @@ def test_the_pair_is_not_the_worst_case():
     assert divergence == pytest.approx(1.3228, abs=5e-5)
     assert compute_rdp(noise_multiplier=sigma, num_users=2, orders=2) == pytest.approx(0.8890, abs=5e-5)
     assert divergence < 2 / (2 * sigma**2)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"noise_multiplier": 0}, "noise_multiplier"),
-        ({"noise_multiplier": math.nan}, "noise_multiplier"),
-        ({"noise_multiplier": math.inf}, "noise_multiplier"),
-        ({"num_users": 0}, "num_users"),
-        ({"num_users": 2.5}, "num_users"),
-        ({"orders": 1.0}, "orders"),
-        ({"orders": []}, "orders"),
-        ({"orders": [2, math.nan]}, "orders"),
-        ({"orders": MAX_ORDER + 1}, "orders"),
-        ({"orders": 10**400}, "orders"),
-        ({"sample_rate": 0.5}, "sampling"),
-        ({"sample_rate": 0.0, "sampling": "poisson"}, "sample_rate"),
-        ({"sample_rate": 1e-3, "sampling": "fixed_size"}, "sample_rate"),
-        ({"sampling": "with_replacement"}, "sampling"),
-    ],
-)
-def test_bad_arguments_are_named(change, named):
-    with pytest.raises(ValueError, match=named):
-        compute_rdp(**{"noise_multiplier": 1.0, "num_users": 10, "orders": 2, **change})

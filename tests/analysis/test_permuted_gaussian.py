@@ -108,27 +108,6 @@ def permuted_step(**fields):
     return ShuffledRound(**fields, sampling="poisson")
 
 
-def test_nothing_ran_costs_nothing_and_order_does_not_matter():
-    assert pair_epsilon([], delta=DELTA) == (0.0, 0.0)
-    one, other = (permuted_step(noise_multiplier=sigma, num_users=50, sample_rate=0.1) for sigma in (0.5, 0.8))
-    assert pair_epsilon([(one, 3), (other, 4)], delta=DELTA) == pytest.approx(
-        pair_epsilon([(other, 4), (one, 1), (one, 2)], delta=DELTA), rel=1e-12
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"noise_multiplier": 0.0}, "noise_multiplier"),
-        ({"num_users": 0}, "num_users"),
-        ({"sample_rate": 1.5}, "sample_rate"),
-    ],
-)
-def test_a_step_that_cannot_be_is_refused(change, named):
-    with pytest.raises(ValueError, match=named):
-        permuted_step(**{"noise_multiplier": 1.0, "num_users": 10, "sample_rate": 0.5, **change})
-
-
 @pytest.mark.zoo
 @pytest.mark.parametrize("sigma", [0.29, 0.35])
 def test_the_exact_pair_is_resolved_where_its_losses_are_rare_and_large(sigma):

@@ -15,7 +15,7 @@ from scipy.stats import binom
 
 from opacus_shuffle.analysis import composition, gaussian, gaussian_clones, mean_ratio
 from opacus_shuffle.analysis.privacy_loss import Mixture, compute_epsilon, lower_epsilon
-from opacus_shuffle.analysis.ratio_distribution import RatioDistribution, mean_distribution
+from opacus_shuffle.analysis.ratio_distribution import mean_distribution
 from opacus_shuffle.analysis.shuffled_rounds import (
     MOST_SHUFFLED_KINDS,
     ShuffledRound,
@@ -189,51 +189,6 @@ def test_what_is_lost_adds_to_delta_and_too_much_of_it_leaves_nothing():
     assert compute_epsilon([(Mixture(((1.0, distribution),), lost=2e-6), 10)], delta=1e-5) == math.inf
     assert whole < compute_epsilon([(Mixture.of(distribution), 10)], delta=1e-5, slack=(2e-6, 2e-6)) < math.inf
     assert compute_epsilon([(Mixture.of(distribution), 10)], delta=1e-5, slack=(5e-6, 5e-6)) == math.inf
-
-
-def test_a_mixture_of_one_distribution_with_itself_is_that_distribution():
-    distribution = mean_distribution(noise_multiplier=3.0, num_users=100)
-    whole = compute_epsilon([(Mixture.of(distribution), 10)], delta=1e-5)
-    assert compute_epsilon([(Mixture(((0.3, distribution), (0.7, distribution))), 10)], delta=1e-5) == pytest.approx(
-        whole, rel=1e-9
-    )
-
-
-def test_a_distribution_that_tells_nothing_costs_nothing():
-    nothing = RatioDistribution(np.zeros(1), np.ones(1), 1.0, 0.0, 1.0)
-    assert compute_epsilon([(Mixture.of(nothing), 10)], delta=1e-5) == 0.0
-
-
-@pytest.mark.parametrize("sigma", [1e-3, 0.04, 0.06])
-def test_too_little_noise_for_the_distribution_falls_back_to_no_shuffler(sigma):
-    lower, upper = pair_epsilon([(ShuffledRound(noise_multiplier=sigma, num_users=100), 2)], delta=1e-5)
-    assert 0 <= lower <= upper <= gaussian.compute_epsilon(mu=math.sqrt(2) / sigma, delta=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"noise_multiplier": 0}, "noise_multiplier"),
-        ({"num_users": 0}, "num_users"),
-        ({"sample_rate": 1.5}, "sample_rate"),
-        ({"sample_rate": 0.5}, "sampling"),
-        ({"sampling": "with_replacement"}, "sampling"),
-        ({"sampling": "fixed_size", "sample_rate": 0.001}, "sample_rate"),
-    ],
-)
-def test_bad_rounds_are_named(changes, named):
-    with pytest.raises(ValueError, match=named):
-        ShuffledRound(**{"noise_multiplier": 1.0, "num_users": 10, **changes})
-
-
-@pytest.mark.parametrize("function", [pair_epsilon, unshuffled_epsilon, sampled_gaussian_epsilon])
-def test_bad_deltas_and_repetitions_are_named(function):
-    for delta in (0, 1, math.nan):
-        with pytest.raises(ValueError, match="delta"):
-            function(alone(1.0, 1), delta=delta)
-    with pytest.raises(ValueError, match="repetitions"):
-        function(alone(1.0, 0), delta=1e-5)
-    assert max(np.atleast_1d(function([], delta=1e-5))) == 0.0
 
 
 @pytest.mark.zoo
