@@ -86,7 +86,7 @@ class GridSum(ABC):
     @property
     def mu(self) -> float:
         """One round is a μ-Gaussian mechanism under replacement, but for a probability of :attr:`lost`."""
-        return gaussian_equivalent(self.sum_round, lost=self._promise.lost)[0]
+        return gaussian_equivalent(self.sum_round, lost=self.tail)[0]
 
     @property
     def noise_multiplier(self) -> float:
@@ -96,7 +96,12 @@ class GridSum(ABC):
     @property
     def lost(self) -> float:
         """The probability that :attr:`mu` does not cover, one round."""
-        return gaussian_equivalent(self.sum_round, lost=self._promise.lost)[1]
+        return gaussian_equivalent(self.sum_round, lost=self.tail)[1]
+
+    @property
+    def tail(self) -> float:
+        """What the binomial tails of one round's coordinates may take of δ together; :attr:`lost` is what they take."""
+        return self._promise.lost
 
     @property
     def round_delta(self) -> float:

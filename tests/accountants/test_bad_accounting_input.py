@@ -69,4 +69,5 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_bad_arguments_are_named(name):
     call, arguments = CALLS[name]
-    require_named_refusals(call, arguments)
+    said = {"epsilon": None} if call is answer_by_hand else {}  # any number is one, or inconsistent
+    require_named_refusals(call, arguments, **said)

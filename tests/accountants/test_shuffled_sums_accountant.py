@@ -194,7 +194,7 @@ def changed(place, **fields):
         (TIGHT, lambda saved: accountant_of(PUBLISHED).state_dict()),
         (TIGHT, changed("rounds", noise_multiplier=10 * TIGHT.noise_multiplier)),  # which would be printed as proved
         (TIGHT, changed("planned", sample_rate=0.5)),
-        (PUBLISHED, changed("rounds", round_epsilon=0.001)),
+        (PUBLISHED, changed("rounds", round_epsilon=mechanism_of(PUBLISHED).round_epsilon / 10)),
     ],
     ids=["unknown field", "another", "noise", "rate", "published"],
 )
@@ -223,7 +223,7 @@ REFUSALS = {
     ),
     "local_noise": lambda: ShuffleAccountant(ShuffledSums, local_noise=True),
     r"ShuffledSums\.build": lambda: ShuffledSums(noise_multiplier=1.0, num_users=1000, sample_rate=0.1, dimension=5),
-    "granularity and noise_trials": lambda: ShuffledSums.build(noise_multiplier=1.0, num_users=1000, dimension=5, lost=1e-9),
+    "granularity and noise_trials": lambda: ShuffledSums.build(noise_multiplier=1.0, num_users=1000, dimension=5, tail=1e-9),
     "larger delta": lambda: bound_of(ShuffleVectorSum(50, 200, 1.0, epsilon=1.0, delta=0.4), delta=1e-7),
     "'certified', 'published'": lambda: accountant_of(TIGHT).get_epsilon(1e-5, bound="pair"),
     "orders": lambda: accountant_of(TIGHT).get_epsilon(1e-5, orders=[2.0]),
@@ -264,7 +264,7 @@ def test_the_noise_follows_from_the_bits(protocol):
         with pytest.raises(ValueError, match="must follow from the protocol's own bits"):
             dataclasses.replace(mechanism, noise_multiplier=mechanism.noise_multiplier * factor)
     with pytest.raises(ValueError, match="must follow from the protocol's own bits"):
-        dataclasses.replace(mechanism, lost=mechanism.lost / 1e3)
+        dataclasses.replace(mechanism, tail=mechanism.tail / 1e3)
     with pytest.raises(ValueError, match="must follow from the protocol's own bits"):
         dataclasses.replace(mechanism, granularity=2 * mechanism.granularity)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from opacus_shuffle.accountants.mechanism import Mechanism, described
-from opacus_shuffle.analysis.binomial_sums import MOST_TRIALS, BinomialNoise, gaussian_bound
+from opacus_shuffle.analysis.binomial_sums import MOST_TRIALS, BinomialNoise, BinomialSum, gaussian_equivalent
 from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.core.validation import instance_of, integer, one_of, open_unit_interval, positive, sampling_rate
 from opacus_shuffle.protocols.calibration import SMALLEST_MULTIPLIER, honest_users, published_vector_plan
@@ -17,12 +16,10 @@ if TYPE_CHECKING:  # it needs PyTorch
     from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 TOLERANCE = 1e-6
-"""How far σ and what is lost may be from what the bits give, relatively: another SciPy's tails differ by some 1e-9."""
+"""How far σ may be from what the bits give, relatively: another SciPy's tails differ by some 1e-9."""
 ROUND_DELTA = 1e-9
 """Of this, binomial tails take a millionth in each round of a protocol that is built from a noise multiplier."""
-_HALVINGS = 14
-"""Of the factor 2 in which a tail lies: 4e-5 of a tail move σ by some 4e-5/(7√m), and whole bits are no closer than that."""
-_BITS = ("granularity", "noise_trials", "bit_probability", "lost", "round_epsilon", "round_delta")
+_BITS = ("granularity", "noise_trials", "bit_probability", "tail", "round_epsilon", "round_delta")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +42,7 @@ class ShuffledSums(Mechanism):
         granularity: g, steps of the grid from −C to C.
         noise_trials: m, the honest reports' noise bits of one coordinate together, all reports of a round.
         bit_probability: p, that a noise bit is 1.
-        lost: The probability that μ does not cover, one round.
+        tail: What one round's binomial tails may take of δ; μ covers all but :attr:`lost`, which is no more.
         honest_fraction: The share of a round's reports that carry their noise for certain.
         round_epsilon: ε of one round by SCO Theorem A.6, where the bits have the paper's constants; else None.
         round_delta: Its δ.
@@ -69,7 +66,7 @@ class ShuffledSums(Mechanism):
     granularity: int = described("steps of the grid (default: chosen for the noise)", "G", default=0)
     noise_trials: int = described("noise bits of one coordinate, all honest reports'", "M", default=0)
     bit_probability: float = described("that a noise bit is 1", "P", default=0.5)
-    lost: float = described("probability that the noise multiplier does not cover", "P", default=0.0, varies=True)
+    tail: float = described("share of delta that binomial tails may take in one round", "P", default=0.0)
     honest_fraction: float = described("share of the reports that carry their noise for certain", "SHARE", default=1.0)
     round_epsilon: float | None = described(
         "one round's epsilon by the published theorem", "EPSILON", default=None, varies=True
@@ -88,7 +85,7 @@ class ShuffledSums(Mechanism):
                 "ShuffledSums.build choose them, or read them off a ShuffleVectorSum with ShuffledSums.of_protocol"
             )
         self._set(**{name: integer(name, getattr(self, name)) for name in ("dimension", "granularity", "noise_trials")})
-        self._set(**{name: open_unit_interval(name, getattr(self, name)) for name in ("bit_probability", "lost")})
+        self._set(**{name: open_unit_interval(name, getattr(self, name)) for name in ("bit_probability", "tail")})
         open_unit_interval("1 - bit_probability", 1 - self.bit_probability)
         integer("noise_trials", self.noise_trials, maximum=MOST_TRIALS)
         if sampling_rate("honest_fraction", self.honest_fraction) < 1 and self.sample_rate < 1 and self.sampling != "poisson":
@@ -97,11 +94,11 @@ class ShuffledSums(Mechanism):
                 f"{self.sampling!r} and sample_rate={self.sample_rate}: who of a sample is honest is random, and dishonest "
                 "ones know who of them is in it; pass honest_fraction=1"
             )
-        follows = _noise_multiplier(self.noise, self.granularity, self.dimension, self.lost, self.noise_multiplier)
+        follows = 2 / gaussian_equivalent(self._sum, lost=self.tail)[0]
         if not math.isclose(follows, self.noise_multiplier, rel_tol=TOLERANCE):
             raise ValueError(
                 "noise_multiplier must follow from the protocol's own bits (dimension, granularity, noise_trials, "
-                f"bit_probability, lost), which give {follows!r}, got {self.noise_multiplier!r}: let ShuffledSums.build or "
+                f"bit_probability, tail), which give {follows!r}, got {self.noise_multiplier!r}: let ShuffledSums.build or "
                 "ShuffledSums.of_protocol compute it; a protocol's noise is fixed, another noise takes another protocol"
             )
         if (self.round_epsilon is None) != (self.round_delta is None):
@@ -190,7 +187,7 @@ class ShuffledSums(Mechanism):
             granularity=protocol.granularity,
             noise_trials=protocol.sum_round.noise.trials,
             bit_probability=protocol.bit_probability,
-            lost=protocol.lost,
+            tail=protocol.tail,
             honest_fraction=protocol.honest_fraction,
             round_epsilon=protocol.round_epsilon if published else None,
             round_delta=protocol.round_delta if published else None,
@@ -213,6 +210,16 @@ class ShuffledSums(Mechanism):
     def noise(self) -> BinomialNoise:
         """The honest reports' noise in one coordinate."""
         return BinomialNoise(trials=self.noise_trials, probability=self.bit_probability)
+
+    @property
+    def _sum(self) -> BinomialSum:
+        """One round as the analyzer sees it, but for the sample."""
+        return BinomialSum(noise=self.noise, shift=self.granularity, dimension=self.dimension)
+
+    @property
+    def lost(self) -> float:
+        """The probability that μ does not cover, one round."""
+        return gaussian_equivalent(self._sum, lost=self.tail)[1]
 
     @property
     def reports(self) -> int:
@@ -254,29 +261,3 @@ class ShuffledSums(Mechanism):
         honest = honest_users(self.reports, self.honest_fraction)
         variance = self.noise.variance * self.reports / honest + self.expected_reports / 4
         return 2 * math.sqrt(variance) / self.granularity
-
-
-@functools.lru_cache(maxsize=256)
-def _noise_multiplier(noise: BinomialNoise, granularity: int, dimension: int, lost: float, stated: float) -> float:
-    """2/μ by the bits, where no more than ``lost`` is left uncovered: the largest there is, or the one that is stated.
-
-    A bound for a tail t loses at most t, half of it on each side. What it lost is known, t is not: it is no less, and at most
-    twice that where one side's tail is empty.
-    """
-
-    def found(tail: float) -> tuple[float, bool]:
-        bound = gaussian_bound(noise, shift=granularity, tail=min(max(tail, 1e-300), 0.5))
-        within = bound.lost * dimension <= lost * (1 + TOLERANCE)
-        return (2 / (bound.slope * granularity) if math.isfinite(bound.slope) else 0.0), within
-
-    low, high = (share * lost / dimension * (1 + TOLERANCE) for share in (1, 2))
-    best = found(low)[0]
-    if stated <= best * (1 + TOLERANCE) or stated > found(high)[0] * (1 + TOLERANCE):
-        return best
-    for _ in range(_HALVINGS):
-        middle = math.sqrt(low * high)
-        multiplier, within = found(middle)
-        best, low, high = (max(best, multiplier), middle, high) if within else (best, low, middle)
-        if math.isclose(best, stated, rel_tol=TOLERANCE):
-            break
-    return best
