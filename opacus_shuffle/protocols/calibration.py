@@ -208,9 +208,22 @@ def _published_plan(
 
 @functools.lru_cache(maxsize=1024)
 def tight_vector_plan(*, num_users: int, dimension: int, mu: float, lost: float, honest_fraction: float) -> GridPlan:
-    """Returns the cheapest grid that is ``mu``-Gaussian-private but for ``lost``."""
+    """Returns the cheapest grid that is ``mu``-Gaussian-private but for ``lost``, which all coordinates share."""
     honest = honest_users(num_users, honest_fraction)
-    return _cheapest(num_users, honest, _granularity_for(mu, lost / dimension, honest), limit=1 / mu**2)
+    tail = max(lost / dimension, 1e-300)
+
+    def largest_granularity(noise: BinomialNoise) -> int:
+        g = math.floor(mu * math.sqrt(noise.variance))
+        for _ in range(2):  # the slope falls with the shift, so what fits a larger one fits
+            if g < _COARSE and noise.variance + honest / 4 > (1 + OVERHEAD) * (g / mu) ** 2:
+                return 0  # too coarse a grid, whatever the bound says
+            slope = gaussian_bound(noise, shift=max(g, 1), tail=tail).slope
+            if not math.isfinite(slope):
+                return 0
+            g = min(g, math.floor(mu / slope))
+        return g
+
+    return _cheapest(num_users, honest, largest_granularity, limit=1 / mu**2)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -274,24 +287,6 @@ def fewest_bits_plan(
             )
         g += step * max(1, math.floor((_FINE_PACE if g < _FINE else _PACE - 1) * g / step))
     return plan
-
-
-def _granularity_for(mu: float, share: float, honest: int) -> Callable[[BinomialNoise], int]:
-    """Returns what finds the finest grid on which noise is μ-Gaussian-private but for a share of δ for each coordinate."""
-    tail = max(share, 1e-300)
-
-    def largest_granularity(noise: BinomialNoise) -> int:
-        g = math.floor(mu * math.sqrt(noise.variance))
-        for _ in range(2):  # the slope falls with the shift, so what fits a larger one fits
-            if g < _COARSE and noise.variance + honest / 4 > (1 + OVERHEAD) * (g / mu) ** 2:
-                return 0  # too coarse a grid, whatever the bound says
-            slope = gaussian_bound(noise, shift=max(g, 1), tail=tail).slope
-            if not math.isfinite(slope):
-                return 0
-            g = min(g, math.floor(mu / slope))
-        return g
-
-    return largest_granularity
 
 
 @functools.lru_cache(maxsize=1024)

@@ -20,12 +20,12 @@ from opacus_shuffle.analysis.binomial_sums import BinomialSum, gaussian_equivale
 from opacus_shuffle.analysis.sampled_sums import SampledSum
 from opacus_shuffle.core.guarantees import InconsistentBound
 from opacus_shuffle.core.randomness import SecretGenerator, stream_of
-from opacus_shuffle.core.validation import instance_of, integer, one_of
+from opacus_shuffle.core.validation import instance_of, integer
 from opacus_shuffle.protocols.binomials import alike_binomials, draw_binomials
 from opacus_shuffle.protocols.calibration import GridPlan, Promise
 from opacus_shuffle.protocols.messages import Messages, shuffled
-from opacus_shuffle.protocols.random_rounding import round_at_random
 from opacus_shuffle.protocols.statement import PrivacyStatement
+from opacus_shuffle.protocols.sums_of_roundings import round_at_random
 
 _CHUNK = 2**17  # numbers that are rounded at a time: what a processor's cache holds
 TOLERANCE = 1e-5
@@ -117,78 +117,43 @@ class GridSum(ABC):
             return self.epsilon
         return binomial_sums.compute_epsilon([(self.sum_round, 1)], delta=self.round_delta)
 
-    def exact_epsilon(self, delta: float | None = None, *, rounds: int | None = None) -> tuple[float, float]:
+    def exact_epsilon(self, delta: float | None = None) -> tuple[float, float]:
         """Computes what the noise really gives: a lower value by one pair of data sets, and a proved one for all of them.
 
         Args:
-            delta: δ; by default the protocol's.
-            rounds: Rounds in which the same users take part; by default as many as the protocol is made for.
+            delta: δ of all the rounds that the protocol is made for; by default the protocol's.
 
         Returns:
-            ``(lower, upper)``, rounded apart; ``upper`` never exceeds ε where ``delta`` and ``rounds`` are the protocol's.
+            ``(lower, upper)``, rounded apart; ``upper`` never exceeds ε where ``delta`` is the protocol's.
         """
         delta = self.delta if delta is None else delta
-        count = self.rounds if rounds is None else integer("rounds", rounds)
-        repeated = [(self.sum_round, count)]
+        repeated = [(self.sum_round, self.rounds)]
         upper = binomial_sums.compute_epsilon(repeated, delta=delta)
         if self.sample_rate < 1:
-            each = SampledSum(mu=self.mu, sample_rate=self.sample_rate, lost=self.lost)
-            upper = min(upper, sampled_sums.compute_epsilon([(each, count)], delta=delta))
-        if (delta, count) == (self.delta, self.rounds):
+            sampled = SampledSum(mu=self.mu, sample_rate=self.sample_rate, lost=self.lost)
+            upper = min(upper, sampled_sums.compute_epsilon([(sampled, self.rounds)], delta=delta))
+        if delta == self.delta:
             upper = min(upper, self.epsilon)
         if not math.isfinite(upper):
             raise ValueError(
-                f"delta={delta!r} is less than the binomial's tails can be held to over {count} rounds: ask for a larger delta"
+                f"delta={delta!r} is less than the binomial's tails can be held to over {self.rounds} rounds: ask for a "
+                "larger delta"
             )
         lower = binomial_sums.lower_epsilon(repeated, delta=delta, sample_rate=self.sample_rate)
         if lower > upper:
             raise InconsistentBound(f"{self!r} has lower = {lower!r} above upper = {upper!r}: report this error, use neither")
         return lower, upper
 
-    def statement(
-        self,
-        *,
-        rounds: int | None = None,
-        rounds_per_user: int | None = None,
-        num_users: int | None = None,
-        interaction: str | None = None,
-    ) -> PrivacyStatement:
-        """Returns the (ε, δ) that the protocol is made for, with its meaning.
-
-        Args:
-            rounds: Rounds of the whole run; by default as many as the protocol is made for.
-            rounds_per_user: Rounds that one user takes part in: at most as many as the protocol is made for.
-            num_users: Users of the whole run; by default those of one round.
-            interaction: ``"one round"``, ``"sequential"`` or ``"full"``; by default the first for one round, else the last.
-
-        Raises:
-            ValueError: If a user takes part in more rounds than the protocol is made for.
-        """
-        whole = self.rounds if rounds is None else integer("rounds", rounds)
-        kind = ("one round" if whole == 1 else "full") if interaction is None else interaction
-        one_of("interaction", kind, ("one round", "sequential", "full"))
-        each = whole if kind == "full" else min(self.rounds, whole)
-        if rounds_per_user is not None:
-            each = integer("rounds_per_user", rounds_per_user)
-        if each > self.rounds:
-            raise ValueError(
-                f"rounds_per_user={each} is more than this protocol is made for ({self.rounds}): let every user take part in "
-                f"fewer, or make a vector protocol for as many (rounds={each})"
-            )
-        fits = {"one round": each == whole == 1, "full": each == whole, "sequential": each <= whole}
-        if not fits[kind]:
-            raise ValueError(
-                f"interaction={kind!r} does not go with rounds={whole} and rounds_per_user={each}: a user takes part in the "
-                "one round, in some ('sequential') or in all ('full')"
-            )
+    def statement(self) -> PrivacyStatement:
+        """Returns the (ε, δ) that the protocol is made for, with its meaning: all rounds, with the same users in each."""
         return PrivacyStatement(
             epsilon=self.epsilon,
             delta=self.delta,
-            interaction=kind,
-            rounds=whole,
-            rounds_per_user=each,
-            num_users=round(self.num_users / self.sample_rate) if num_users is None else integer("num_users", num_users),
-            bits_per_user=each * self.bits_per_user,
+            interaction="one round" if self.rounds == 1 else "full",
+            rounds=self.rounds,
+            rounds_per_user=self.rounds,
+            num_users=round(self.num_users / self.sample_rate),
+            bits_per_user=self.rounds * self.bits_per_user,
             calibration=self.calibration,
             honest_fraction=self.honest_fraction,
             sample_rate=self.sample_rate,
@@ -213,16 +178,15 @@ class GridSum(ABC):
         Raises:
             ValueError: If there are none, too many or too few of them, or some are not this protocol's.
         """
-        try:
-            given = [messages] if isinstance(messages, Messages) else list(messages)
-        except TypeError:
-            raise ValueError(f"messages must be a list of Messages, got {messages!r}") from None
-        if not given:
+        if isinstance(messages, Messages) or not isinstance(messages, Iterable):
+            raise ValueError(f"messages must be a list of Messages, one per user, got {messages!r}")
+        sent = list(messages)
+        if not sent:
             raise ValueError("messages must hold at least one user's messages, got none")
-        for each in given:
-            self._check(each)
-        self.check_reports(sum(each.num_reports for each in given))
-        return shuffled(given, stream_of(generator))
+        for report in sent:
+            self._check(report)
+        self.check_reports(sum(report.num_reports for report in sent))
+        return shuffled(sent, stream_of(generator))
 
     def _analyze(self, messages: Messages) -> torch.Tensor:
         """The estimate of the sum over those whose messages these are."""
@@ -235,10 +199,10 @@ class GridSum(ABC):
             raise ValueError("messages must be what shuffle(...) returned, got a list: call shuffle on it first")
         instance_of("messages", messages, (Messages,))
         expected = (self.dimension, self.granularity + self.noise_bits, self.granularity)
-        found = (len(messages.bits), messages.bits_per_report, messages.granularity)
-        if found != expected:
+        sizes = (len(messages.bits), messages.bits_per_report, messages.granularity)
+        if sizes != expected:
             raise ValueError(
-                f"messages come from another protocol: (dimension, bits per coordinate, granularity) are {found}, here "
+                f"messages come from another protocol: (dimension, bits per coordinate, granularity) are {sizes}, here "
                 f"{expected}; build both ends with the same arguments"
             )
 
@@ -302,8 +266,8 @@ class GridSum(ABC):
         if block.layout == torch.sparse_coo and block.dense_dim():
             raise ValueError("X must be sparse in both dimensions, got a hybrid tensor: pass X.to_dense()")
         # Anew: a tensor may be marked as coalesced, and CSR always is, while an entry is there twice.
-        found = block.to_sparse_coo()  # type: ignore[no-untyped-call]
-        entries = torch.sparse_coo_tensor(found._indices(), found._values(), found.shape, is_coalesced=False).coalesce()
+        listed = block.to_sparse_coo()  # type: ignore[no-untyped-call]
+        entries = torch.sparse_coo_tensor(listed._indices(), listed._values(), listed.shape, is_coalesced=False).coalesce()
         (row, column), values = entries.indices().cpu(), entries.values().to("cpu", torch.float64)
         norms = torch.zeros(len(block), dtype=torch.float64).index_add_(0, row, values**2).sqrt()
         place = self._place(self._within(values, norms[row]))

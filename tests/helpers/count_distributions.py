@@ -27,10 +27,23 @@ def small_protocol(dimension, users=4, plan=PLAN, fraction=1.0):
 
 
 def binomial_distribution(trials, probability):
-    """(first, probabilities) of Bin(trials, probability), by its logarithms."""
-    outcomes = np.arange(trials + 1)
-    logs = np.array([math.lgamma(trials + 1) - math.lgamma(k + 1) - math.lgamma(trials - k + 1) for k in outcomes])
-    return 0, np.exp(logs + outcomes * math.log(probability) + (trials - outcomes) * math.log1p(-probability))
+    """(first, probabilities) of all outcomes within 14 standard deviations; beyond lies less than 1e-40."""
+    mean, deviation = trials * probability, math.sqrt(trials * probability * (1 - probability))
+    first, last = max(0, math.floor(mean - 14 * deviation)), min(trials, math.ceil(mean + 14 * deviation))
+    y = np.arange(first, last)
+    logs = np.concatenate([[0.0], np.cumsum(np.log((trials - y) / (y + 1)) + math.log(probability / (1 - probability)))])
+    masses = np.exp(logs - logs.max())
+    return first, masses / masses.sum()
+
+
+def rounded(masses, value, low, size):
+    """The distribution of noise and one rounded value, on the outcomes low, low + 1, …"""
+    whole, fraction = math.floor(value), value - math.floor(value)
+    distribution = np.zeros(size)
+    distribution[whole - low : whole - low + len(masses)] += (1 - fraction) * masses
+    if fraction:
+        distribution[whole - low + 1 : whole - low + 1 + len(masses)] += fraction * masses
+    return distribution
 
 
 def count_distribution(values, plan, reports):

@@ -13,14 +13,11 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from helpers.count_distributions import PLAN, UNLIKELY, assert_of_distribution, count_distribution, small_protocol
+from helpers.count_distributions import PLAN, assert_of_distribution, count_distribution, small_protocol
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chi2
 
-from opacus_shuffle.core.randomness import SecretGenerator, seeded_generator
-from opacus_shuffle.protocols import random_rounding
-from opacus_shuffle.protocols.messages import Messages
+from opacus_shuffle.protocols.sums_of_roundings import round_at_random
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
@@ -154,20 +151,6 @@ def test_messages_have_the_exact_distribution_and_are_unbiased_for_those_who_sen
     assert answers.var() <= protocol.variance * (1 + 5 * math.sqrt(3 / len(answers)))
 
 
-def test_one_users_messages_are_a_rounded_value_and_binomial_noise_in_so_many_bits():
-    protocol = small_protocol(WIDE)
-    generator = torch.Generator().manual_seed(26)
-    counts = []
-    for _ in range(10):
-        messages = protocol.randomize(torch.full((WIDE,), USERS[0], dtype=torch.float64), generator)
-        assert isinstance(messages, Messages)
-        assert (messages.num_reports, messages.bits_per_report) == (1, 41 + 6)
-        assert messages.bits.shape == (WIDE, 6)
-        assert protocol.bits_per_user == WIDE * 47
-        counts.append(messages.ones())
-    assert_of_distribution(counts, *count_distribution(USERS[:1], PLAN, 1))
-
-
 def test_coordinates_and_rounds_are_independent_of_each_other():
     protocol = small_protocol(WIDE)
     generator = torch.Generator().manual_seed(27)
@@ -177,20 +160,6 @@ def test_coordinates_and_rounds_are_independent_of_each_other():
     # Products of independent standardised numbers: mean 0, standard error about 1/√count.
     for products in (draws[:, 1:] * draws[:, :-1], draws[1:] * draws[:-1], draws[:, 16:] * draws[:, :-16]):
         assert abs(products.mean()) <= 5 / math.sqrt(products.numel())
-
-
-def test_the_parts_of_a_simulation_add_up():
-    protocol = small_protocol(WIDE)
-    rows = torch.tensor(USERS).unsqueeze(1).expand(4, WIDE).contiguous()
-    generator = torch.Generator().manual_seed(28)
-    counts = []
-    for _ in range(8):
-        encoded, noise = protocol.encode(rows, generator), protocol.draw_noise(4, generator)
-        assert encoded.dtype == noise.dtype == torch.int64
-        assert encoded.shape == noise.shape == (WIDE,)
-        counts.append(answers_as_counts(protocol, protocol.decode(encoded + noise, 4), 4))
-        np.testing.assert_array_equal(counts[-1], encoded + noise)
-    assert_of_distribution(counts, *count_distribution(USERS, PLAN, 4))
 
 
 def test_a_seed_repeats_a_simulation_and_no_seed_does_not():
@@ -220,37 +189,27 @@ def test_rounding_by_sixteen_bits_and_a_tie_break_keeps_the_mean_exactly(fractio
     exact = float(place[0, 0]) - whole  # what the sum above can hold
     coarse = math.floor(exact * 65_536)
     rest = exact * 65_536 - coarse
-    asked = []
 
-    def later_bits(value):
-        def draw(self, count):
-            asked.append(count)
-            return torch.full((count,), value, dtype=torch.float64)
+    class AllBeginnings:
+        """Words in which the sixteen bits of 65,536 entries are every number once; the later bits are all the same."""
 
-        return draw
+        def __init__(self, later):
+            self.later, self.asked = later, []
 
-    ups = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(random_rounding, "_sixteen_bits", lambda draws, count: np.arange(count, dtype=np.uint16))
-        for value in {0.0, max(1 - rest - 2.0**-40, 0.0), min(1 - rest, 1 - 2.0**-53), 1 - 2.0**-53}:
-            patch.setattr(SecretGenerator, "uniforms", later_bits(value))
-            result = random_rounding.round_at_random(place.clone(), SecretGenerator())
-            assert set(result.unique().tolist()) <= {whole, whole + 1}
-            ups[value] = int((result == whole + 1).sum())
-    # Of the 2^16 draws so many decide for above whatever the rest is, and one asks for it: P(above) is (coarse + rest)/2^16.
-    assert set(asked) == {1}
-    for value, count in ups.items():
-        assert count == coarse + (value >= 1 - rest)
+        def words(self, count):
+            return np.arange(4 * count, dtype=np.uint16).view(np.uint64)
 
+        def uniforms(self, count):
+            self.asked.append(count)
+            return torch.full((count,), self.later, dtype=torch.float64)
 
-def test_the_sixteen_bits_are_uniform():
-    draws = random_rounding._sixteen_bits(seeded_generator("cpu", 5, "bits"), 1_000_003)
-    assert draws.dtype == np.uint16
-    assert draws.shape == (1_000_003,)
-    counts = np.bincount(draws >> 6, minlength=1024)
-    assert chi2.sf(float(((counts - 1_000_003 / 1024) ** 2).sum() / (1_000_003 / 1024)), 1023) > UNLIKELY
-    counts = np.bincount(draws & 1023, minlength=1024)
-    assert chi2.sf(float(((counts - 1_000_003 / 1024) ** 2).sum() / (1_000_003 / 1024)), 1023) > UNLIKELY
+    for later in {0.0, max(1 - rest - 2.0**-40, 0.0), min(1 - rest, 1 - 2.0**-53), 1 - 2.0**-53}:
+        draws = AllBeginnings(later)
+        result = round_at_random(place.clone(), draws)
+        assert set(result.unique().tolist()) <= {whole, whole + 1}
+        # So many decide for above whatever the rest is, and one asks for it: P(above) is (coarse + rest)/2^16.
+        assert draws.asked == [1]
+        assert int((result == whole + 1).sum()) == coarse + (later >= 1 - rest)
 
 
 def test_whole_numbers_and_the_ends_of_the_range_are_not_rounded():

@@ -31,12 +31,13 @@ def test_statements_say_what_the_protocols_do():
     options = {"constraint": L2Ball(1.0), "lipschitz": 1.0, "dimension": 2, "honest_fraction": 0.8, **BUDGET}
     estimate = solve(shuffle_sgd, half_square, data, batch_size=300, **options)
     protocol = ShuffleVectorSum(300, 2, 1.0, 1.0, 1e-6, "tight", honest_fraction=0.8)
-    assert estimate.privacy == protocol.statement(rounds=3, num_users=900, interaction="sequential")
+    three = {"rounds": 3, "num_users": 900, "interaction": "sequential"}
+    assert estimate.privacy == dataclasses.replace(protocol.statement(), **three)
     assert estimate.privacy.guarantee is Guarantee.PROVED
     options["epsilon"] = 0.5
     full = solve(shuffle_gradient_descent, half_square, data, smoothness=1.0, rounds=5, calibration="published", **options)
     protocol = ShuffleVectorSum(1000, 2, 1.0, 0.5, 1e-6, rounds=5, calibration="published", honest_fraction=0.8)
-    assert full.privacy == protocol.statement(interaction="full")
+    assert full.privacy == protocol.statement()
     phases = solve(
         shuffle_strongly_convex,
         half_square,
@@ -49,7 +50,7 @@ def test_statements_say_what_the_protocols_do():
         **options,
     )
     protocol = ShuffleVectorSum(500, 2, 1.0, 0.5, 1e-6, rounds=5, calibration="tight", honest_fraction=0.8)
-    assert phases.privacy == dataclasses.replace(protocol.statement(interaction="full"), rounds=10, num_users=1000)
+    assert phases.privacy == dataclasses.replace(protocol.statement(), rounds=10, num_users=1000)
 
 
 @pytest.mark.parametrize(("run", "more"), [(shuffle_accelerated_sgd, {}), (shuffle_strongly_convex, {"strong_convexity": 1.0})])
