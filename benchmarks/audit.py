@@ -23,7 +23,7 @@ from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine, WeightShuffl
 from opacus_shuffle.audit import AuditResult, audit_gaussian, audit_shuffle_gauss
 from opacus_shuffle.commands.audit import AuditSettings, audit_published_setting, audit_small_training
 from opacus_shuffle.commands.image_datasets import load_image_dataset
-from opacus_shuffle.commands.training import accuracy
+from opacus_shuffle.commands.small_cnn import accuracy
 from opacus_shuffle.core.rounding import round_down, round_up
 
 # Table I's training (10 epochs of 50,000 in batches of 1000) and Table VI's audit (200 epochs).

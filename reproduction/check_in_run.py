@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from opacus_shuffle import PrivacyEngine
 from opacus_shuffle.commands.image_datasets import load_image_dataset
-from opacus_shuffle.commands.training import PHYSICAL_BATCH, SmallCNN, accuracy
+from opacus_shuffle.commands.small_cnn import PHYSICAL_BATCH, SmallCNN, accuracy
 from opacus_shuffle.core.atomic_file import replacing
 
 SAMPLE_RATE, CLIPPING_NORM, NOISE_MULTIPLIER, ROUNDS = 0.1, 0.01, 5.0, 5540

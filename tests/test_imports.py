@@ -61,8 +61,7 @@ def test_a_mistake_names_the_command_whose_help_is_meant():
         check=False,
     )
     assert (ran.returncode, ran.stdout) == (2, "")
-    meant = "--espilon (did you mean --round-epsilon?)"
-    assert ran.stderr == f"opacus-shuffle: unrecognized arguments: {meant}; see opacus-shuffle epsilon --help\n"
+    assert ran.stderr == "opacus-shuffle: unrecognized arguments: --espilon; see opacus-shuffle epsilon --help\n"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from opacus_shuffle.accountants.communication import sent_per_user
@@ -11,10 +10,13 @@ from opacus_shuffle.accountants.compute import compute_noise_multiplier, privacy
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 from opacus_shuffle.accountants.report import contradiction
 from opacus_shuffle.commands import flags
-from opacus_shuffle.commands.pictures import check_output, save
+from opacus_shuffle.commands.pictures import check_picture
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.tables import paragraph
+
+Printed = tuple[dict[str, Any], object]
+"""Values for JSON, and what is printed instead."""
 
 
 def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
@@ -33,8 +35,6 @@ def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
         parser.add_argument("--bound", default="certified", **flags.among(flags.all_bounds(), which))
     if name == "plot":
         parser.add_argument("-o", "--output", required=True, metavar="FILE", help="picture to write: .png, .pdf or .svg")
-    else:
-        flags.add_json_flag(parser)
     if name in ("epsilon", "report"):
         asked = (
             "Renyi orders of the published formulas of Gaussian reports, such as 2:30 or 1.5,2,8 (default: as many as it takes)"
@@ -42,18 +42,16 @@ def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
         parser.add_argument("--orders", type=flags.orders, metavar="FIRST:LAST", default=argparse.SUPPRESS, help=asked)
 
 
-def print_epsilon(options: dict[str, Any]) -> None:
-    """Prints ε and its meaning."""
-    as_json = options.pop("json")
+def print_epsilon(options: dict[str, Any]) -> Printed:
+    """Returns ε and its meaning."""
     run = {**flags.fields_of_run(options), **options}
     answer = privacy_bound(**run)
     what = f"epsilon of {answer.rounds} rounds of {answer.mechanism}"
-    _print_answer(answer, run, round_up(answer.epsilon), what, as_json=as_json)
+    return _meaning(answer, run, round_up(answer.epsilon), what)
 
 
-def print_noise(options: dict[str, Any]) -> None:
-    """Prints the smallest σ and its meaning."""
-    as_json = options.pop("json")
+def print_noise(options: dict[str, Any]) -> Printed:
+    """Returns the smallest σ and its meaning."""
     fields = flags.fields_of_run(options, without=("noise_multiplier",))
     sigma = compute_noise_multiplier(**fields, **options)
     target, delta = options.pop("target_epsilon"), options.pop("target_delta")
@@ -62,19 +60,16 @@ def print_noise(options: dict[str, Any]) -> None:
     local = MECHANISMS[answer.mechanism].noise_is_local
     whose = "local noise multiplier (one report's own sigma" if local else "noise multiplier of the sum (sigma"
     what = f"{whose} over the clipping norm) with which {answer.rounds} rounds of {answer.mechanism} stay within epsilon = "
-    _print_answer(answer, run, round_up(sigma, 6), f"{what}{target:g}", as_json=as_json, noise_multiplier=sigma)
+    values, text = _meaning(answer, run, round_up(sigma, 6), f"{what}{target:g}")
+    return {"noise_multiplier": sigma, **values}, text
 
 
-def _print_answer(answer: PrivacyBound, run: dict[str, Any], number: str, what: str, *, as_json: bool, **found: float) -> None:
+def _meaning(answer: PrivacyBound, run: dict[str, Any], number: str, what: str) -> Printed:
     """A number and what it is, which data sets it covers by which proof, what users send, and the ε that covers all of them."""
     run = {name: value for name, value in run.items() if name != "orders"}  # the other bounds use none
     certified = answer if answer.bound == "certified" else privacy_bound(**{**run, "bound": "certified"})
     kind = MECHANISMS[answer.mechanism]
     sent = sent_per_user([(kind.build(**{name: run[name] for name in kind.field_names() if name in run}), answer.rounds)])
-    if as_json:
-        costs = sent.to_dict() if sent else {}
-        print(json.dumps({**found, **answer.to_dict(), "certified_epsilon": certified.epsilon, **costs}))
-        return
     said = [
         f"{what} at delta = {answer.delta:.4g} (bound {answer.bound}, {answer.adjacency} adjacency)",
         f"{answer.guarantee.name}: {answer.guarantee.value}",
@@ -89,19 +84,19 @@ def _print_answer(answer: PrivacyBound, run: dict[str, Any], number: str, what: 
         said.append(f"certified for every data set: epsilon = {round_up(certified.epsilon)}")
     if answer.guarantee is Guarantee.ESTIMATE:
         said.append(contradiction(answer, privacy_bound(**{**run, "bound": "pair"})))
-    print(number, *(line for text in said if text for line in paragraph(text)), sep="\n")
+    text = "\n".join([number, *(line for words in said if words for line in paragraph(words))])
+    return {**answer.to_dict(), "certified_epsilon": certified.epsilon, **(sent.to_dict() if sent else {})}, text
 
 
-def print_report(options: dict[str, Any]) -> None:
-    """Prints the whole ladder of bounds."""
-    as_json = options.pop("json")
+def print_report(options: dict[str, Any]) -> Printed:
+    """Returns the whole ladder of bounds."""
     report = privacy_report(**flags.fields_of_run(options), **options)
-    print(json.dumps(report.to_dict()) if as_json else report)
+    return report.to_dict(), report
 
 
-def draw_report(options: dict[str, Any]) -> None:
-    """Draws the ladder over the number of rounds into a file, and prints the file's name."""
+def draw_report(options: dict[str, Any]) -> Printed:
+    """Draws the ladder over the number of rounds into a file, and returns the file's name."""
     output = options.pop("output")
-    check_output(output)
-    save(privacy_report(**flags.fields_of_run(options), **options).plot().get_figure(root=True), output)
-    print(output)
+    check_picture(output)
+    privacy_report(**flags.fields_of_run(options), **options).plot().get_figure(root=True).savefig(output, dpi=150)
+    return {"output": output}, output

@@ -30,7 +30,7 @@ def all_bounds() -> tuple[str, ...]:
 
 
 def all_fields() -> dict[str, dict[type[Mechanism], dataclasses.Field]]:
-    """Returns every field of every mechanism there is now, by its name: the mechanisms that have it."""
+    """Maps each field name to the mechanisms that declare it."""
     found: dict[str, dict[type[Mechanism], dataclasses.Field]] = {}
     for mechanism in MECHANISMS.values():
         for field in dataclasses.fields(mechanism):
@@ -80,16 +80,11 @@ def among(choices: Collection[str], text: str) -> dict[str, Any]:
     return {"choices": choices, "metavar": "NAME", "help": f"{text}; one of {', '.join(choices)}"}
 
 
-def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--json``."""
-    parser.add_argument("--json", action="store_true", help="for machines, unrounded")
-
-
-def generator_of(seed: int | None, stream: int, device: torch.device | str = "cpu") -> torch.Generator | None:
+def generator_of(seed: int | None, stream: int) -> torch.Generator | None:
     """Returns repeatable randomness for one use of a ``--seed``, or None for secret."""
     import torch
 
-    return None if seed is None else torch.Generator(device).manual_seed(integer("seed", seed, minimum=0) + stream)
+    return None if seed is None else torch.Generator().manual_seed(integer("seed", seed, minimum=0) + stream)
 
 
 def fields_of_run(options: dict[str, Any], *, without: Collection[str] = ()) -> dict[str, Any]:
@@ -138,18 +133,10 @@ def numbers(text: str) -> float | tuple[float, ...]:
 
 def orders(text: str) -> tuple[float, ...]:
     """Reads ``2:30``, the whole Rényi orders from 2 to 30, or several numbers with commas between."""
-    try:
-        if ":" not in text:
-            return tuple(map(number, text.split(",")))
-        first, last = map(int, text.split(":"))
-    except ValueError:
-        first, last = 0, -1
-    if not 1 < first <= last <= MAX_ORDER:
-        message = (
-            f"{text!r} is no range of Rényi orders from 2 to at most {MAX_ORDER}, nor numbers: for instance 2:30 or 1.5,2,8"
-        )
-        raise argparse.ArgumentTypeError(message)
-    return tuple(range(first, last + 1))
+    first, colon, last = text.partition(":")
+    if colon and int(last) > MAX_ORDER:
+        raise argparse.ArgumentTypeError(f"{text!r} goes beyond the largest order, {MAX_ORDER}: for instance 2:30")
+    return tuple(range(int(first), int(last) + 1)) if colon else tuple(map(number, text.split(",")))
 
 
 def _add(parser: argparse.ArgumentParser, field: dataclasses.Field, owners: Iterable[type], *, help: str) -> None:

@@ -58,20 +58,16 @@ def load_image_dataset(name: str, root: str | Path | None = None) -> tuple[Tenso
     Raises:
         ValueError: If the name is unknown, a file is missing or malformed, or an extra is not installed; it says which.
     """
-    try:
-        return _load(name, root)
-    except OSError as error:
-        raise ValueError(f"{name} cannot be read from root (--data-root): {error}") from error
-
-
-def _load(name: str, root: str | Path | None) -> tuple[TensorDataset, TensorDataset]:
-    """Reads the training and test images of a data set, and normalises them."""
     import torch
     from torch.utils.data import TensorDataset
 
     mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in _MEAN_AND_STD[one_of("name", name, DATASETS)])
+    try:
+        splits = _mnist_5k(root) if name == "mnist-5k" else _splits(name, root)
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read from root (--data-root): {error}") from error
     tensors = []
-    for images, labels in _mnist_5k(root) if name == "mnist-5k" else _splits(name, root):
+    for images, labels in splits:
         pixels = torch.from_numpy(images.astype(np.float32)) / 255
         tensors.append(TensorDataset((pixels - mean) / std, torch.from_numpy(labels.astype(np.int64))))
     return tensors[0], tensors[1]

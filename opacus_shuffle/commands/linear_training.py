@@ -1,9 +1,13 @@
-"""One linear model, trained privately for users of one kind of trust."""
+"""One linear model, trained privately for users of each kind of trust: a server, a shuffler, or nobody.
+
+>>> [f"{kind.trusted}: {kind.how}" for kind in KINDS]
+['a server: DP-SGD', 'a shuffler: sums of bits', 'a shuffler: Gaussian reports', 'nobody: Gaussian reports']
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +18,108 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus_shuffle.accountants.calibrate import smallest_noise
 from opacus_shuffle.accountants.communication import sent_per_user
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, unshuffled_epsilon
-from opacus_shuffle.commands.kinds_of_trust import CLASSES, Kind, Outcome
 from opacus_shuffle.core.guarantees import PrivacyBound
+from opacus_shuffle.core.progress import enter_phase
 from opacus_shuffle.engine.privacy_engine import PrivacyEngine
 
 CLIPPING_NORM = 0.5
 MOMENTUM = 0.9
+CLASSES = 10  # of all the data sets there are
+SAMPLED_BATCH = 4000
+"""Records of a sampled round at most (expected); half of the records where there are fewer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One way to train, with settings that were chosen on training images of mnist-5k.
+
+    Attributes:
+        trusted: Who must not be the adversary.
+        how: What users send, in words.
+        accountant: Of the engine.
+        bound: Which ε is the budget's.
+        rounds: About how many there are.
+        learning_rate: Of gradients clipped to 0.5, with momentum.
+        sampled: Whether a round is a secret sample of the users, rather than all of them.
+    """
+
+    trusted: str
+    how: str
+    accountant: str
+    bound: str
+    rounds: int
+    learning_rate: float
+    sampled: bool
+
+    def batch_size(self, records: int) -> int:
+        """Records of a round (expected)."""
+        return max(1, min(records // 2, SAMPLED_BATCH)) if self.sampled else records
+
+    def epochs(self, records: int) -> int:
+        """Passes over the data that take about as many rounds as are wanted."""
+        return max(1, round(self.rounds * self.batch_size(records) / records))
+
+
+KINDS = (
+    Kind(trusted="a server", how="DP-SGD", accountant="prv", bound="prv", rounds=60, learning_rate=4.0, sampled=True),
+    Kind(
+        trusted="a shuffler",
+        how="sums of bits",
+        accountant="shuffled_sums",
+        bound="certified",
+        rounds=60,
+        learning_rate=4.0,
+        sampled=True,
+    ),
+    Kind(
+        trusted="a shuffler",
+        how="Gaussian reports",
+        accountant="shuffle_gauss",
+        bound="certified",
+        rounds=120,
+        learning_rate=0.5,
+        sampled=False,
+    ),
+    Kind(
+        trusted="nobody",
+        how="Gaussian reports",
+        accountant="shuffle_gauss",
+        bound="local",
+        rounds=20,
+        learning_rate=1.0,
+        sampled=False,
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one kind of trust came to.
+
+    Attributes:
+        kind: Which.
+        bound: ε spent, with its meaning; never above the budget.
+        accuracy: Share of the test records that are classified rightly.
+        bytes_per_user: What one user sends over the whole run, without the labels of bits; None for the record itself.
+        noise_multiplier: Of the sum or of each report, as the accountant means it.
+    """
+
+    kind: Kind
+    bound: PrivacyBound
+    accuracy: float
+    bytes_per_user: int | None
+    noise_multiplier: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "trusted": self.kind.trusted,
+            "how": self.kind.how,
+            "test_accuracy": self.accuracy,
+            "bytes_per_user": self.bytes_per_user,
+            "noise_multiplier": self.noise_multiplier,
+            "privacy": self.bound.to_dict(),
+        }
 
 
 def train_kind(
@@ -30,7 +130,6 @@ def train_kind(
     epsilon: float,
     delta: float,
     seed: int | None = None,
-    on_round: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Trains a linear model within a budget.
 
@@ -41,7 +140,6 @@ def train_kind(
         epsilon: ε to stay within.
         delta: At this δ.
         seed: To repeat a run that protects nobody.
-        on_round: Called after every round.
 
     Returns:
         The accuracy, and the ε spent, which is proved for every data set.
@@ -49,8 +147,7 @@ def train_kind(
     Raises:
         ValueError: If no noise meets the budget.
     """
-    features = train_set.tensors[0]
-    records, entries = features.shape
+    records, entries = train_set.tensors[0].shape
     # Features have unit length: a bias would be half of every gradient's squared norm, and clipping would halve the rest.
     network = nn.Linear(entries, CLASSES, bias=False)
     nn.init.zeros_(network.weight)
@@ -80,12 +177,17 @@ def train_kind(
             loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-            on_round()
+            enter_phase(f"trusting {kind.trusted}, {kind.how}")
+    rounds = getattr(engine.accountant, "rounds", ())  # Opacus's own accountants know of no reports
+    sent = sent_per_user(rounds, dimension=network.weight.numel())
+    held_out, labels = test_set.tensors
+    with torch.no_grad():
+        right = functional.linear(held_out, network.weight).argmax(1) == labels
     return Outcome(
         kind=kind,
-        bound=_spent(kind, engine, delta),
-        accuracy=_accuracy(network, test_set),
-        bytes_per_user=_bytes_per_user(engine, network),
+        bound=next(bound for bound in engine.privacy_report(delta).bounds if bound.bound == kind.bound),
+        accuracy=float(right.double().mean()),
+        bytes_per_user=None if sent is None else sent.bytes_per_user,
         noise_multiplier=float(optimizer.noise_multiplier),
     )
 
@@ -98,22 +200,3 @@ def _unshuffled_noise(records: int, rounds: int, *, target_epsilon: float, targe
         return unshuffled_epsilon([(each, rounds)], delta=target_delta)
 
     return smallest_noise(spent, target_epsilon=target_epsilon)
-
-
-def _spent(kind: Kind, engine: PrivacyEngine, delta: float) -> PrivacyBound:
-    """ε spent and its meaning."""
-    return next(bound for bound in engine.privacy_report(delta).bounds if bound.bound == kind.bound)
-
-
-def _bytes_per_user(engine: PrivacyEngine, network: nn.Linear) -> int | None:
-    """What one user sends in reports; None where it sends none."""
-    rounds = getattr(engine.accountant, "rounds", ())  # Opacus's own accountants know of no reports
-    sent = sent_per_user(rounds, dimension=sum(parameter.numel() for parameter in network.parameters()))
-    return None if sent is None else sent.bytes_per_user
-
-
-@torch.no_grad()
-def _accuracy(network: nn.Linear, test_set: TensorDataset) -> float:
-    """The share of records that are classified rightly."""
-    features, labels = test_set.tensors
-    return float((functional.linear(features, network.weight).argmax(1) == labels).double().mean())

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
+import json
 import os
-import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -32,53 +31,41 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns 0 if it worked, 2 with one line on standard error if an argument was wrong."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PrivacyAssumptionWarning)  # what is printed says it already
-            warnings.filterwarnings(
-                "ignore", message="Secure RNG turned off|Full backward hook is firing|Optimal order is the largest"
-            )
-            return _run(arguments)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", PrivacyAssumptionWarning)  # what is printed says it already
+                warnings.filterwarnings(
+                    "ignore", message="Secure RNG turned off|Full backward hook is firing|Optimal order is the largest"
+                )
+                return _run(sys.argv[1:] if arguments is None else list(arguments))
+        finally:
+            if sys.stdout is not None:  # as a process started without it has it
+                sys.stdout.flush()
+    except BrokenPipeError:  # the reader has had enough, as "head -1" does
+        _leave_nothing_to_flush()
+        return 0
+    except OSError as error:
+        _leave_nothing_to_flush()
+        return _complain(f"the output could not be written: {error.strerror or error}", 2)
     except (ValueError, OverflowError, MemoryError) as error:
         return _complain(str(error) or "too little memory for these numbers: take smaller ones", 2)
     except KeyboardInterrupt:
         return _complain("stopped", 130)
 
 
-def _run(arguments: Sequence[str] | None) -> int:
-    """Runs one command, whose output may have nowhere to go."""
-    try:
-        try:
-            given = sys.argv[1:] if arguments is None else list(arguments)
-            name = next((each for each in given if not each.startswith("-")), None)
-            namespace, unknown = parser(name).parse_known_args(given)
-            options = vars(namespace)
-            if unknown:
-                meant = _closest(unknown, name)
-                return _complain(
-                    f"unrecognized arguments: {' '.join(unknown)}{meant}; see opacus-shuffle {name or ''} --help", 2
-                )
-            if "command" not in options:
-                return _complain("which command? opacus-shuffle compare is the one to begin with; see opacus-shuffle --help", 2)
-            options.pop("command")(options)
-        finally:
-            if sys.stdout is not None:  # as a process started without it has it
-                sys.stdout.flush()
-    except BrokenPipeError:  # the reader has had enough, as "head -1" does
-        _leave_nothing_to_flush()
-    except OSError as error:
-        _leave_nothing_to_flush()
-        return _complain(f"the output could not be written: {error.strerror or error}", 2)
+def _run(arguments: list[str]) -> int:
+    """Runs one command and prints what it returns."""
+    name = next((word for word in arguments if not word.startswith("-")), None)
+    namespace, unknown = parser(name).parse_known_args(arguments)
+    options = vars(namespace)
+    if unknown:
+        return _complain(f"unrecognized arguments: {' '.join(unknown)}; see opacus-shuffle {name or ''} --help", 2)
+    if "command" not in options:
+        return _complain("which command? opacus-shuffle compare is the one to begin with; see opacus-shuffle --help", 2)
+    as_json = options.pop("json")
+    values, text = options.pop("command")(options)
+    print(json.dumps(values) if as_json else text)
     return 0
-
-
-def _closest(unknown: Sequence[str], name: str | None) -> str:
-    """Returns a question with the command's flag that is most like the first unknown one; nothing where none is."""
-    job = argparse.ArgumentParser(add_help=False)
-    if name in COMMANDS:
-        importlib.import_module(f"opacus_shuffle.commands.{COMMANDS[name][0]}").add_flags(job, name)
-    flags = re.findall(r"--[\w-]+", job.format_usage())
-    found = difflib.get_close_matches(next((each for each in unknown if each.startswith("--")), ""), flags, n=1)
-    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def _leave_nothing_to_flush() -> None:
@@ -110,7 +97,9 @@ def parser(name: str | None = None) -> argparse.ArgumentParser:
     for command, (module, summary) in COMMANDS.items():
         job = commands.add_parser(command, help=summary)
         if command == name:
+            # A command's function takes the options, and returns values for JSON and what to print instead.
             importlib.import_module(f"opacus_shuffle.commands.{module}").add_flags(job, command)
+            job.add_argument("--json", action="store_true", help="for machines, unrounded")
     return everything
 
 

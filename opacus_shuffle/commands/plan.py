@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from opacus_shuffle.accountants.plan import plan
@@ -30,12 +29,10 @@ def add_flags(parser: argparse.ArgumentParser, _: str) -> None:
         default=argparse.SUPPRESS,
         help="how many parameters are trained; sums of bits are planned for a number alone",
     )
-    flags.add_json_flag(parser)
     parser.set_defaults(command=print_plan)
 
 
-def print_plan(options: dict[str, Any]) -> None:
-    """Prints the table."""
-    as_json = options.pop("json")
+def print_plan(options: dict[str, Any]) -> tuple[dict[str, Any], object]:
+    """Returns the table."""
     found = plan(**options)
-    print(json.dumps(found.to_dict()) if as_json else found)
+    return found.to_dict(), found

@@ -3,9 +3,8 @@
 Private training of a linear model on such features needs far less noise than that of a network that must learn its own
 (Tramèr and Boneh, *Differentially private learning needs better features*, ICLR 2021). The transform is Bruna and Mallat's
 (*Invariant scattering convolution networks*, 2013) with two scales and eight angles: averages of the image, of its wavelets'
-moduli, and of these moduli's coarser wavelets' moduli, 1 + 16 + 64 = 81 numbers for each channel at every fourth pixel.
-
-The features leave out the 64: what a user sends grows with their number, and at small ε they gain next to nothing.
+moduli, 1 + 16 = 17 numbers for each channel at every fourth pixel. The 64 of the second order are left out: what a user sends
+grows with their number, and at small ε they gain next to nothing.
 
 >>> scattering_features(torch.zeros(2, 1, 28, 28)).shape
 torch.Size([2, 833])
@@ -18,8 +17,6 @@ import math
 
 import torch
 from torch.nn import functional
-
-from opacus_shuffle.core.validation import integer
 
 SCALES = 2
 ANGLES = 8
@@ -47,22 +44,21 @@ def scattering_features(images: torch.Tensor) -> torch.Tensor:
     """
     blocks = []
     for block in torch.split(images, BLOCK):
-        found = scattering(block, order=1).flatten(1, 2)
+        found = scattering(block).flatten(1, 2)
         blocks.append(functional.normalize(functional.instance_norm(found).flatten(1), dim=1))
     return torch.cat(blocks)
 
 
-def scattering(images: torch.Tensor, *, order: int = 2) -> torch.Tensor:
+def scattering(images: torch.Tensor) -> torch.Tensor:
     """Returns the scattering coefficients as they are.
 
     Edges are reflected. The coefficients of an image whose border is empty have together at most its energy.
 
     Args:
         images: As of :func:`scattering_features`.
-        order: How many wavelets follow each other at most: 1 or 2.
 
     Returns:
-        Shape (records, channels, 17 or 81, height/4, width/4).
+        Shape (records, channels, 17, height/4, width/4).
 
     Raises:
         ValueError: If the images' shape does not fit.
@@ -74,17 +70,9 @@ def scattering(images: torch.Tensor, *, order: int = 2) -> torch.Tensor:
         )
     padded = functional.pad(images, (STRIDE,) * 4, mode="reflect")
     rows, columns, wavelets = filters(padded.shape[-2], padded.shape[-1])
-    first = _moduli(padded.unsqueeze(2), wavelets.flatten(0, 1))
-    kept = [padded.unsqueeze(2), first]
-    for scale in range(SCALES - 1 if integer("order", order, maximum=2) == 2 else 0):
-        finer = first[:, :, scale * ANGLES : (scale + 1) * ANGLES].unsqueeze(3)
-        kept.append(_moduli(finer, wavelets[scale + 1 :].flatten(0, 1)).flatten(2, 3))
-    return torch.cat([rows @ each @ columns.T for each in kept], dim=2)
-
-
-def _moduli(signals: torch.Tensor, wavelets: torch.Tensor) -> torch.Tensor:
-    """Returns the moduli of signals' convolutions with wavelets."""
-    return torch.fft.ifft2(torch.fft.fft2(signals) * wavelets).abs()
+    padded = padded.unsqueeze(2)
+    moduli = torch.fft.ifft2(torch.fft.fft2(padded) * wavelets).abs()
+    return torch.cat([rows @ values @ columns.T for values in (padded, moduli)], dim=2)
 
 
 @functools.cache
@@ -100,7 +88,7 @@ def filters(height: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.
 
     Returns:
         The average as matrices to multiply an image with, (height/4 - 2, height) and (width/4 - 2, width), which leave out the
-        first and the last place; and the wavelets' responses, (scales, angles, height, width). All are real.
+        first and the last place; and the wavelets' responses, (scales·angles, height, width). All are real.
     """
     deviation = 0.8 * 2 ** (SCALES - 1)
     rows, columns = _averages(height, deviation), _averages(width, deviation)
@@ -116,7 +104,7 @@ def filters(height: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.
     seen = both > 1e-9
     scaled = responses * ((1 - low**2)[seen] / both[seen]).min().clamp(min=0).sqrt()
     inner = slice(STRIDE, -STRIDE, STRIDE)
-    return rows[inner].float(), columns[inner].float(), scaled.view(SCALES, ANGLES, height, width).float()
+    return rows[inner].float(), columns[inner].float(), scaled.float()
 
 
 def _averages(length: int, deviation: float) -> torch.Tensor:

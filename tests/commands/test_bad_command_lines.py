@@ -10,7 +10,7 @@ import torch
 from helpers.bad_calls import SECONDS, Hang, limited
 from torch.utils.data import TensorDataset
 
-from opacus_shuffle.commands import audit, training
+from opacus_shuffle.commands import audit, train
 from opacus_shuffle.commands.main import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -27,7 +27,6 @@ RUNS = {
     "shuffled_sums": {"--noise-multiplier": "2", "--num-users": "1000", "--sample-rate": "0.1", "--dimension": "4"},
 }
 SMALL = {"--epochs": "1", "--batch-size": "50", "--noise-multiplier": "1", "--delta": "1e-5", "--learning-rate": "0.1"}
-AUDIT = {"--target-epsilon": "1", "--delta": "1e-5", "--dimension": "10", "--steps": "2", "--sample-rate": "0.5"}
 
 
 def lines():
@@ -44,13 +43,13 @@ def lines():
     yield (
         "train",
         "train",
-        {**SMALL, "--max-grad-norm": "1", "--accountant": "shuffled_checkin", "--seed": "0", "--device": "cpu"},
+        {**SMALL, "--max-grad-norm": "1", "--accountant": "shuffled_checkin", "--seed": "0"},
     )
     yield "train fw", "train", {**SMALL, "--accountant": "shuffled_fw", "--batch-clip": "1"}
     budget = {key: value for key, value in SMALL.items() if key != "--noise-multiplier"}
     yield "train budget", "train", {**budget, "--target-epsilon": "4", "--bound": "certified", "--data": "mnist-5k"}
-    more = {"--batch-clip": "1", "--trials": "1000", "--confidence": "0.9", "--seed": "0"}
-    yield "audit published", "audit", {"--kind": "published", **AUDIT, **more}
+    few = {"--target-epsilon": "1", "--steps": "2", "--trials": "1000", "--seed": "0"}
+    yield "audit published", "audit", {"--kind": "published", **few}
     yield "audit training", "audit", {"--kind": "training", "--training-steps": "100", "--others": "zero", "--seed": "0"}
 
 
@@ -86,11 +85,10 @@ def wrong(capsys, command, options, name, value):
     if code != 2:
         return f"ends with {code}"
     named = any(word in err for word in (name, name[2:].replace("-", "_"), name[2:].removeprefix("target-")))
-    progress = sum("training:" not in line for line in err.replace("\r", "\n").splitlines() if line.strip())
-    return None if named and progress == 1 and not out else f"says {told} {out[:40]!r}"
+    return None if named and len(err.splitlines()) == 1 and not out else f"says {told} {out[:40]!r}"
 
 
-def few_images(name, root):
+def few_images(name, root=None):
     """Data in the place of mnist-5k, that every run need not take seconds."""
     images, labels = torch.zeros(100, 1, 28, 28), torch.arange(100) % 10
     return TensorDataset(images, labels), TensorDataset(images[:10], labels[:10])
@@ -99,7 +97,7 @@ def few_images(name, root):
 @pytest.mark.parametrize("line", LINES)
 def test_every_bad_value_is_one_line_that_names_the_option(line, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for module in (training, audit):
+    for module in (train, audit):
         monkeypatch.setattr(module, "load_image_dataset", few_images)
     command, options = LINES[line]
     assert run(capsys, [command, *[f"{key}={word}" for key, word in options.items()]])[0] == 0
@@ -164,7 +162,7 @@ def test_a_folder_that_is_none_is_one_line_that_names_the_option(root, capsys):
 
 
 @pytest.mark.parametrize(
-    "output", ["", ".", "/nowhere/x.png", "/dev/null/x.png", "/etc/passwd/x.png", "x", "x.xyz", "\x00.png", "a" * 300 + ".png"]
+    "output", ["", ".", "/nowhere/x.png", "/dev/null/x.png", "/etc/passwd/x.png", "x", "x.xyz", "a" * 300 + ".png"]
 )
 def test_a_picture_that_has_no_place_is_one_line_that_names_the_option(output, capsys, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 import opacus_shuffle
 from opacus_shuffle.commands.image_datasets import load_image_dataset
-from opacus_shuffle.commands.training import SmallCNN, accuracy
+from opacus_shuffle.commands.small_cnn import SmallCNN, accuracy
 
 plt.style.use("figures.mplstyle")
 warnings.filterwarnings("ignore", message="Secure RNG|Full backward hook|Optimal order")
