@@ -123,7 +123,7 @@ def compare(
             output.copy_(tensor)
 
     methods: dict[str, Callable[[], object]] = {"copy_": copy}
-    for executor in ("torch", *(["triton"] if device.type == "cuda" else []), *(["reference"] if slow else [])):
+    for executor in ("torch", *(["triton"] if device.type == "cuda" else [])):
         methods[executor] = lambda e=executor: gather_(moves, executor=e)
     if slow:
         methods["Appendix E" + ("" if len(tensors) == 1 else ", copied back")] = lambda: appendix_e(

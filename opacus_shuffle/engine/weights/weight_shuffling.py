@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -155,13 +154,13 @@ def find_spec(
     if batch_first:
         check_position_ids(network, args, kwargs)
     with progress("finding permutations"):
-        others, checked = _other_records(network, data_loader)
+        others = _other_records(network, data_loader)
         if isinstance(shuffling.groups, PermutationSpec):
             spec = shuffling.groups
-            check_calls(spec, network, [(args, kwargs), *checked])
+            check_calls(spec, network, [(args, kwargs), *others])
         else:
             level = "residual" if shuffling.groups is True else shuffling.groups
-            spec = find_on_calls(network, [(args, kwargs)], level, others=others, checked=checked)
+            spec = find_on_calls(network, [(args, kwargs)], level, others=others, checked=others)
             if level == "residual":
                 warn_of_what_stays(spec, network)
     if (ranks := Ranks.of(module)).distributed:
@@ -200,34 +199,26 @@ def warn_of_what_stays(spec: PermutationSpec, network: nn.Module) -> None:
     )
 
 
-def _other_records(network: nn.Module, data_loader: DataLoader) -> tuple[list[Call], list[Call]]:
-    """Returns a batch of records from all over the data set, and one of the two of them that lie farthest apart.
+def _other_records(network: nn.Module, data_loader: DataLoader) -> list[Call]:
+    """Returns the two of some records from all over the data set that lie farthest apart, and may take other ways.
 
-    None of both where the network does not run on them: some collate functions take only records
-    that belong together. All of them are traced, which costs little; two are also run in double
-    precision, which costs much.
+    What counts is to how much their numbers and masks add up. None where the network does not run
+    on them: some collate functions take only records that belong together.
     """
     try:
         batch = from_batch(network, first_records(data_loader, OTHER_RECORDS, everywhere=True))
-        places = _farthest_apart(batch)
+        tensors = [leaf.cpu() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        sums = torch.zeros(max(map(len, tensors)), dtype=torch.float64)
+        for tensor in tensors:
+            if len(tensor) == len(sums) and tensor.numel() and not tensor.is_complex():
+                total = tensor.reshape(len(sums), -1).double().nan_to_num().sum(1)
+                sums += total / (total.max() - total.min()).clamp(min=1e-300)
+        places = [int(sums.argmin()), int(sums.argmax())]
         two = from_batch(network, first_records(data_loader, OTHER_RECORDS, everywhere=True, places=places))
-        run_quietly(network, *batch)
         run_quietly(network, *two)
     except Exception:
-        return [], []
-    return [batch], [two]
-
-
-def _farthest_apart(call: Call) -> Sequence[int] | None:
-    """Returns the places of the records whose numbers and masks add up to least and to most; None for all, if at most two."""
-    tensors = [leaf.cpu() for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    count = max(map(len, tensors), default=0)
-    sums = torch.zeros(count, dtype=torch.float64)
-    for tensor in tensors:
-        if len(tensor) == count and tensor.numel() and not tensor.is_complex():
-            total = tensor.reshape(count, -1).double().nan_to_num().sum(1)
-            sums += total / (total.max() - total.min()).clamp(min=1e-300)
-    return [int(sums.argmin()), int(sums.argmax())] if count > 2 else None
+        return []
+    return [two]
 
 
 def _refuse_sharded(module: nn.Module) -> None:

@@ -1,8 +1,8 @@
-"""Moves the entries of many tensors by row and column permutations, in one pass over the memory and with little scratch.
+"""Moves the entries of many tensors by row and column permutations, where they lie and with little scratch.
 
 A shuffle of a network moves every weight, gradient and optimizer state: new[i, j] = old[row_index[i], column_index[j]].
-Advanced indexing (``w[rows][:, columns]``) reads and writes each of them twice, into fresh memory whose first touch costs more
-than the copy; here they are read from the memory once, written once, and land where they were. Every tensor is seen as whole
+Advanced indexing (``w[rows][:, columns]``) writes each of them twice into fresh memory, whose first touch costs more than the
+copy; here they go through a scratch that the cache holds, and land where they were. Every tensor is seen as whole
 words of 1, 2, 4 or 8 bytes (16 = two of 8), so any dtype moves bit for bit.
 
 >>> weight = torch.arange(6.0).reshape(2, 3)
@@ -25,7 +25,7 @@ from opacus_shuffle.core.validation import one_of
 from opacus_shuffle.permutation.moving import torch_moves
 from opacus_shuffle.permutation.moving.moves import Move, check_moves, indices_of, waves
 
-EXECUTORS = ("auto", "reference", "torch", "triton")
+EXECUTORS = ("auto", "torch", "triton")
 
 _spec_of = functools.cache(importlib.util.find_spec)
 
@@ -39,8 +39,8 @@ def gather_(moves: Sequence[Move], *, executor: str = "auto") -> None:
 
     Args:
         moves: The tensors, each once; they may differ in dtype and device, and share index tensors.
-        executor: ``"torch"``, ``"triton"`` (GPU; a CPU only under Triton's interpreter), ``"reference"`` (slow), or ``"auto"``:
-            triton on a GPU where it is installed, else torch.
+        executor: ``"torch"``, ``"triton"`` (GPU; a CPU only under Triton's interpreter), or
+            ``"auto"``: triton on a GPU where it is installed, else torch.
 
     Raises:
         ValueError: For an unknown executor, sizes or indices that do not fit a tensor, a tensor that comes twice, or triton on
@@ -73,4 +73,4 @@ def _executor(name: str, device: torch.device) -> Callable[[Sequence[Move]], Non
 
         triton_moves.require(device)
         return triton_moves.execute
-    return torch_moves.execute_reference if name == "reference" else torch_moves.execute
+    return torch_moves.execute
