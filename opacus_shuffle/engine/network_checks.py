@@ -33,13 +33,19 @@ from opacus_shuffle.core.opacus_compat import (
     wrapped_network,
 )
 from opacus_shuffle.core.progress import progress
-from opacus_shuffle.engine.accumulation import refuse_second_expansion, refuse_second_pass
 from opacus_shuffle.engine.carried_records import refuse_carried_records
 from opacus_shuffle.engine.mixed_records import UnprobedError, first_rows, refuse_mixed_records
 from opacus_shuffle.engine.per_sample_check import FEWEST, REMEDY, check_per_sample_gradients, leaves
-from opacus_shuffle.engine.raw_gradients import held_parameters, hold_copy, names_of, private_optimizers
+from opacus_shuffle.engine.raw_gradients import (
+    held_parameters,
+    hold_copy,
+    names_of,
+    private_optimizers,
+    refuse_second_expansion,
+    refuse_second_pass,
+)
 from opacus_shuffle.engine.records_apart import are_apart
-from opacus_shuffle.engine.run import Request
+from opacus_shuffle.engine.training_plan import Request
 from opacus_shuffle.networks.position_ids import check_position_ids
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.networks.sample_input import Call, first_records, from_batch

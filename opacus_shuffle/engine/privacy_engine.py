@@ -34,10 +34,10 @@ from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.opacus_compat import ACCOUNTANTS
 from opacus_shuffle.core.randomness import SecretGenerator
 from opacus_shuffle.core.validation import boolean, instance_of, integer, one_of, open_unit_interval, reject_unknown
-from opacus_shuffle.engine.attempt import AttemptMixin
+from opacus_shuffle.engine.builder import BuilderMixin
 from opacus_shuffle.engine.checkpoints import CheckpointMixin
-from opacus_shuffle.engine.run import Budget, Request
 from opacus_shuffle.engine.schemes import scheme_of
+from opacus_shuffle.engine.training_plan import Budget, Request
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 from opacus_shuffle.engine.weights_alone import tell_of_weights_alone
 from opacus_shuffle.networks.running import unwrap
@@ -45,7 +45,7 @@ from opacus_shuffle.permutation import PermutationSpec
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 
-class ShuffleMixin(AttemptMixin, CheckpointMixin):
+class ShuffleMixin(BuilderMixin, CheckpointMixin):
     """The shuffle model for any ``opacus.PrivacyEngine``: put it before that class among the bases.
 
     Formal Guarantees:
@@ -165,15 +165,34 @@ class ShuffleMixin(AttemptMixin, CheckpointMixin):
         Raises:
             ValueError: If anything does not fit; nothing is changed then.
         """
-        # Every keyword above; Python keeps __class__ beside them where super is used.
-        request = Request(**{name: value for name, value in locals().items() if name not in ("self", "__class__")})
+        request = Request(
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            criterion=criterion,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling,
+            clipping=clipping,
+            noise_generator=noise_generator,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+            rand_on_empty=rand_on_empty,
+            local_noise=local_noise,
+            shuffle_weights=shuffle_weights,
+            aggregator=aggregator,
+            rounding_share=rounding_share,
+            others=others,
+        )
         scheme = scheme_of(self)
         run = scheme.check(request)
         if noise_generator is None and not self.secure_mode:
             noise_generator = scheme.noise_generator(request)
-        with self.attempt(scheme, run) as attempt:
+        with self.building(scheme, run):
             scheme.describe(run)
-            made = super(ShuffleMixin, attempt).make_private(**run.for_opacus(noise_generator))
+            made = super().make_private(**run.for_opacus(noise_generator))
             scheme.attach(run, made)
         self.runs += 1
         self.num_users = run.sampling.num_users

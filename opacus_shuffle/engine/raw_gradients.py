@@ -5,7 +5,8 @@ and any optimizer would take it: the one inside of the private one, called by it
 one, over the same parameters, over those that the private one leaves alone, or over layers that
 were put into the network since. So the rule asks for the network's parameters at the moment of
 the step: each may be moved by the gradient that the network's private optimizer wrote for this
-update, and by nothing else.
+update, and by nothing else. Gradients of two backward passes, which a record might be in twice, are
+refused with the habit that led there and what to do.
 
 >>> from types import SimpleNamespace
 >>> from opacus import GradSampleModule
@@ -26,14 +27,16 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from opacus_shuffle.core.opacus_compat import is_copy, waits_for_step
+from opacus_shuffle.core.opacus_compat import is_copy, is_used, waits_for_step, wrapped_network
+from opacus_shuffle.engine.sampling.fresh_inputs import origin_of
+from opacus_shuffle.engine.sampling.tickets import Origin
 
 OWNER = "private_optimizer"
 """The attribute of a private network that holds the optimizer that trains it.
@@ -150,3 +153,83 @@ def _memory(tensor: torch.Tensor) -> int:
 def _moves(parameter: torch.Tensor) -> bool:
     """Whether an optimizer might move a parameter, now or after a closure."""
     return parameter.requires_grad or parameter.grad is not None
+
+
+def why(passes: Sequence[Origin], *, used: bool, outside: bool) -> str:
+    """The habit that accumulates gradients of records, and what to do.
+
+    Args:
+        passes: The forward passes on the latest batch, with the one whose gradients come now.
+        used: The gradients that wait have been released by a step.
+        outside: They are of parameters that the optimizer does not hold, and of no others.
+    """
+    if outside:
+        return (
+            "the optimizer does not hold these parameters, so that optimizer.zero_grad() leaves "
+            "theirs: freeze them by requires_grad_(False) before make_private, let the optimizer "
+            "hold them, or call model.zero_grad() too"
+        )
+    if "a network" in passes:
+        return (
+            "a pass went through what another network has made, as a generator's step does: call "
+            "optimizer.zero_grad() after the step and before each pass of its own, or put the "
+            "generator's pass between model.disable_hooks() and model.enable_hooks()"
+        )
+    if "a leaf" in passes:
+        return (
+            "a pass was for gradients of its inputs: put it between model.disable_hooks() and "
+            "model.enable_hooks(), or call optimizer.zero_grad() after it"
+        )
+    if used:
+        return "optimizer.step() has used those: call optimizer.zero_grad() for each batch, model.zero_grad() is not enough"
+    if len(passes) > 1:
+        return (
+            "the network had two backward passes on this batch: call loss.backward() once for each "
+            "optimizer.step(), of the sum of all losses of one forward pass"
+        )
+    return (
+        "those of an earlier batch wait still: call optimizer.step() and optimizer.zero_grad() for "
+        "each batch; for larger ones take a larger batch_size, and split them with "
+        "BatchMemoryManager where memory is short"
+    )
+
+
+def refuse_second_pass(module: Any, parameters: Iterable[torch.Tensor], current: Sequence[Origin] = ()) -> None:
+    """Refuses a backward pass that would add gradients of records to others that wait.
+
+    Args:
+        module: Opacus's wrapper or hooks.
+        parameters: Those that it comes to now.
+        current: What the pass is of, where its forward pass has not begun.
+
+    Raises:
+        ValueError: If it would.
+    """
+    stale = [each for each in parameters if _waits(each)]
+    if not stale:
+        return
+    network = wrapped_network(module)
+    optimizers = private_optimizers(network)
+    planned = {id(each) for optimizer in optimizers for each in optimizer.planned}
+    books = [each.tickets for each in optimizers if each.tickets is not None]
+    to_come = [each for layer in network.modules() if vars(layer).get("activations") for each in layer._parameters.values()]
+    outside = not any(id(each) in planned for each in (*stale, *filter(_waits, to_come)))
+    raise ValueError(
+        f"gradient accumulation is refused, for a record might be in it twice ({names_of(stale)} "
+        "hold gradients still): "
+        + why([*(origin for book in books for origin in book.passes), *current], used=any(map(is_used, stale)), outside=outside)
+    )
+
+
+def refuse_second_expansion(module: nn.Module, args: Any, keywords: Any) -> None:
+    """Refuses, as a hook before a pass with expanded weights, what would fail in the middle of it.
+
+    Raises:
+        ValueError: Gradients of records wait.
+    """
+    if torch.is_grad_enabled():
+        refuse_second_pass(module, module.parameters(), [origin_of((args, keywords))])
+
+
+def _waits(parameter: torch.Tensor | None) -> bool:
+    return getattr(parameter, "grad_sample", None) is not None

@@ -14,7 +14,7 @@ from helpers.toy import make_toy, run_epoch, way_of
 from torch import nn
 
 from opacus_shuffle import PrivacyEngine
-from opacus_shuffle.engine.raw_data import leave_out_records
+from opacus_shuffle.engine.pickling import leave_out_records
 
 MODES = ("hooks", "functorch", "ew", "ghost")
 

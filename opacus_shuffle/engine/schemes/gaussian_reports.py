@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledCheckIn, ShuffleGauss, SubsampledShuffle
 from opacus_shuffle.core.validation import one_of
-from opacus_shuffle.engine.run import Request
 from opacus_shuffle.engine.schemes.base import Scheme
+from opacus_shuffle.engine.training_plan import Request
 
 
 class GaussianReports(Scheme):

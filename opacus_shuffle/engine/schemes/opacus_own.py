@@ -7,16 +7,12 @@ come in silence. With a flag of this package, such as ``shuffle_weights``, noise
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import warnings
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from opacus.accountants.utils import get_noise_multiplier
-from opacus.optimizers import DPOptimizer
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
 from torch.utils.data import DataLoader
 
@@ -24,8 +20,8 @@ from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
 from opacus_shuffle.core.randomness import secret_after_fork
 from opacus_shuffle.core.validation import finite_number, positive
 from opacus_shuffle.engine.opacus_lineage import OpacusLineage
+from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
 from opacus_shuffle.engine.ranks import PARALLEL
-from opacus_shuffle.engine.run import Budget, Request, Run
 from opacus_shuffle.engine.sampling.samplers import (
     DistributedPoissonSampler,
     ExactPoissonSampler,
@@ -34,6 +30,7 @@ from opacus_shuffle.engine.sampling.samplers import (
 )
 from opacus_shuffle.engine.sampling.sampling_plan import Kind, SamplingPlan, plan_sampling
 from opacus_shuffle.engine.schemes.base import Scheme
+from opacus_shuffle.engine.training_plan import Budget, Request, Run
 from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan, plan_batch_clip
 from opacus_shuffle.permutation import PermutationSpec
 
@@ -181,26 +178,18 @@ class OpacusOwn(Scheme):
                 stacklevel=3,
             )
 
-    def account(self, run: Run) -> Callable[[DPOptimizer], None]:
-        """What tells Opacus's accountant of every step: Opacus's own hook."""
-        hook: Callable[[DPOptimizer], None] = self.accountant.get_optimizer_hook_fn(sample_rate=run.sampling.sample_rate)
-
-        accountant, engine = self.accountant, weakref.ref(self.engine)  # which knows the data, and a kept network keeps this
-
-        scheme = copy.copy(self)
-        scheme.engine = weakref.proxy(self.engine)
-
-        def account(optimizer: DPOptimizer) -> None:
-            # PyTorch's own has a line of its own; what a user put in its place is named as everywhere.
-            if engine() is not None:
-                scheme.look_at(optimizer)
-            with (engine() or OpacusLineage()).another_round(accountant):
-                hook(optimizer)
-
-        return account
+    def record(self, run: Run, optimizer: PrivateOptimizer) -> None:
+        """Tells Opacus's accountant of the step, by Opacus's own hook."""
+        try:
+            another_round = self.engine.another_round
+        except ReferenceError:  # a network may outlive its engine
+            another_round = OpacusLineage().another_round
+        with another_round(self.accountant):
+            self.hook(optimizer)
 
     def attach(self, run: Run, made: tuple[Any, ...]) -> None:
         """Starts the run as every scheme does, and lets forked processes draw by secrets of their own."""
+        self.hook = self.accountant.get_optimizer_hook_fn(sample_rate=run.sampling.sample_rate)
         super().attach(run, made)
         secret_after_fork(made[1], self.noise_device(run.request))
         if isinstance(made[-1].batch_sampler, PoissonSampler):

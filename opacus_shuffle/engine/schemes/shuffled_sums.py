@@ -24,11 +24,10 @@ from opacus_shuffle.core.validation import instance_of, moderate, one_of, positi
 from opacus_shuffle.engine.clipping import Clipping
 from opacus_shuffle.engine.noise import Noise
 from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
-from opacus_shuffle.engine.run import Budget, Request, Run
 from opacus_shuffle.engine.sampling.sampling_plan import Kind, SamplingPlan
-from opacus_shuffle.engine.schemes.base import Scheme
-from opacus_shuffle.engine.schemes.on_ranks import plan_on_ranks
+from opacus_shuffle.engine.schemes.base import Scheme, plan_on_ranks
 from opacus_shuffle.engine.shuffled_sum import ShuffledSum
+from opacus_shuffle.engine.training_plan import Budget, Request, Run
 from opacus_shuffle.protocols.calibration import Promise
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 

@@ -11,8 +11,8 @@ from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.mechanisms import Mechanism, ShuffledWeights
 from opacus_shuffle.core.validation import one_of
 from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
-from opacus_shuffle.engine.run import Budget, Request, Run
 from opacus_shuffle.engine.schemes.base import Scheme
+from opacus_shuffle.engine.training_plan import Budget, Request, Run
 from opacus_shuffle.engine.weights.batch_clip_plan import BatchClipPlan, noise_ratio, plan_batch_clip, whole_norm
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 from opacus_shuffle.permutation import PermutationSpec

@@ -23,7 +23,7 @@ from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from opacus_shuffle.engine.raw_data import leaving
+from opacus_shuffle.engine.pickling import leaving
 from opacus_shuffle.engine.weights.shuffler import (
     WeightShuffler,
     attached_shuffler,

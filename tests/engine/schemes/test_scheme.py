@@ -14,8 +14,8 @@ from helpers.toy import make_toy, run_epoch
 from opacus_shuffle import PrivacyEngine, WeightShuffling
 from opacus_shuffle.accountants.mechanisms import MECHANISMS, ShuffledCheckIn
 from opacus_shuffle.engine.privacy_engine import ShuffleMixin
-from opacus_shuffle.engine.run import Request
 from opacus_shuffle.engine.schemes import Scheme, scheme_of
+from opacus_shuffle.engine.training_plan import Request
 
 
 @pytest.mark.parametrize("name", MECHANISMS)

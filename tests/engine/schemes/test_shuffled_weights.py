@@ -24,8 +24,8 @@ from helpers.toy import make_toy, run_epoch
 from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine, compute_noise_multiplier
 from opacus_shuffle.accountants.bounds.registry import compute_bound
 from opacus_shuffle.accountants.mechanisms import ShuffledWeights
-from opacus_shuffle.engine.run import Budget
 from opacus_shuffle.engine.schemes.shuffled_weights import calibrated_noise
+from opacus_shuffle.engine.training_plan import Budget
 from opacus_shuffle.engine.weights.batch_clip_plan import plan_batch_clip
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 from opacus_shuffle.permutation import find_permutations

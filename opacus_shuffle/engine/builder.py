@@ -1,12 +1,11 @@
-"""One attempt to make things private: a copy of the engine that knows what it builds, and takes back what came to nothing."""
+"""``BuilderMixin``: what Opacus's ``make_private`` asks an engine to build, and taking back what came to nothing."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from opacus.optimizers import DPOptimizer
@@ -22,21 +21,19 @@ from opacus_shuffle.engine.network_checks import (
     refuse_unsupported,
     watch_packs,
 )
-from opacus_shuffle.engine.raw_data import leave_out_records
-from opacus_shuffle.engine.run import Run
+from opacus_shuffle.engine.pickling import leave_out_records
 from opacus_shuffle.engine.sampling.empty_batches import let_layers_be_empty, prepare_empty_batches
 from opacus_shuffle.engine.sampling.loaders import seeded_copy
 from opacus_shuffle.engine.schemes import Scheme
+from opacus_shuffle.engine.training_plan import Run
 from opacus_shuffle.engine.watched_buffers import watch_buffers
 from opacus_shuffle.engine.weights.module import ShuffleGradSampleModule, make_plain, make_shuffled
 from opacus_shuffle.networks.running import unwrap
 
-Engine = TypeVar("Engine", bound="AttemptMixin")
-
 
 @dataclasses.dataclass
 class _Plan:
-    """What an attempt builds, the wrapper that it has built, and what is to look at the first batch."""
+    """What is being built, the wrapper that was built, and what is to look at the first batch."""
 
     scheme: Scheme
     run: Run
@@ -44,43 +41,43 @@ class _Plan:
     first_batch: FirstBatch | None = None
 
 
-class AttemptMixin(OpenEngine):
-    """Opacus's four builders, which follow the run that is attempted."""
+class BuilderMixin(OpenEngine):
+    """Opacus's four builders, which follow the run that is being built."""
 
     secure_mode: bool
     seed: int | None
     _plan: _Plan | None = None
 
     @contextmanager
-    def attempt(self: Engine, scheme: Scheme, run: Run) -> Iterator[Engine]:
-        """A copy of this engine whose ``make_private`` builds what the run needs; if it fails, all is as before.
+    def building(self, scheme: Scheme, run: Run) -> Iterator[None]:
+        """While inside, ``make_private`` builds what the run needs; if it fails, all is as before.
 
-        Opacus refuses some things midway, an unsupported layer say, when the module is wrapped and the accountant was told.
+        Opacus refuses some things midway, an unsupported layer say, when the module is wrapped and
+        the accountant was told.
         """
-        module, accountant, engine = run.request.module, dict(self.accountant.__dict__), dict(self.__dict__)
+        module, plan = run.request.module, _Plan(scheme, run)
+        before = [(changed, dict(vars(changed))) for changed in (self.accountant, self)]
         earlier = module.shuffler if isinstance(module, ShuffleGradSampleModule) else None
-        attempt = copy.copy(self)
-        attempt.__dict__.update(engine)
-        attempt._plan = plan = _Plan(scheme, run)
-        begun = dict(attempt.__dict__)
+        known = vars(self).get("shuffler")
+        self._plan = plan
         try:
-            yield attempt
+            yield
         except BaseException:
-            shuffler = self.__dict__.get("shuffler")
-            if shuffler is not None and shuffler is not engine.get("shuffler"):
+            shuffler = vars(self).get("shuffler")
+            if shuffler is not None and shuffler is not known:
                 shuffler.detach()
-            for changed, before in ((self.accountant, accountant), (self, engine)):
-                changed.__dict__.clear()
-                changed.__dict__.update(before)
+            for changed, attributes in before:
+                vars(changed).clear()
+                vars(changed).update(attributes)
             if earlier is not None and not isinstance(module, ShuffleGradSampleModule):
                 make_shuffled(module, earlier)
             if plan.wrapped is not None and plan.wrapped is not module:
                 plan.wrapped.cleanup()
                 forget_parameters(module)
             raise
+        del self._plan
         if plan.first_batch is not None:
             plan.first_batch.wait_on(plan.wrapped if isinstance(plan.wrapped, nn.Module) else module)
-        self.__dict__.update({name: value for name, value in vars(attempt).items() if value is not begun.get(name)})
         for each in (module, plan.wrapped):
             leave_out_records(each)
         watch_buffers(unwrap(module))
