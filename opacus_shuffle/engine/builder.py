@@ -67,8 +67,8 @@ class BuilderMixin(OpenEngine):
             if shuffler is not None and shuffler is not known:
                 shuffler.detach()
             for changed, attributes in before:
-                vars(changed).clear()
-                vars(changed).update(attributes)
+                changed.__dict__.clear()
+                changed.__dict__.update(attributes)
             if earlier is not None and not isinstance(module, ShuffleGradSampleModule):
                 make_shuffled(module, earlier)
             if plan.wrapped is not None and plan.wrapped is not module:
