@@ -65,14 +65,21 @@ class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
         tags.non_deterministic = self.random_state is None
         return tags
 
-    def _settings(self) -> tuple[Callable[[Problem, PrivacyBudget], Estimate], PrivacyBudget, L2Ball, float]:
+    def _settings(
+        self,
+    ) -> tuple[Callable[[Problem, PrivacyBudget], Estimate], PrivacyBudget, L2Ball, float]:
         """Returns solver, budget, set and the length that no row exceeds with its constant.
 
         It says which parameter is wrong, before any data are read.
         """
         solver = SOLVERS[one_of("solver", self.solver, tuple(SOLVERS))]
         longest = positive("row_norm", self.row_norm) * (2**0.5 if boolean("fit_intercept", self.fit_intercept) else 1.0)
-        return solver, PrivacyBudget(self.epsilon, self.delta), L2Ball(positive("weight_norm", self.weight_norm)), longest
+        return (
+            solver,
+            PrivacyBudget(self.epsilon, self.delta),
+            L2Ball(positive("weight_norm", self.weight_norm)),
+            longest,
+        )
 
     def _rows(self, X: Any) -> Tensor:
         """Returns rows cut to ``row_norm``, with a constant for the intercept, float64."""
@@ -84,7 +91,12 @@ class ShuffleLinearModel(BaseEstimator):  # type: ignore[misc]
         return torch.cat([rows, torch.full((len(rows), 1), float(self.row_norm), dtype=torch.float64)], dim=1)
 
     def _run(
-        self, loss: Any, data: tuple[Tensor, Tensor], dimension: int, lipschitz: float, smoothness: float | None
+        self,
+        loss: Any,
+        data: tuple[Tensor, Tensor],
+        dimension: int,
+        lipschitz: float,
+        smoothness: float | None,
     ) -> Tensor:
         """Minimises the loss, and keeps what came out and what it reveals."""
         solver, budget, ball, _ = self._settings()
@@ -187,7 +199,13 @@ class ShuffleClassifier(ClassifierMixin, ShuffleLinearModel):  # type: ignore[mi
             self._keep(theta.numpy()[None])
         else:
             # The gradient is (p − e_y)xᵀ, |p − e_y|² ≤ 2; p's covariance has no eigenvalue above ½ (Gershgorin).
-            theta = self._run(multinomial_loss(count), (rows, labels), count * width, 2**0.5 * longest, longest**2 / 2)
+            theta = self._run(
+                multinomial_loss(count),
+                (rows, labels),
+                count * width,
+                2**0.5 * longest,
+                longest**2 / 2,
+            )
             self._keep(theta.numpy().reshape(count, width))
         return self
 

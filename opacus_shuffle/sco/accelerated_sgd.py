@@ -49,7 +49,7 @@ class AcceleratedSGD(Solver):
 
     def schedule(self, num_users: int, start: Start) -> tuple[int, int]:
         """Returns the caller's batch size, or the proved bound's best, and the number of whole batches."""
-        oracle = self.oracle(self.planned_variance())
+        oracle = self.oracle(self.variance(None))
         smoothness, distance = self.problem.smoothness, start.distance
         best = accelerated_batch_size(oracle, num_users=num_users, smoothness=smoothness, distance=distance)
         return self.batches(num_users, best)
@@ -73,12 +73,17 @@ class AcceleratedSGD(Solver):
             diameter=problem.diameter,
             bias=gradients.bias,
         )
-        chosen = {"batch_size": batch_size, "rounds": rounds, "inverse_step_sizes": steps, "smoothness": smoothness}
+        chosen = {
+            "batch_size": batch_size,
+            "rounds": rounds,
+            "inverse_step_sizes": steps,
+            "smoothness": smoothness,
+        }
         return Plan(gradients, steps, chosen, bound)
 
-    def variance(self, batch_size: int) -> float:
-        """Returns the variance per coordinate of the sum of a batch of this size."""
-        return self.protocol(batch_size, 1).variance
+    def variance(self, batch_size: int | None) -> float:
+        """Returns the variance per coordinate of the sum of a batch of this size; None: of one not yet known."""
+        return self.planned_variance() if batch_size is None else self.protocol(batch_size, 1).variance
 
     def iterate(self, plan: Plan, groups: list[Tensor], start: Start) -> Tensor:
         """Makes a round of AC-SA with each group, and returns the aggregate."""

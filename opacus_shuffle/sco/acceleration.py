@@ -28,7 +28,12 @@ class AcceleratedIterates:
     They are as in SCO Algorithm 4. Algorithm 6 prints a middle that is undefined at first, then the aggregate over again.
     """
 
-    def __init__(self, project: Callable[[Tensor], Tensor], start: Tensor, inverse_step_sizes: Sequence[float]) -> None:
+    def __init__(
+        self,
+        project: Callable[[Tensor], Tensor],
+        start: Tensor,
+        inverse_step_sizes: Sequence[float],
+    ) -> None:
         self._project, self._step_sizes = project, inverse_step_sizes
         self.step = 1
         self.theta = self.aggregate = self.middle = start

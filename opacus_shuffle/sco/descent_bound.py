@@ -42,7 +42,13 @@ class Oracle:
 
 
 def sgd_bound(
-    *, rounds: int, step_size: float, second_moment: float, distance: float, diameter: float = 0.0, bias: float = 0.0
+    *,
+    rounds: int,
+    step_size: float,
+    second_moment: float,
+    distance: float,
+    diameter: float = 0.0,
+    bias: float = 0.0,
 ) -> float:
     """Returns an upper bound on the expected excess loss of the average of T projected subgradient steps (SCO Lemma 4.2).
 

@@ -126,7 +126,12 @@ class SGD(Solver):
             longest = min(longest, 1 / problem.smoothness)
         first = self.step_size or longest
         steps = [first * (1 - done / rounds) for done in range(rounds)]
-        chosen = {"batch_size": batch_size, "rounds": rounds, "steps": "practical", "step_size": first}
+        chosen = {
+            "batch_size": batch_size,
+            "rounds": rounds,
+            "steps": "practical",
+            "step_size": first,
+        }
         return Plan(problem.own_gradients(), steps, chosen, None)
 
     def iterate(self, plan: Plan, groups: list[Tensor], start: Start) -> Tensor:

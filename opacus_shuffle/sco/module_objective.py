@@ -101,7 +101,8 @@ class ModuleObjective(RecordObjective):
             raise ValueError("batch must be a pair (inputs, targets) for a module")
         like = self._parameters[0]
         return map_data(
-            lambda x: x.detach().to(like.device, like.dtype if x.is_floating_point() else x.dtype), (batch[0], batch[1])
+            lambda x: x.detach().to(like.device, like.dtype if x.is_floating_point() else x.dtype),
+            (batch[0], batch[1]),
         )
 
     def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
@@ -123,10 +124,12 @@ class ModuleObjective(RecordObjective):
 
 def _check(module: nn.Module) -> None:
     """Refuses networks without per-record gradients, by Opacus's rules and ours."""
-    layers = [(name or "the module itself", layer) for name, layer in module.named_modules()]
     errors = ModuleValidator.validate(copy.deepcopy(module).train(), strict=False)  # it refuses evaluation mode alone
-    norms = [(name, layer) for name, layer in layers if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-    mixing = [name for name, layer in norms if layer.training or not layer.track_running_stats]
+    mixing = [
+        name or "the module itself"
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or not layer.track_running_stats)
+    ]
     if errors or mixing:
         reasons = "; ".join([str(error) for error in errors] + [f"{name} mixes the records of a batch" for name in mixing])
         raise ValueError(

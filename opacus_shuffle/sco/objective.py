@@ -12,7 +12,15 @@ from torch import Tensor
 
 from opacus_shuffle.core.validation import instance_of, integer
 from opacus_shuffle.sco.losses import LinearLoss, Link
-from opacus_shuffle.sco.records import as_double, batch_of_one, described, map_data, number_of_users, one_loss, vectorised
+from opacus_shuffle.sco.records import (
+    as_double,
+    batch_of_one,
+    described,
+    map_data,
+    number_of_users,
+    one_loss,
+    vectorised,
+)
 
 Loss = Callable[[Tensor, Any], Tensor]
 
@@ -100,7 +108,10 @@ class Objective(ABC):
         batch = self._prepare(batch)
         for start in range(0, count, self.chunk_size):
             part = slice(start, start + self.chunk_size)
-            yield (theta if theta.ndim == 1 else theta[part]), map_data(operator.itemgetter(part), batch)
+            yield (
+                (theta if theta.ndim == 1 else theta[part]),
+                map_data(operator.itemgetter(part), batch),
+            )
 
     def _prepare(self, batch: Any) -> Any:
         """Returns the data in double precision."""
@@ -132,7 +143,11 @@ class LinearObjective(Objective):
                 "second is the dimension of theta"
             )
         self.link.check(targets)
-        return (features @ theta if theta.ndim == 1 else (features * theta).sum(1)), features, targets
+        return (
+            (features @ theta if theta.ndim == 1 else (features * theta).sum(1)),
+            features,
+            targets,
+        )
 
     def _evaluate(self, theta: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
         scores, features, targets = self.scores(theta, batch)

@@ -22,7 +22,7 @@ from opacus_shuffle.sco.acceleration import AcceleratedIterates
 from opacus_shuffle.sco.bounded_gradients import BoundedGradients
 from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 from opacus_shuffle.sco.records import number_of_users, take
-from opacus_shuffle.sco.result import Estimate, Round
+from opacus_shuffle.sco.result import Estimate
 from opacus_shuffle.sco.solver import Plan, Start
 
 
@@ -61,7 +61,10 @@ def pan_private_noise(budget: PrivacyBudget, *, lipschitz: float, batch_size: in
         )
     epsilon, delta, shift = budget.epsilon, budget.delta, 2 * lipschitz / batch_size
     if budget.calibration == "tight":
-        multiplier = smallest_noise(lambda sigma: gaussian.compute_epsilon(mu=1 / sigma, delta=delta), target_epsilon=epsilon)
+        multiplier = smallest_noise(
+            lambda sigma: gaussian.compute_epsilon(mu=1 / sigma, delta=delta),
+            target_epsilon=epsilon,
+        )
         return math.nextafter(shift * multiplier, math.inf)
     if epsilon >= 1:
         raise ValueError(f"epsilon must be below 1 for calibration='published' (SCO Lemma C.5), got {epsilon!r}; use 'tight'")
@@ -116,7 +119,10 @@ class PanPrivateAcceleratedSGD:
         generator: torch.Generator | None = None,
     ) -> None:
         self._gradients, self._iterates, self._generator = gradients, iterates, generator
-        self._noise, self.batch_size = not_negative("noise", noise), integer("batch_size", batch_size)
+        self._noise, self.batch_size = (
+            not_negative("noise", noise),
+            integer("batch_size", batch_size),
+        )
         self._records = 0
         self._gradient = self._draw()
 
@@ -152,7 +158,12 @@ class PanPrivateAcceleratedSGD:
 
     def state(self) -> PanState:
         """Returns what an intruder sees now."""
-        vectors = (self._iterates.theta, self._iterates.aggregate, self._iterates.middle, self._gradient)
+        vectors = (
+            self._iterates.theta,
+            self._iterates.aggregate,
+            self._iterates.middle,
+            self._gradient,
+        )
         return PanState(self._records, *(vector.clone() for vector in vectors))
 
     def output(self) -> Tensor:
@@ -180,22 +191,15 @@ class PanPrivate(AcceleratedSGD):
         """Returns the records in the order of the stream."""
         return torch.arange(self.problem.num_users)
 
-    def noise(self, batch_size: int) -> float:
-        """Returns ζ for the mean of so many gradients."""
-        return pan_private_noise(self.budget, lipschitz=self.problem.lipschitz, batch_size=batch_size)
-
-    def planned_variance(self) -> float:
+    def variance(self, batch_size: int | None) -> float:
         """Returns the variance of two noises, for the sum of a batch: it does not depend on the batch's size."""
-        return 2 * self.noise(1) ** 2
-
-    def variance(self, batch_size: int) -> float:
-        """Returns :meth:`planned_variance`."""
-        return self.planned_variance()
+        return 2 * pan_private_noise(self.budget, lipschitz=self.problem.lipschitz, batch_size=1) ** 2
 
     def plan(self, batch_size: int, rounds: int, start: Start) -> Plan:
         """Returns accelerated SGD's plan, and ζ with it."""
         plan = super().plan(batch_size, rounds, start)
-        return plan._replace(choices={**plan.choices, "noise": self.noise(batch_size)})
+        noise = pan_private_noise(self.budget, lipschitz=self.problem.lipschitz, batch_size=batch_size)
+        return plan._replace(choices={**plan.choices, "noise": noise})
 
     def iterate(self, plan: Plan, groups: list[Tensor], start: Start) -> Tensor:
         """Lets the algorithm read the stream, and returns its output."""
@@ -210,5 +214,5 @@ class PanPrivate(AcceleratedSGD):
         for group in groups:
             gradient = algorithm.consume(take(self.problem.data, group))
             assert gradient is not None  # a group is a whole batch
-            self.history.append(Round(len(group), float(gradient.norm())))
+            self.history.append(float(gradient.norm()))
         return algorithm.output()

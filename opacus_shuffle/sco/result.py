@@ -13,14 +13,6 @@ from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.protocols.statement import PrivacyStatement
 
 
-@dataclasses.dataclass(frozen=True)
-class Round:
-    """One round, as far as the analyzer may publish it: ``gradient_norm`` is that of the noisy mean of ``users`` reports."""
-
-    users: int
-    gradient_norm: float
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
     """The outcome of a shuffle-private optimiser.
@@ -28,7 +20,8 @@ class Estimate:
     Attributes:
         theta: The estimate, float64, shape (d,).
         privacy: What the run reveals, to whom.
-        history: One entry per round.
+        history: Every round's norm of the noisy mean gradient; it is computed from shuffled messages alone, so that it
+            may be published.
         choices: What was used: batch size, step size, smoothness, …
         excess_loss_bound: At least E[f(theta)] − min over the set of f, where f is the mean loss of a fresh user, the
             expectation is over users and randomness, and the minimum is over the constraint set. Proved if all users follow the
@@ -40,7 +33,7 @@ class Estimate:
 
     theta: Tensor
     privacy: PrivacyStatement
-    history: list[Round]
+    history: list[float]
     choices: Mapping[str, Any]
     excess_loss_bound: float | None = None
 

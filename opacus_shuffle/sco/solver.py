@@ -20,7 +20,7 @@ from opacus_shuffle.sco.bounded_gradients import BoundedGradients
 from opacus_shuffle.sco.descent_bound import Oracle
 from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 from opacus_shuffle.sco.records import take
-from opacus_shuffle.sco.result import Estimate, Round
+from opacus_shuffle.sco.result import Estimate
 
 _BLOCK = 2**23  # entries of per-user gradients held at a time
 _MOST_ROUNDS = 10**7
@@ -67,7 +67,7 @@ class Solver(ABC):
         self.rounds = None if rounds is None else integer("rounds", rounds, maximum=_MOST_ROUNDS)
         self.step_size = None if step_size is None else positive("step_size", step_size)
         self.steps: str = one_of("steps", steps, ("proved", "practical"))
-        self.history: list[Round] = []
+        self.history: list[float] = []
         self._protocol = functools.cache(functools.partial(ShuffleVectorSum, **dataclasses.asdict(budget)))
 
     @abstractmethod
@@ -151,5 +151,5 @@ class Solver(ABC):
         blocks = torch.split(users, max(1, _BLOCK // self.problem.dimension))
         rows = (gradients.rows(theta, take(self.problem.data, block)) for block in blocks)
         mean = self.protocol(len(users), rounds).simulate(rows, self.problem.generator) / len(users)
-        self.history.append(Round(len(users), float(mean.norm())))
+        self.history.append(float(mean.norm()))
         return mean

@@ -142,18 +142,6 @@ def test_lemma_4_6_holds_and_with_l_in_place_of_2l(beta, dimension, seed):
         assert bool((loss <= first + bound**2 / (2 * beta) + ROUNDING).all())
 
 
-def test_gradients_are_those_of_the_values():
-    data, theta = labelled(8, 3), normal(3, seed=2)
-    envelope = MoreauEnvelope.generalized_linear("logistic", 0.7, dimension=3)
-    gradients, step = envelope.gradients(theta, data), 1e-5
-    for j in range(3):
-        shift = torch.zeros(3, dtype=torch.float64)
-        shift[j] = step
-        slope = (envelope.losses(theta + shift, data) - envelope.losses(theta - shift, data)) / (2 * step)
-        # Third derivatives are at most ‖x‖³ < 100 and the values are right to 1e-14: 1e-10·100/6 + 1e-14/1e-5.
-        torch.testing.assert_close(slope, gradients[:, j], rtol=0, atol=1e-8)
-
-
 def test_chunks_points_of_their_own_and_nothing_at_all():
     data, points = pieces(7), normal(7, 3, seed=5)
     objective = Objective.from_loss(largest, dimension=3)

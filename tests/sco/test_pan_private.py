@@ -197,13 +197,6 @@ def test_a_record_that_cannot_be_used_counts_as_zero_where_long_ones_are_cut(tog
     assert torch.allclose(answers[-1], torch.full((2,), -2 / 3 / math.sqrt(2), dtype=torch.float64))
 
 
-def test_a_first_record_of_a_wrong_shape_is_refused_even_where_long_gradients_are_cut():
-    objective = Objective.from_loss(lambda t, x: (x @ t).abs(), dimension=2)
-    for records in (torch.zeros(1, 3), torch.zeros(3, 3)):
-        with pytest.raises(ValueError, match=r"theta has shape \(2,\)"):
-            stream(objective, clip=True).consume(records)
-
-
 def test_states_are_copies():
     algorithm = stream(Quadratic(2))
     algorithm.state().theta.add_(1.0)
@@ -243,7 +236,7 @@ def test_the_statement_is_about_one_intrusion():
     privacy = estimate.privacy
     assert (privacy.interaction, privacy.rounds, privacy.num_users, privacy.bits_per_user) == ("pan", 3, 90, None)
     assert "inner state once" in privacy.adversary
-    assert [entry.users for entry in estimate.history] == [30, 30, 30]
+    assert len(estimate.history) == 3
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,6 @@ def test_sequential_algorithms_ask_each_user_at_most_once_and_count_them(run, sm
     assert len(recorder.seen) == len(set(recorder.seen)) == estimate.privacy.num_users == 103 // batch_size * batch_size
     assert estimate.privacy.rounds_per_user == 1
     assert estimate.privacy.rounds == len(estimate.history) == 103 // batch_size
-    assert [entry.users for entry in estimate.history] == [batch_size] * (103 // batch_size)
 
 
 @pytest.mark.parametrize("method", ["accelerated", "pan_private"])
@@ -73,7 +72,7 @@ def test_phases_share_no_user(method):
         **COMMON,
     )
     assert len(recorder.seen) == len(set(recorder.seen)) == estimate.privacy.num_users == 3 * 30
-    assert [entry.users for entry in estimate.history] == [5] * 18
+    assert len(estimate.history) == 18
 
 
 def test_full_interaction_asks_everyone_in_every_round_and_says_so():
@@ -109,6 +108,6 @@ def test_every_round_of_full_interaction_has_noise_that_all_rounds_together_need
     )
     needed, of_one = (ShuffleVectorSum(users, 400, 1.0, **budget, rounds=each).variance for each in (rounds, 1))
     assert of_one < 0.6 * needed
-    squares = [(each.gradient_norm * users) ** 2 / (400 * needed) for each in estimate.history]
+    squares = [(norm * users) ** 2 / (400 * needed) for norm in estimate.history]
     assert len(squares) == rounds
     assert all(0.65 < each < 1.35 for each in squares)
