@@ -8,9 +8,7 @@ import numpy as np
 import torch
 from scipy.optimize import minimize
 
-from opacus_shuffle.sco.constraints import L2Ball
-from opacus_shuffle.sco.objective import Objective
-from opacus_shuffle.sco.problem import PrivacyBudget, Problem
+from opacus_shuffle.sco import L2Ball, Objective, PrivacyBudget, Problem
 from opacus_shuffle.sco.records import number_of_users, take
 
 BUDGET = {"epsilon": 1.0, "delta": 1e-6}

@@ -130,27 +130,29 @@ def test_other_generators_are_refused(generator):
             call()
 
 
-def test_messages_of_another_protocol_or_crowd_are_refused():
-    x = torch.zeros(3)
-    mine = [HELD.randomize(x) for _ in range(50)]
-    other = ShuffleVectorSum(60, 3, 1.0, 1.0, 1e-2, "tight")
-    with pytest.raises(ValueError, match="another protocol"):
-        HELD.shuffle([*mine[:-1], other.randomize(x)])
-    with pytest.raises(ValueError, match="another protocol"):
-        HELD.analyze(other.shuffle([other.randomize(x)] * 60))
-    with pytest.raises(ValueError, match="another protocol"):
-        HELD.shuffle([ShuffleVectorSum(50, 2, 1.0, 1.0, 1e-2, "tight").randomize(x[:2])] * 50)
-    for few in (mine[:49], [*mine, mine[0]]):
-        with pytest.raises(ValueError, match=rf"50 users.*got {len(few)}"):
-            HELD.shuffle(few)
-    with pytest.raises(ValueError, match="at least one"):
-        HELD.shuffle([])
-    with pytest.raises(ValueError, match="Messages, got str"):
-        HELD.shuffle(["bits"] * 50)
-    with pytest.raises(ValueError, match="Messages, got ndarray"):
-        HELD.analyze(np.zeros(3))
-    with pytest.raises(ValueError, match=r"50 users.*got 1"):
-        HELD.analyze(mine[0])
+X = torch.zeros(3)
+MINE = [HELD.randomize(X) for _ in range(50)]
+OTHER = ShuffleVectorSum(60, 3, 1.0, 1.0, 1e-2, "tight")
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda: HELD.shuffle([*MINE[:-1], OTHER.randomize(X)]), "another protocol"),
+        (lambda: HELD.analyze(OTHER.shuffle([OTHER.randomize(X)] * 60)), "another protocol"),
+        (lambda: HELD.shuffle([ShuffleVectorSum(50, 2, 1.0, 1.0, 1e-2, "tight").randomize(X[:2])] * 50), "another protocol"),
+        (lambda: HELD.shuffle(MINE[:49]), r"50 users.*got 49"),
+        (lambda: HELD.shuffle([*MINE, MINE[0]]), r"50 users.*got 51"),
+        (lambda: HELD.shuffle([]), "at least one"),
+        (lambda: HELD.shuffle(["bits"] * 50), "Messages, got str"),
+        (lambda: HELD.analyze(np.zeros(3)), "Messages, got ndarray"),
+        (lambda: HELD.analyze(MINE), "call shuffle on it first"),
+        (lambda: HELD.analyze(MINE[0]), r"50 users.*got 1"),
+    ],
+)
+def test_messages_of_another_protocol_or_crowd_are_refused(act, message):
+    with pytest.raises(ValueError, match=message):
+        act()
 
 
 def test_drop_outs_are_taken_down_to_the_honest_fraction_and_no_further():

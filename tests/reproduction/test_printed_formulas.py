@@ -10,13 +10,11 @@ import pytest
 import torch
 from helpers.convex_problems import BUDGET, Quadratic, mean_excesses
 
+from opacus_shuffle.sco import L2Ball, PrivacyBudget, Problem, shuffle_gradient_descent, shuffle_sgd
 from opacus_shuffle.sco.acceleration import (
     accelerated_bound,
     accelerated_step_sizes,
 )
-from opacus_shuffle.sco.constraints import L2Ball
-from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent, shuffle_sgd
-from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 
 
 def ac_sa(steps, gradient, start, project=lambda theta: theta):

@@ -13,12 +13,8 @@ from helpers.convex_problems import (
     solve,
 )
 
+from opacus_shuffle.sco import L2Ball, MoreauEnvelope, Objective, absolute_loss, logistic_loss, shuffle_sgd
 from opacus_shuffle.sco.bounded_gradients import BoundedGradients
-from opacus_shuffle.sco.constraints import L2Ball
-from opacus_shuffle.sco.gradient_descent import shuffle_sgd
-from opacus_shuffle.sco.losses import absolute_loss, logistic_loss
-from opacus_shuffle.sco.moreau import MoreauEnvelope
-from opacus_shuffle.sco.objective import Objective
 from opacus_shuffle.sco.records import take
 
 

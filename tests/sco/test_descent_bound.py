@@ -10,10 +10,9 @@ import pytest
 import torch
 from helpers.convex_problems import Quadratic
 
-from opacus_shuffle.sco.constraints import L2Ball
+from opacus_shuffle.sco import L2Ball, PrivacyBudget, Problem
 from opacus_shuffle.sco.descent_bound import MOST_ROUNDS, DescentBound, Oracle, descent_candidates
 from opacus_shuffle.sco.gradient_descent import GradientDescent
-from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 from opacus_shuffle.sco.solver import Start
 
 BOUND = DescentBound(

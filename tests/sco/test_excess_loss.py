@@ -15,11 +15,13 @@ from helpers.convex_problems import (
     solve,
 )
 
-from opacus_shuffle.sco.accelerated_sgd import shuffle_accelerated_sgd
-from opacus_shuffle.sco.constraints import Box, L2Ball
-from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent, shuffle_sgd
-from opacus_shuffle.sco.losses import absolute_loss
-from opacus_shuffle.sco.strongly_convex import (
+from opacus_shuffle.sco import (
+    Box,
+    L2Ball,
+    absolute_loss,
+    shuffle_accelerated_sgd,
+    shuffle_gradient_descent,
+    shuffle_sgd,
     shuffle_strongly_convex,
 )
 

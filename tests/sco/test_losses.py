@@ -10,9 +10,9 @@ from helpers.convex_problems import by_autograd, labelled, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opacus_shuffle.sco import LinearObjective, Link, Objective
 from opacus_shuffle.sco import losses as builtin
-from opacus_shuffle.sco.losses import LINKS, Link, as_link
-from opacus_shuffle.sco.objective import LinearObjective, Objective
+from opacus_shuffle.sco.losses import LINKS, as_link
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from opacus_shuffle.analysis import gaussian
+from opacus_shuffle.sco import L2Ball, Objective, PrivacyBudget, pan_private_accelerated_sgd
 from opacus_shuffle.sco.acceleration import AcceleratedIterates
 from opacus_shuffle.sco.bounded_gradients import BoundedGradients
-from opacus_shuffle.sco.constraints import L2Ball
-from opacus_shuffle.sco.objective import Objective
-from opacus_shuffle.sco.pan_private import PanPrivateAcceleratedSGD, pan_private_accelerated_sgd, pan_private_noise
-from opacus_shuffle.sco.problem import PrivacyBudget
+from opacus_shuffle.sco.pan_private import PanPrivateAcceleratedSGD, pan_private_noise
 
 BUDGET = {"epsilon": 0.9, "delta": 1e-6}
 FAR = L2Ball(1e9)

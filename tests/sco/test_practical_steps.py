@@ -8,9 +8,16 @@ import pytest
 import torch
 from helpers.convex_problems import BUDGET, Quadratic, best_in_ball, half_square, logistic_data, seeded, solve
 
-from opacus_shuffle.sco import L2Ball, PrivacyBudget, Problem, logistic_loss, shuffle_gradient_descent, shuffle_sgd
+from opacus_shuffle.sco import (
+    L2Ball,
+    PrivacyBudget,
+    Problem,
+    absolute_loss,
+    logistic_loss,
+    shuffle_gradient_descent,
+    shuffle_sgd,
+)
 from opacus_shuffle.sco.gradient_descent import SGD, GradientDescent
-from opacus_shuffle.sco.losses import absolute_loss
 from opacus_shuffle.sco.solver import Start
 
 METHODS = {shuffle_sgd: SGD, shuffle_gradient_descent: GradientDescent}

@@ -14,12 +14,18 @@ from helpers.convex_problems import (
     solve,
 )
 
-from opacus_shuffle.sco.accelerated_sgd import shuffle_accelerated_sgd
-from opacus_shuffle.sco.constraints import Box, L2Ball
-from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent, shuffle_sgd
-from opacus_shuffle.sco.losses import absolute_loss, logistic_loss
-from opacus_shuffle.sco.moreau import MoreauEnvelope
-from opacus_shuffle.sco.problem import PrivacyBudget, Problem
+from opacus_shuffle.sco import (
+    Box,
+    L2Ball,
+    MoreauEnvelope,
+    PrivacyBudget,
+    Problem,
+    absolute_loss,
+    logistic_loss,
+    shuffle_accelerated_sgd,
+    shuffle_gradient_descent,
+    shuffle_sgd,
+)
 
 
 def test_modules_and_envelopes_are_losses_too():

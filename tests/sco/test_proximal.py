@@ -16,10 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from opacus_shuffle.sco.constraints import Box, L2Ball, as_constraint
-from opacus_shuffle.sco.losses import absolute_loss, hinge_loss, logistic_loss
-from opacus_shuffle.sco.moreau import MoreauEnvelope, by_cutting_planes, relative_error, steps_for
-from opacus_shuffle.sco.objective import Objective
+from opacus_shuffle.sco import Box, L2Ball, MoreauEnvelope, Objective, absolute_loss, as_constraint, hinge_loss, logistic_loss
+from opacus_shuffle.sco.moreau import by_cutting_planes, relative_error, steps_for
 
 REFERENCE = 1e-5
 

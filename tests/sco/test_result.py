@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from helpers.convex_problems import BUDGET, half_square, solve
 
-from opacus_shuffle.sco.constraints import L2Ball
-from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent, shuffle_sgd
-from opacus_shuffle.sco.result import Estimate
+from opacus_shuffle.sco import Estimate, L2Ball, shuffle_gradient_descent, shuffle_sgd
 
 OPTIONS = {"constraint": L2Ball(1.0), "lipschitz": 1.0, "dimension": 2, **BUDGET}
 

@@ -15,12 +15,13 @@ from helpers.convex_problems import (
 
 from opacus_shuffle.core.guarantees import Guarantee
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
-from opacus_shuffle.sco import solver
-from opacus_shuffle.sco.accelerated_sgd import shuffle_accelerated_sgd
-from opacus_shuffle.sco.constraints import L2Ball
-from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent, shuffle_sgd
-from opacus_shuffle.sco.strongly_convex import (
+from opacus_shuffle.sco import (
+    L2Ball,
+    shuffle_accelerated_sgd,
+    shuffle_gradient_descent,
+    shuffle_sgd,
     shuffle_strongly_convex,
+    solver,
 )
 
 OPTIMISERS = (shuffle_sgd, shuffle_accelerated_sgd, shuffle_gradient_descent)

@@ -14,17 +14,10 @@ from helpers.convex_problems import (
     solve,
 )
 
+from opacus_shuffle.sco import L2Ball, PrivacyBudget, Problem, logistic_loss, shuffle_strongly_convex, squared_loss
 from opacus_shuffle.sco.accelerated_sgd import AcceleratedSGD
-from opacus_shuffle.sco.constraints import L2Ball
-from opacus_shuffle.sco.losses import logistic_loss, squared_loss
-from opacus_shuffle.sco.problem import PrivacyBudget, Problem
 from opacus_shuffle.sco.solver import Start
-from opacus_shuffle.sco.strongly_convex import (
-    METHODS,
-    best_number_of_phases,
-    bound_of_phases,
-    shuffle_strongly_convex,
-)
+from opacus_shuffle.sco.strongly_convex import METHODS, best_number_of_phases, bound_of_phases
 
 # A mean of N independent terms lies within this many standard errors but for 6e-5 (the seeds are fixed).
 ERRORS = 4

@@ -7,12 +7,15 @@ import torch
 from helpers.convex_problems import solve
 
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
-from opacus_shuffle.sco.accelerated_sgd import shuffle_accelerated_sgd
-from opacus_shuffle.sco.constraints import L2Ball
-from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent, shuffle_sgd
-from opacus_shuffle.sco.objective import Objective
-from opacus_shuffle.sco.pan_private import pan_private_accelerated_sgd
-from opacus_shuffle.sco.strongly_convex import shuffle_strongly_convex
+from opacus_shuffle.sco import (
+    L2Ball,
+    Objective,
+    pan_private_accelerated_sgd,
+    shuffle_accelerated_sgd,
+    shuffle_gradient_descent,
+    shuffle_sgd,
+    shuffle_strongly_convex,
+)
 
 
 class Recorder(Objective):

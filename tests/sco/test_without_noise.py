@@ -16,10 +16,14 @@ from helpers.convex_problems import (
     solve,
 )
 
-from opacus_shuffle.sco.accelerated_sgd import shuffle_accelerated_sgd
-from opacus_shuffle.sco.constraints import L2Ball
-from opacus_shuffle.sco.gradient_descent import shuffle_gradient_descent, shuffle_sgd
-from opacus_shuffle.sco.losses import absolute_loss, logistic_loss
+from opacus_shuffle.sco import (
+    L2Ball,
+    absolute_loss,
+    logistic_loss,
+    shuffle_accelerated_sgd,
+    shuffle_gradient_descent,
+    shuffle_sgd,
+)
 
 OPTIMISERS = (shuffle_sgd, shuffle_accelerated_sgd, shuffle_gradient_descent)
 
