@@ -187,9 +187,9 @@ class ShuffleAccountant(RecordedRounds):
                 self._learn(optimizer, sample_rate, users)
             sigma, rate = optimizer.noise_multiplier, min(1.0, sample_rate * optimizer.accumulated_iterations)
             if not self._unknown():
-                each = self._round(sigma, rate)
-                each.check_optimizer(optimizer)
-                if self.emulated and not stepped and (sentence := little_noise(each, sigma)):
+                mechanism = self._round(sigma, rate)
+                mechanism.check_optimizer(optimizer)
+                if self.emulated and not stepped and (sentence := little_noise(mechanism, sigma)):
                     warnings.warn(sentence, stacklevel=4)  # the hook is called by the optimizer's step
             stepped = True
             if not is_secret(optimizer.generator):

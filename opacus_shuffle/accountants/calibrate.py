@@ -110,9 +110,9 @@ def least_within(
         return smallest(lambda x: rough(rounds(x)), rough_target, tolerance=_ROUGHLY)[0]
 
     if entry.rough is not None:
-        found = _guessed(spent, guess, target, lowest=lowest, tolerance=max(tolerance, CLOSE))
-        if found is not None:
-            return found, spent(found)
+        sigma = _guessed(spent, guess, target, lowest=lowest, tolerance=max(tolerance, CLOSE))
+        if sigma is not None:
+            return sigma, spent(sigma)
         tolerance = max(tolerance, CLOSE / 10)
     unsafe = max((x for x, epsilon in tried.items() if epsilon > target), default=math.inf)
     safe = min((x for x, epsilon in tried.items() if epsilon <= target), default=-math.inf)
@@ -223,8 +223,8 @@ def _smallest(
     if unsafe is None:
         return lowest, spent(bottom)
     close = tolerance / 4
-    found = safe_root(excess, unsafe=unsafe, safe=safe, tolerance=close, step=close)
-    return exact.get(found) or math.exp(found), spent(found)
+    root = safe_root(excess, unsafe=unsafe, safe=safe, tolerance=close, step=close)
+    return exact.get(root) or math.exp(root), spent(root)
 
 
 def _steps(start: float, end: float, step: float) -> list[float]:

@@ -64,13 +64,13 @@ def sent_per_user(rounds: Sequence[tuple[Mechanism, int]], *, dimension: int | N
     """
     given = None if dimension is None else integer("dimension", dimension)
     reports, counts, total = [], [], 0.0
-    for each, count in rounds:
-        bits, entries = each.bits_per_coordinate, getattr(each, "dimension", given)
+    for mechanism, count in rounds:
+        bits, entries = mechanism.bits_per_coordinate, getattr(mechanism, "dimension", given)
         if bits is None or entries is None:
             return None
         reports.append(bits)
-        counts.append(each.count_bits_per_coordinate)
-        total += count * each.reporting_rate * entries * bits
+        counts.append(mechanism.count_bits_per_coordinate)
+        total += count * mechanism.reporting_rate * entries * bits
     if not reports:
         return None
     known = [count for count in counts if count is not None]
@@ -78,7 +78,7 @@ def sent_per_user(rounds: Sequence[tuple[Mechanism, int]], *, dimension: int | N
         bits_per_coordinate=max(reports),
         count_bits_per_coordinate=max(known) if len(known) == len(counts) else None,
         bytes_per_user=math.ceil(total / 8),
-        every_round=all(each.reporting_rate == 1 for each, _ in rounds),
+        every_round=all(mechanism.reporting_rate == 1 for mechanism, _ in rounds),
     )
 
 

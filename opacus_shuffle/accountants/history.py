@@ -201,13 +201,13 @@ class RecordedRounds(IAccountant):
         """The round that one of Opacus's steps was."""
         kind, batch, users, planned = self.mechanism_class, self.batch_size, self.num_users, self.planned
         if planned is not None:
-            each = planned if kind.sampling is None else dataclasses.replace(planned, sample_rate=sample_rate)
-            if not kind.trains_on_stock_engines and not each.same_run_as(planned):
+            mechanism = planned if kind.sampling is None else dataclasses.replace(planned, sample_rate=sample_rate)
+            if not kind.trains_on_stock_engines and not mechanism.same_run_as(planned):
                 raise ValueError(
                     f"sample_rate must be {planned.sample_rate} as planned, got {sample_rate}: use a new PrivacyEngine"
                 )
-            shares = max(1, each.expected_reports, (users or 0) * sample_rate, batch or 1) if self.emulated else 1
-            return each.with_noise(noise_multiplier / math.sqrt(shares))
+            shares = max(1, mechanism.expected_reports, (users or 0) * sample_rate, batch or 1) if self.emulated else 1
+            return mechanism.with_noise(noise_multiplier / math.sqrt(shares))
         if users is None:
             users = 1 if batch is None else max(1, round(batch / sample_rate))
         return kind.of_batch(
@@ -292,7 +292,7 @@ class RecordedRounds(IAccountant):
             unknown = ", ".join(saved._unknown())
             if unknown and (ran._recorded() or saved._recorded()):
                 raise ValueError(f"what ran here cannot be merged with state_dict while {unknown} is unknown: set it first")
-            mine, theirs = (each._entries if unknown else each.rounds for each in (ran, saved))
+            mine, theirs = (accountant._entries if unknown else accountant.rounds for accountant in (ran, saved))
             saved._lineage, saved._entries = self.lineage.longer_of(mine, lineage, theirs)  # type: ignore[type-var]
             tell_of_kept_rounds(len(saved) - rounds, rounds)
         self.__dict__.update(saved.__dict__)

@@ -116,7 +116,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        asked = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "rows"}
+        asked = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "rows"}
         return {**asked, "rows": [row.to_dict() for row in self.rows]}
 
     def __str__(self) -> str:

@@ -176,11 +176,11 @@ class PrivacyReport:
         for field in dataclasses.fields(self.rounds[0][0]):
             values = sorted({getattr(mechanism, field.name) for mechanism, _ in self.rounds}) if field.name in QUOTED else []
             if values:
-                numbers = [f"{each:,}" if isinstance(each, int) else f"{each:.6g}" for each in values]
+                numbers = [f"{value:,}" if isinstance(value, int) else f"{value:.6g}" for value in values]
                 said.append(f"{QUOTED[field.name]} {' to '.join(dict.fromkeys([numbers[0], numbers[-1]]))}")
-        if self.num_users and self.num_users != max(getattr(each, "num_users", 0) for each, _ in self.rounds):
+        if self.num_users and self.num_users != max(getattr(mechanism, "num_users", 0) for mechanism, _ in self.rounds):
             said.append(f"a data set of {self.num_users:,} records")
-        if norms := [f"{each:g}" for each in self.max_grad_norms]:
+        if norms := [f"{value:g}" for value in self.max_grad_norms]:
             said.append(f"each record's gradient clipped to norm {' to '.join(dict.fromkeys([norms[0], norms[-1]]))}")
         return ", ".join(said)
 
@@ -339,12 +339,12 @@ class PrivacyReport:
 
     def _notes(self) -> list[str]:
         """What was left out, estimates that are below what one pair of data sets has for certain, and what users send."""
-        found = [contradiction(estimate, pair) for estimate in self.bounds for pair in self.bounds]
-        found[:0] = [rewound_sentence(self.rewound), on_trust(self.unchecked)]
+        notes = [contradiction(estimate, pair) for estimate in self.bounds for pair in self.bounds]
+        notes[:0] = [rewound_sentence(self.rewound), on_trust(self.unchecked)]
         if self.predictable:
-            found.insert(0, not_private(self.predictable))
-        found += [self._delta_note(), self._noise(), str(self.sent or "")]
-        return [sentence for sentence in found if sentence]
+            notes.insert(0, not_private(self.predictable))
+        notes += [self._delta_note(), self._noise(), str(self.sent or "")]
+        return [sentence for sentence in notes if sentence]
 
     def _noise(self) -> str:
         """How noisy the gradient is that training steps by, which the learning rate has to fit."""

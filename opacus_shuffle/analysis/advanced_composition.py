@@ -72,12 +72,12 @@ def compute_epsilon(
     seen = math.fsum(sampling_rate("sample_rate", rate) * integer("steps", count) for _, rate, count in steps)
 
     def epsilon(split: float) -> float:
-        each, slack = split * delta / seen, (1 - split) * delta
-        if each >= 1:
+        share, slack = split * delta / seen, (1 - split) * delta
+        if share >= 1:
             return 0.0
-        if not each or not slack:  # shares of a delta near the smallest number
+        if not share or not slack:  # shares of a delta near the smallest number
             return math.inf
-        return compose([(subsample(step(each), sample_rate=rate), n) for step, rate, n in steps], slack=slack)
+        return compose([(subsample(step(share), sample_rate=rate), n) for step, rate, n in steps], slack=slack)
 
     if delta_split is not None:
         return epsilon(open_unit_interval("delta_split", delta_split))

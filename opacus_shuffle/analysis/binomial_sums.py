@@ -183,7 +183,7 @@ def _first(condition: Callable[[Vector], npt.NDArray[np.bool_]], low: int, high:
     while high - low > 1:  # many places at a time, as SciPy takes as long for one
         places = np.unique(np.linspace(low, high, 64).round())
         holds = np.append(condition(places[1:-1]), True)
-        low, high = (int(each) for each in places[np.argmax(holds) :][:2])
+        low, high = (int(place) for place in places[np.argmax(holds) :][:2])
     return high
 
 
@@ -205,10 +205,10 @@ class BinomialSum:
 Rounds = Sequence[tuple[BinomialSum, int]]
 
 
-def gaussian_equivalent(each: BinomialSum, *, lost: float) -> tuple[float, float]:
+def gaussian_equivalent(binomial_sum: BinomialSum, *, lost: float) -> tuple[float, float]:
     """Returns (μ, lost) of one round: it is a μ-Gaussian mechanism but for that probability, which is at most the one given."""
-    bound = gaussian_bound(each.noise, shift=each.shift, tail=max(lost / each.dimension, 1e-300))
-    return bound.slope * each.shift, bound.lost * each.dimension
+    bound = gaussian_bound(binomial_sum.noise, shift=binomial_sum.shift, tail=max(lost / binomial_sum.dimension, 1e-300))
+    return bound.slope * binomial_sum.shift, bound.lost * binomial_sum.dimension
 
 
 def compute_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> float:
@@ -225,8 +225,8 @@ def compute_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -> f
     delta = open_unit_interval("delta", delta)
     total = sum(count for _, count in rounds)
     squares = lost = 0.0
-    for each, count in rounds:
-        mu, missing = gaussian_equivalent(each, lost=LOST_SHARE * delta / total)
+    for binomial_sum, count in rounds:
+        mu, missing = gaussian_equivalent(binomial_sum, lost=LOST_SHARE * delta / total)
         squares += count * mu**2
         lost += count * missing
     if not math.isfinite(squares) or lost >= delta:
@@ -246,31 +246,34 @@ def lower_epsilon(rounds: Rounds, *, delta: float, sample_rate: float = 1.0) -> 
     Returns:
         ε ≥ 0, rounded down; ``inf`` where nothing that the user sends in some round could also come from the other value.
     """
-    possible = [(each, count) for each, count in rounds if each.shift <= each.noise.trials]
+    possible = [(binomial_sum, count) for binomial_sum, count in rounds if binomial_sum.shift <= binomial_sum.noise.trials]
     if len(possible) < len(rounds) and sample_rate == 1:
         return math.inf
     if not possible:
         return 0.0
     each_way = [
-        [(Mixture.of(_shift_distribution(each, reflected).scaled(sample_rate)), count) for each, count in possible]
+        [
+            (Mixture.of(_shift_distribution(binomial_sum, reflected).scaled(sample_rate)), count)
+            for binomial_sum, count in possible
+        ]
         for reflected in (False, True)
     ]
     return max(privacy_loss.lower_epsilon(distributions, delta=delta) for distributions in each_way)
 
 
 @functools.lru_cache(maxsize=256)
-def _shift_distribution(each: BinomialSum, reflected: bool) -> RatioDistribution:
+def _shift_distribution(binomial_sum: BinomialSum, reflected: bool) -> RatioDistribution:
     """Returns R's distribution for a shift of one coordinate; outcomes are lumped, which can only hide something."""
-    noise = each.noise.reflected if reflected else each.noise
+    noise = binomial_sum.noise.reflected if reflected else binomial_sum.noise
     m, p = noise.trials, noise.probability
     deviation = math.sqrt(noise.variance)
-    reach = 14 * deviation + each.shift
+    reach = 14 * deviation + binomial_sum.shift
     first, last = max(math.floor(m * p - reach), -1), min(math.ceil(m * p + reach), m)
     ends = np.unique(np.round(np.linspace(first, last, min(_CELLS, last - first) + 1)))
     stayed = _cell_masses(ends, m, p)
-    moved = _cell_masses(ends - each.shift, m, p)
+    moved = _cell_masses(ends - binomial_sum.shift, m, p)
     keep = (stayed > 0) & (moved > 0)  # the rest would be learnt for certain: leaving it out lowers ε
-    return RatioDistribution(moved[keep] / stayed[keep], stayed[keep], 0.0, 0.0, each.shift / deviation)
+    return RatioDistribution(moved[keep] / stayed[keep], stayed[keep], 0.0, 0.0, binomial_sum.shift / deviation)
 
 
 def _cell_masses(ends: Vector, trials: int, probability: float) -> Vector:

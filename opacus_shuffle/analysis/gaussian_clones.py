@@ -86,7 +86,7 @@ def smallest_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out
     The proof that promises less from afar is left out, half of the work, unless its promise is below what the other one found.
     """
     unshuffled = unshuffled_epsilon(rounds, delta=delta, distance=_DISTANCES[adjacency])
-    if all(_clones(each, _SMALLEST_MARGIN) < _FEWEST_CLONES for each, _ in rounds):
+    if all(_clones(kind, _SMALLEST_MARGIN) < _FEWEST_CLONES for kind, _ in rounds):
         return unshuffled, None
     promised = {clones: rough_epsilon(rounds, delta=delta, adjacency=adjacency, clones=clones) for clones in KINDS}
     first, second = sorted(KINDS, key=promised.__getitem__)
@@ -108,7 +108,7 @@ def rough_epsilon(rounds: Rounds, *, delta: float, adjacency: str = "zero_out", 
         clones: As there; None for the smaller of both.
     """
     if clones is None:
-        return min(rough_epsilon(rounds, delta=delta, adjacency=adjacency, clones=each) for each in KINDS)
+        return min(rough_epsilon(rounds, delta=delta, adjacency=adjacency, clones=proof) for proof in KINDS)
     merged, distance = coarsen(merge(rounds), "upper"), _DISTANCES[adjacency]
     return _gaussian_fixed_point(merged, delta, clones, distance, unshuffled_epsilon(merged, delta=delta, distance=distance))
 
@@ -130,9 +130,9 @@ def clone_probability(noise_multiplier: float, margin: float) -> float:
     return math.exp(min(exponent, 0.0))
 
 
-def _clones(each: ShuffledRound, margin: float) -> float:
+def _clones(kind: ShuffledRound, margin: float) -> float:
     """Returns how many of the others in a round are clones, on average."""
-    return each.others * clone_probability(each.noise_multiplier, margin)
+    return kind.others * clone_probability(kind.noise_multiplier, margin)
 
 
 @functools.lru_cache(maxsize=512)
@@ -144,7 +144,7 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) 
     tail = tail_for(rounds, delta)
     if tail is None:
         return math.inf
-    rounds = tuple((_of_fewer_users(each), count) for each, count in coarsen(rounds, "upper"))
+    rounds = tuple((_of_fewer_users(kind), count) for kind, count in coarsen(rounds, "upper"))
     unshuffled = unshuffled_epsilon(rounds, delta=delta, distance=distance)
     budget = 1e-4 * delta / sum(count for _, count in rounds)
     few = len(rounds) <= _FEW_KINDS
@@ -154,9 +154,9 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) 
     best, good, too_low = math.inf, math.inf, 0.0
     for _ in range(_MOST_MARGINS):
         margin, _ = _best_margin(rounds, delta, clones, guess, distance)
-        if all(_clones(each, margin) < _FEWEST_CLONES for each, _ in rounds):
+        if all(_clones(kind, margin) < _FEWEST_CLONES for kind, _ in rounds):
             break
-        mixtures = [(_mixture(each, margin, clones, budget, tail, distance, few=few), count) for each, count in rounds]
+        mixtures = [(_mixture(kind, margin, clones, budget, tail, distance, few=few), count) for kind, count in rounds]
         epsilon = privacy_loss.compute_epsilon(mixtures, delta=delta, slack=_slack(rounds, margin, clones, delta))
         close = abs(epsilon - guess) <= 0.02 or (1 - _SMALL_GAIN) * best <= epsilon < math.inf
         if epsilon < best:
@@ -171,23 +171,23 @@ def _with_clones(rounds: Merged, delta: float, clones: Clones, distance: float) 
     return best
 
 
-def _of_fewer_users(each: ShuffledRound) -> ShuffledRound:
+def _of_fewer_users(kind: ShuffledRound) -> ShuffledRound:
     """Returns the round of at most :data:`MOST_USERS`; of a sample of fixed size, :func:`_pools` takes no more (1.17)."""
-    if each.sampling == "fixed_size" or each.num_users <= MOST_USERS:
-        return each
-    return dataclasses.replace(each, num_users=MOST_USERS)
+    if kind.sampling == "fixed_size" or kind.num_users <= MOST_USERS:
+        return kind
+    return dataclasses.replace(kind, num_users=MOST_USERS)
 
 
 def _slack(rounds: Merged, margin: float, clones: Clones, delta: float) -> tuple[float, float]:
     """Returns what all rounds add to δ: a number, and one that e^ε multiplies (1.4, 1.6, 1.8, 1.12, 1.13, 9.2)."""
     missing = float(ndtr(-margin))
     if clones == "mended":
-        sigmas = [(each.noise_multiplier, count * each.others) for each, count in rounds]
+        sigmas = [(kind.noise_multiplier, count * kind.others) for kind, count in rounds]
         distance = sum(others * clone_probability(sigma, margin) * missing for sigma, others in sigmas)
         return distance, distance
     gained = lost = 0.0
-    for each, count in rounds:
-        shift, rate = 1 / each.noise_multiplier, each.sample_rate
+    for kind, count in rounds:
+        shift, rate = 1 / kind.noise_multiplier, kind.sample_rate
         gained += count * (rate * _mass(max(margin, shift / 2) - shift, shift) + (1 - rate) * missing)
         lost += count * (rate * _mass(margin, shift) + (1 - rate) * missing)
     return gained / (1 - delta), lost / (1 - delta)
@@ -207,35 +207,35 @@ def _best_margin(rounds: Merged, delta: float, clones: Clones, guess: float, dis
         if not left > 0:
             return 1e9 - 1e7 * margin
         variance = 0.0
-        for each, count in rounds:
-            size = 1 + _clones(each, margin)
+        for kind, count in rounds:
+            size = 1 + _clones(kind, margin)
             stretch = math.exp(min(-float(log_ndtr(margin)) * size, 10.0)) if clones == "truncated" else 1.0
-            u = each.noise_multiplier**-2
+            u = kind.noise_multiplier**-2
             spread = math.expm1(min(u, 600.0)) if distance == 1 else 4 * math.sinh(min(u, 600.0))
-            variance += count * math.log1p(stretch**2 * each.sample_rate**2 * spread / size)
+            variance += count * math.log1p(stretch**2 * kind.sample_rate**2 * spread / size)
         mu = math.sqrt(variance)
-        found = gaussian.compute_epsilon(mu=mu, delta=left)
+        spent = gaussian.compute_epsilon(mu=mu, delta=left)
         # Of the margins that cost nothing, the one that leaves most of δ: at the edge ε would be 0 or
         # not by chance (10.4).
-        return found if found > 0 else gaussian.log_delta(mu=mu, epsilon=0.0) - math.log(left)
+        return spent if spent > 0 else gaussian.log_delta(mu=mu, epsilon=0.0) - math.log(left)
 
-    found = minimize_scalar(epsilon, bounds=(_SMALLEST_MARGIN, 38.0), method="bounded", options={"xatol": 1e-3})
-    return float(found.x), max(float(found.fun), 0.0)
+    best = minimize_scalar(epsilon, bounds=(_SMALLEST_MARGIN, 38.0), method="bounded", options={"xatol": 1e-3})
+    return float(best.x), max(float(best.fun), 0.0)
 
 
 def _mixture(
-    each: ShuffledRound, margin: float, clones: Clones, budget: float, tail: float, distance: float, *, few: bool = True
+    kind: ShuffledRound, margin: float, clones: Clones, budget: float, tail: float, distance: float, *, few: bool = True
 ) -> Mixture:
     """Returns the round's R as a mixture over pool sizes (1.7, 1.14); ``budget`` of probability may be lost to rare ones."""
-    sigma, probability, stretch = each.noise_multiplier, clone_probability(each.noise_multiplier, margin), 0.0
+    sigma, probability, stretch = kind.noise_multiplier, clone_probability(kind.noise_multiplier, margin), 0.0
     if clones == "truncated":
         probability *= float(ndtr(margin))
         stretch = -float(log_ndtr(margin))
     bits = _GROUP_BITS if few else _FEWER_BITS
     if distance == 2:  # each size takes longer: no more of them than four per standard deviation
-        bits = min(bits, math.ceil(math.log2(4 * math.sqrt(each.others * probability) + 2)))
+        bits = min(bits, math.ceil(math.log2(4 * math.sqrt(kind.others * probability) + 2)))
     parts, lost = [], 0.0
-    for weight, users, rates in _pools(each, probability, budget, bits):
+    for weight, users, rates in _pools(kind, probability, budget, bits):
         if users == 0:
             lost += weight
             continue
@@ -245,30 +245,30 @@ def _mixture(
                 continue
             factor = math.exp(stretch * (size - 1))
             if distance == 2:
-                found = opposite_reports(
+                ratio = opposite_reports(
                     noise_multiplier=sigma, num_users=users, sample_rate=rate, factor=factor, tail=tail, negligible=budget
                 )
             else:
                 resolution = RESOLUTION if few else _COARSER
                 distribution = mean_distribution(noise_multiplier=sigma, num_users=users, resolution=resolution, tail=tail)
-                found = distribution.scaled(rate * factor)
+                ratio = distribution.scaled(rate * factor)
                 if factor > 1:  # atoms pushed below R = 0 count as lost, factor and all
-                    lost += weight * share * factor * float(distribution.masses[found.offsets <= -found.centre].sum())
-            parts.append((weight * share, found))
+                    lost += weight * share * factor * float(distribution.masses[ratio.offsets <= -ratio.centre].sum())
+            parts.append((weight * share, ratio))
     return Mixture(tuple(parts), lost)
 
 
 def _pools(
-    each: ShuffledRound, probability: float, budget: float, bits: int = _GROUP_BITS
+    kind: ShuffledRound, probability: float, budget: float, bits: int = _GROUP_BITS
 ) -> Iterator[tuple[float, int, list[tuple[float, tuple[int, float]]]]]:
     """Yields groups of pool sizes (1.14): (probability, users, [(share, (largest size, π))]); users 0 for what is lost."""
-    n, gamma = each.num_users, each.sample_rate
+    n, gamma = kind.num_users, kind.sample_rate
     chance, trials = probability, n - 1
-    if each.sampling == "fixed_size":
+    if kind.sampling == "fixed_size":
         trials = min(round(n * gamma), MOST_USERS)
-    elif each.sampling == "poisson":
+    elif kind.sampling == "poisson":
         chance = gamma * probability
-    others = trials - 1 if each.sampling == "fixed_size" else trials
+    others = trials - 1 if kind.sampling == "fixed_size" else trials
     inside, outside = scipy.stats.binom(others, chance), scipy.stats.binom(trials, chance)
     each_way = [_likely_range(number, chance, budget / 8) for number in (others, trials)]
     low = int(min(fewest for fewest, _ in each_way))
@@ -279,7 +279,7 @@ def _pools(
     weights = present + absent
     rare = gamma * (inside.cdf(low - 2) + inside.sf(high)) + (1 - gamma) * (outside.cdf(low - 1) + outside.sf(high + 1))
     yield float(max(rare, 0.0)), 0, []
-    rates, lowest, highest = _membership(each, probability, sizes, present, weights, budget)
+    rates, lowest, highest = _membership(kind, probability, sizes, present, weights, budget)
     dropped = np.maximum(np.floor(np.log2(np.maximum(sizes, 1))).astype(np.int64) - (bits - 1), 0)  # bits of each size
     groups = np.maximum((sizes >> dropped) << dropped, 1)
     for group in np.unique(groups):
@@ -292,12 +292,12 @@ def _pools(
         share = min(max((mean - floor) / (ceiling - floor), 0.0), 1.0) if ceiling > floor else 1.0
         largest = int(sizes[chosen].max())
         yield total, int(group), [(part, (largest, rate)) for part, rate in ((1 - share, floor), (share, ceiling)) if part > 0]
-    if each.sampling == "poisson":
+    if kind.sampling == "poisson":
         yield budget / 4, 0, []  # the absent users' number outside the range that _membership takes
 
 
 def _membership(
-    each: ShuffledRound, clone: float, sizes: Counts, present: Vector, weights: Vector, budget: float
+    kind: ShuffledRound, clone: float, sizes: Counts, present: Vector, weights: Vector, budget: float
 ) -> tuple[Vector, Vector, Vector]:
     """Returns π given the pool's size: its mean and its range over what else is revealed (1.10, 1.11)."""
 
@@ -305,8 +305,8 @@ def _membership(
         return np.divide(above, below, out=np.zeros(len(sizes)), where=below > 0)
 
     mean = ratio(present, weights)
-    n, gamma = each.num_users, each.sample_rate
-    if each.sampling != "poisson" or gamma == 1:
+    n, gamma = kind.num_users, kind.sample_rate
+    if kind.sampling != "poisson" or gamma == 1:
         return mean, mean, mean
     absence = (1 - gamma) / (1 - gamma * clone)
     fewest, _ = _likely_range(np.maximum(n - sizes - 1, 0), absence, budget / 16)

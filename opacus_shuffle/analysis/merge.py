@@ -56,4 +56,4 @@ def merged_kinds(kinds: Vector, counts: npt.NDArray[Any], size: Callable[[Vector
         for again in np.flatnonzero(left & np.isin(nearest, (one, other))):
             look(int(again))
         look(one)
-    return [sorted(found) for found, is_left in zip(members, left, strict=True) if is_left]
+    return [sorted(kind_members) for kind_members, is_left in zip(members, left, strict=True) if is_left]

@@ -87,9 +87,9 @@ def opposite_reports(
     slopes = [0.0, *(math.tanh(each * unit / 2) for each in multiples), 1.0]
     farther = 1 + multiples[0] / multiples[-1]
     alone = _one_hockey_stick(epsilons, noise_multiplier, sample_rate)
-    found = [_hockey_sticks(means(slope), thetas / sample_rate) for slope in slopes]
+    sticks_of_slopes = [_hockey_sticks(means(slope), thetas / sample_rate) for slope in slopes]
     while True:
-        sticks = np.array(found)
+        sticks = np.array(sticks_of_slopes)
         places = np.clip(np.searchsorted(slopes, thetas, side="right") - 1, 0, len(slopes) - 2)
         share = (thetas - np.take(slopes, places)) / np.take(np.diff(slopes), places)
         columns = np.arange(len(thetas))
@@ -100,7 +100,7 @@ def opposite_reports(
         if np.interp(slopes[-2], thetas, curve) <= negligible or further > _LARGEST_SLOPE:
             break
         slopes.insert(-1, further)
-        found.insert(-1, _hockey_sticks(means(further), thetas / sample_rate))
+        sticks_of_slopes.insert(-1, _hockey_sticks(means(further), thetas / sample_rate))
     enough = int(np.argmax(curve <= 2 * curve[-1] + 1e-3 * negligible)) + 1
     return _hull_distribution(epsilons[:enough], curve[:enough], deviation)
 
@@ -159,8 +159,8 @@ def _one_hockey_stick(epsilons: Vector, sigma: float, rate: float) -> Vector:
     root, tau = 1 / sigma, np.exp(epsilons)
     middle = (1 - rate) / rate * np.expm1(epsilons) / 2 * math.exp(root**2 / 2)
     z = np.log(middle + np.hypot(middle, np.exp(epsilons / 2))) / root  # where π(X₊ − τX₋) = (1 − π)(τ − 1)
-    found = rate * (ndtr(root - z) - tau * ndtr(-root - z)) - (1 - rate) * np.expm1(epsilons) * ndtr(-z)
-    return np.maximum(found, 0.0) * (1 + 1e-9) + 1e-15 * tau
+    sticks = rate * (ndtr(root - z) - tau * ndtr(-root - z)) - (1 - rate) * np.expm1(epsilons) * ndtr(-z)
+    return np.maximum(sticks, 0.0) * (1 + 1e-9) + 1e-15 * tau
 
 
 def _hull_distribution(epsilons: Vector, curve: Vector, scale: float) -> RatioDistribution:

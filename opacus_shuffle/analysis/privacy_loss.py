@@ -211,7 +211,7 @@ def _gather(distribution: RatioDistribution, width: float) -> _OnGrid:
     From left to right a group collects mass until its mean has risen to its grid point. The last group never gets there: its
     mass, of the size of the tails, is left out, which only lowers δ.
     """
-    found: dict[int, float] = {}
+    mass_at: dict[int, float] = {}
     logs = distribution.log_ratios.tolist()
     point, target, mass, deficit = 0, 0.0, 0.0, 0.0
     for log_ratio, left in zip(logs, distribution.masses.tolist(), strict=True):
@@ -222,16 +222,16 @@ def _gather(distribution: RatioDistribution, width: float) -> _OnGrid:
                 mass, deficit = mass + left, deficit - gain * left
                 continue
             used = deficit / gain
-            found[point] = found.get(point, 0.0) + mass + used
+            mass_at[point] = mass_at.get(point, 0.0) + mass + used
             left, mass = left - used, 0.0
         point = math.ceil(log_ratio / width)
         target = math.exp(point * width)
         mass, deficit = left, target * -math.expm1(log_ratio - point * width) * left
-    if not found:  # the distribution is narrower than one step: all of it at its mean
+    if not mass_at:  # the distribution is narrower than one step: all of it at its mean
         return _OnGrid(0, np.ones(1), 0.0, 0.0)
-    first = min(found)
-    masses = np.zeros(max(found) - first + 1)
-    masses[np.array(list(found)) - first] = list(found.values())
+    first = min(mass_at)
+    masses = np.zeros(max(mass_at) - first + 1)
+    masses[np.array(list(mass_at)) - first] = list(mass_at.values())
     return _OnGrid(first, masses, 0.0, 0.0)
 
 

@@ -105,22 +105,22 @@ def compute_epsilon(rounds: Rounds, *, delta: float, zeroed: bool = False) -> fl
 @functools.lru_cache(maxsize=256)
 def _compute_epsilon(rounds: tuple[tuple[SampledSum, int], ...], delta: float, zeroed: bool) -> float:
     """Returns ε of merged rounds."""
-    if all(each.sample_rate == 1.0 for each, _ in rounds):
-        lost = math.fsum(each.lost * count for each, count in rounds)
-        total = math.sqrt(math.fsum(each.mu**2 * count for each, count in rounds)) * (0.5 if zeroed else 1.0)
+    if all(sampled_sum.sample_rate == 1.0 for sampled_sum, _ in rounds):
+        lost = math.fsum(sampled_sum.lost * count for sampled_sum, count in rounds)
+        total = math.sqrt(math.fsum(sampled_sum.mu**2 * count for sampled_sum, count in rounds)) * (0.5 if zeroed else 1.0)
         return gaussian.compute_epsilon(mu=total, delta=delta - lost) if lost < delta else math.inf
-    gaussians = [(ShuffledRound(noise_multiplier=1 / each.mu, num_users=1), count) for each, count in rounds]
+    gaussians = [(ShuffledRound(noise_multiplier=1 / sampled_sum.mu, num_users=1), count) for sampled_sum, count in rounds]
     tail = tail_for(gaussians, delta)
     if tail is None:
         return math.inf
     mixtures = []
-    for each, count in _coarsen(rounds):
-        if zeroed and each.sampling == "poisson":
-            alone = mean_distribution(noise_multiplier=2 / each.mu, num_users=1, tail=tail)
-            mixtures.append((Mixture(((1.0, alone.scaled(each.sample_rate)),), lost=each.lost), count))
+    for sampled_sum, count in _coarsen(rounds):
+        if zeroed and sampled_sum.sampling == "poisson":
+            alone = mean_distribution(noise_multiplier=2 / sampled_sum.mu, num_users=1, tail=tail)
+            mixtures.append((Mixture(((1.0, alone.scaled(sampled_sum.sample_rate)),), lost=sampled_sum.lost), count))
             continue
-        distribution = sampled_distribution(mu=each.mu, sample_rate=each.sample_rate, tail=tail)
-        mixtures.append((Mixture(((1.0, distribution),), lost=each.sample_rate * each.lost), count))
+        distribution = sampled_distribution(mu=sampled_sum.mu, sample_rate=sampled_sum.sample_rate, tail=tail)
+        mixtures.append((Mixture(((1.0, distribution),), lost=sampled_sum.sample_rate * sampled_sum.lost), count))
     return privacy_loss.compute_epsilon(mixtures, delta=delta)
 
 
@@ -128,19 +128,19 @@ def _coarsen(rounds: tuple[tuple[SampledSum, int], ...]) -> tuple[tuple[SampledS
     """Leaves few different rounds: each of the largest μ, γ and loss of those that it stands for (h grows with μ and γ)."""
     if len(rounds) <= MOST_KINDS:
         return rounds
-    numbers = np.array([(each.mu, each.sample_rate, each.lost) for each, _ in rounds])
+    numbers = np.array([(sampled_sum.mu, sampled_sum.sample_rate, sampled_sum.lost) for sampled_sum, _ in rounds])
 
     def size(rows: Vector) -> Vector:
         return np.log1p(rows[:, 1] * np.expm1(np.minimum(rows[:, 0] ** 2, 600.0)))
 
-    found = []
+    merged = []
     for few in merged_kinds(numbers, np.array([count for _, count in rounds]), size, most=MOST_KINDS):
         mu, rate, lost = (float(number) for number in numbers[few].max(axis=0))
         # What holds for a sample of fixed size holds for coins, too.
         kinds = {rounds[index][0].sampling for index in few}
         kind = kinds.pop() if len(kinds) == 1 else "fixed_size"
-        found.append((SampledSum(mu=mu, sample_rate=rate, lost=lost, sampling=kind), sum(rounds[i][1] for i in few)))
-    return merge(found)
+        merged.append((SampledSum(mu=mu, sample_rate=rate, lost=lost, sampling=kind), sum(rounds[i][1] for i in few)))
+    return merge(merged)
 
 
 def largest_mu(*, epsilon: float, delta: float, rounds: int, sample_rate: float, lost: float = 0.0) -> float:
@@ -165,8 +165,8 @@ def largest_mu(*, epsilon: float, delta: float, rounds: int, sample_rate: float,
         everyone = gaussian.compute_epsilon(mu=mu * math.sqrt(count), delta=delta - count * lost)
         if everyone <= target:
             return everyone
-        each = SampledSum(mu=mu, sample_rate=sample_rate, lost=lost)
-        return min(everyone, compute_epsilon([(each, count)], delta=delta))
+        sampled_sum = SampledSum(mu=mu, sample_rate=sample_rate, lost=lost)
+        return min(everyone, compute_epsilon([(sampled_sum, count)], delta=delta))
 
     def excess(log_mu: float) -> float:
         return log_excess(spent(math.exp(log_mu)), target)

@@ -97,8 +97,8 @@ def pair_epsilon(rounds: Rounds, *, delta: float) -> tuple[float, float]:
 def rough_pair_epsilon(rounds: Rounds, *, delta: float) -> float:
     """Returns about what :func:`pair_epsilon` does, as if log R were Gaussian: no bound, but where to look for one."""
     variance = sum(
-        count * math.log1p(each.sample_rate**2 * math.expm1(min(each.noise_multiplier**-2, 600.0)) / max(each.others, 1.0))
-        for each, count in rounds
+        count * math.log1p(kind.sample_rate**2 * math.expm1(min(kind.noise_multiplier**-2, 600.0)) / max(kind.others, 1.0))
+        for kind, count in rounds
     )
     return gaussian.compute_epsilon(mu=math.sqrt(variance), delta=delta)
 
@@ -120,7 +120,7 @@ def enclosed(
         return 0.0, most
 
     def composition(side: Side) -> list[tuple[Mixture, int]]:
-        return [(Mixture.of(distribution(each, side, tail)), count) for each, count in coarsen(rounds, side)]
+        return [(Mixture.of(distribution(kind, side, tail)), count) for kind, count in coarsen(rounds, side)]
 
     upper = min(privacy_loss.compute_epsilon(composition("upper"), delta=delta), most)
     return privacy_loss.lower_epsilon(composition("lower"), delta=delta), upper
@@ -140,13 +140,13 @@ def unshuffled_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -
     """
     delta = open_unit_interval("delta", delta)
     rounds = merge(rounds)
-    mu = distance * math.sqrt(sum(count / each.noise_multiplier**2 for each, count in rounds))
+    mu = distance * math.sqrt(sum(count / kind.noise_multiplier**2 for kind, count in rounds))
     everyone = gaussian.compute_epsilon(mu=mu, delta=delta)
-    if all(each.sample_rate == 1.0 for each, _ in rounds) or any(each.noise_multiplier / distance < 1e-6 for each, _ in rounds):
+    if all(kind.sample_rate == 1.0 for kind, _ in rounds) or any(kind.noise_multiplier / distance < 1e-6 for kind, _ in rounds):
         return everyone
-    if delta >= -math.expm1(sum(count * math.log1p(-min(each.sample_rate, 1 - 1e-16)) for each, count in rounds)):
+    if delta >= -math.expm1(sum(count * math.log1p(-min(kind.sample_rate, 1 - 1e-16)) for kind, count in rounds)):
         return 0.0  # the user takes part in no round at all but with probability δ
-    scaled = merge([(each.with_noise(each.noise_multiplier / distance), count) for each, count in rounds])
+    scaled = merge([(kind.with_noise(kind.noise_multiplier / distance), count) for kind, count in rounds])
     tail = tail_for(scaled, delta)
     return everyone if tail is None else min(everyone, _participation_epsilon(scaled, delta, tail))
 
@@ -155,10 +155,10 @@ def unshuffled_epsilon(rounds: Rounds, *, delta: float, distance: float = 1.0) -
 def _participation_epsilon(rounds: Merged, delta: float, tail: float) -> float:
     """Returns ε where it is seen in which rounds the user takes part, each with probability γ."""
     mixtures = []
-    for each, count in coarsen(_alone(rounds), "upper", most=MOST_KINDS):
-        report = each.one_report(tail)
+    for kind, count in coarsen(_alone(rounds), "upper", most=MOST_KINDS):
+        report = kind.one_report(tail)
         nothing = RatioDistribution(np.array([1 - report.centre]), np.ones(1), report.centre, 0.0, 0.0)
-        mixtures.append((Mixture(((each.sample_rate, report), (1 - each.sample_rate, nothing))), count))
+        mixtures.append((Mixture(((kind.sample_rate, report), (1 - kind.sample_rate, nothing))), count))
     return privacy_loss.compute_epsilon(mixtures, delta=delta)
 
 
@@ -177,10 +177,10 @@ def sampled_gaussian_epsilon(rounds: Rounds, *, delta: float) -> float:
     delta = open_unit_interval("delta", delta)
     merged = merge(rounds)
     everyone = unshuffled_epsilon(merged, delta=delta)
-    if all(each.sample_rate == 1.0 for each, _ in merged) or (tail := tail_for(merged, delta)) is None:
+    if all(kind.sample_rate == 1.0 for kind, _ in merged) or (tail := tail_for(merged, delta)) is None:
         return everyone
     coarse = coarsen(_alone(merged), "upper", most=MOST_KINDS)
-    mixtures = [(Mixture.of(each.one_report(tail).scaled(each.sample_rate)), count) for each, count in coarse]
+    mixtures = [(Mixture.of(kind.one_report(tail).scaled(kind.sample_rate)), count) for kind, count in coarse]
     return min(everyone, privacy_loss.compute_epsilon(mixtures, delta=delta))
 
 
@@ -189,19 +189,19 @@ def _alone(rounds: Rounds) -> Merged:
     return merge(
         (
             ShuffledRound(
-                noise_multiplier=each.noise_multiplier, num_users=1, sample_rate=each.sample_rate, sampling="poisson"
+                noise_multiplier=kind.noise_multiplier, num_users=1, sample_rate=kind.sample_rate, sampling="poisson"
             ),
             count,
         )
-        for each, count in rounds
+        for kind, count in rounds
     )
 
 
 def merge(rounds: Iterable[tuple[Kind, int]]) -> tuple[tuple[Kind, int], ...]:
     """Counts equal rounds together, in one order whatever theirs was, as roundings follow it; checks the repetitions."""
     counts: dict[Kind, int] = {}
-    for each, count in rounds:
-        counts[each] = counts.get(each, 0) + integer("repetitions", count)
+    for kind, count in rounds:
+        counts[kind] = counts.get(kind, 0) + integer("repetitions", count)
     return tuple(sorted(counts.items(), key=repr))
 
 
@@ -219,10 +219,10 @@ def coarsen(rounds: Merged, side: Side, *, most: int = MOST_SHUFFLED_KINDS) -> M
     """
     if len(rounds) <= most:
         return rounds
-    found: list[tuple[ShuffledRound, int]] = []
-    for sampling in dict.fromkeys(each.sampling for each, _ in rounds):
-        found += _joined([(each, count) for each, count in rounds if each.sampling == sampling], side, most)
-    return merge(found)
+    merged: list[tuple[ShuffledRound, int]] = []
+    for sampling in dict.fromkeys(kind.sampling for kind, _ in rounds):
+        merged += _joined([(kind, count) for kind, count in rounds if kind.sampling == sampling], side, most)
+    return merge(merged)
 
 
 def _joined(rounds: Rounds, side: Side, most: int) -> Iterable[tuple[ShuffledRound, int]]:
@@ -235,11 +235,11 @@ def _joined(rounds: Rounds, side: Side, most: int) -> Iterable[tuple[ShuffledRou
         noise, users, drawn = np.abs(rows).T
         return sign * np.log1p(drawn * np.expm1(np.minimum(noise**-2, 600.0)) / users ** (2 if fixed else 1))
 
-    def numbers(each: ShuffledRound) -> tuple[float, int, float]:
-        drawn = round(each.sample_rate * each.num_users) if fixed else each.sample_rate
-        return -each.noise_multiplier, -each.num_users, drawn
+    def numbers(one: ShuffledRound) -> tuple[float, int, float]:
+        drawn = round(one.sample_rate * one.num_users) if fixed else one.sample_rate
+        return -one.noise_multiplier, -one.num_users, drawn
 
-    described = sign * np.array([numbers(each) for each, _ in rounds])  # larger numbers are on the safe side
+    described = sign * np.array([numbers(kind) for kind, _ in rounds])  # larger numbers are on the safe side
     rows, fine = described, _FINE
     while len(np.unique(rows, axis=0)) > _MANY:
         powers = np.log2(np.abs(described)) * fine
@@ -266,10 +266,10 @@ def tail_for(rounds: Rounds, delta: float) -> float | None:
     smallest = 1e-6 * delta / sum(count for _, count in rounds)
     tail = next((tail for tail in TAILS if ndtr(-tail) <= smallest), None)
     # A tenth of σ leaves room for coarsening.
-    fits = tail is not None and all(has_distribution(0.9 * each.noise_multiplier, tail) for each, _ in rounds)
+    fits = tail is not None and all(has_distribution(0.9 * kind.noise_multiplier, tail) for kind, _ in rounds)
     return tail if fits else None
 
 
-def _distribution(each: ShuffledRound, side: Side, tail: float) -> RatioDistribution:
+def _distribution(kind: ShuffledRound, side: Side, tail: float) -> RatioDistribution:
     """Returns the distribution of R of one round."""
-    return mean_distribution(**dataclasses.asdict(each), side=side, tail=tail)
+    return mean_distribution(**dataclasses.asdict(kind), side=side, tail=tail)

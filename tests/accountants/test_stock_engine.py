@@ -53,7 +53,7 @@ def test_the_stock_engine_s_rounding_never_makes_epsilon_smaller(name, records, 
     assert 8.0 / rounds[0][0].noise_multiplier >= math.sqrt(shares) * (1 - 1e-9)
     # and where the data set cannot be seen: n down, B up
     blind = ShuffleAccountant(engine.accountant.mechanism_class, **(WEIGHTS if name == "shuffled_fw" else {}))
-    blind._learn(optimizer, 1 / len(loader), None)
+    blind.get_optimizer_hook_fn(1 / len(loader))(optimizer)
     blind.history = [(8.0, 1 / len(loader), len(loader))]
     for bound in ("pair", "certified"):
         # 50 of 99 is a rate a little above the loader's 1/2, which is what the blind one goes by.

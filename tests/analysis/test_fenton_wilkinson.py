@@ -154,13 +154,6 @@ def test_the_epsilon_found_is_enough_and_so_is_more_but_not_less(ratio, target, 
         assert max(compute_delta(epsilon=each, **rest) for each in below) > target
 
 
-@given(ratios, log_floats(1e-12, 0.1))
-def test_one_coordinates_epsilon_is_the_unshuffled_gaussians(ratio, delta):
-    ours = compute_epsilon(noise_std=ratio, delta=delta, dimension=1)
-    # That module enlarges its ε by 1e-8; near ε = 0, where its δ is a difference, both are within rounding over δ' ≥ Φ's slope.
-    assert ours == pytest.approx(gaussian.compute_epsilon(mu=1 / ratio, delta=delta), rel=1e-6, abs=1e-9)
-
-
 def test_the_papers_vit_step_asks_for_the_known_noise():
     # Advanced composition and sampling leave these for each of 500 steps of 1000 of 50,000 records at ε = 0.5, δ = 5e-6.
     sigma = compute_noise_std(epsilon=0.197617, delta=2.5e-7, dimension=85_800_000)
@@ -190,6 +183,3 @@ def test_the_formula_denies_what_a_simple_test_finds(sigma, epsilon, truth):
     under_f = -np.expm1(d * np.log1p(-ndtr(-t / sigma)))
     under_other = -np.expm1((d - 1) * np.log1p(-ndtr(-t / sigma)) + np.log(ndtr((t - 1) / sigma)))
     assert (under_other - math.exp(epsilon) * under_f).max() >= truth
-
-
-# ---- refusals ---------------------------------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ import math
 
 import numpy as np
 import pytest
-from helpers.shuffled_reports import ROUNDING, SAMPLINGS, hockey_stick, one_round, shuffled_cells, view_cells
+from helpers.shuffled_reports import ROUNDING, hockey_stick, one_round, shuffled_cells, view_cells
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opacus_shuffle.analysis import gaussian_clones
-from opacus_shuffle.analysis.gaussian_clones import clone_probability, compute_epsilon
+from opacus_shuffle.analysis.gaussian_clones import compute_epsilon
 from opacus_shuffle.analysis.shuffled_rounds import ShuffledRound, pair_epsilon, unshuffled_epsilon
 
 KINDS = ("mended", "truncated")
@@ -173,55 +173,6 @@ def test_one_user_is_the_unshuffled_gaussian(clones):
     rounds = one_round(2.0, 1)
     assert compute_epsilon(rounds, delta=1e-5, clones=clones) == unshuffled_epsilon(rounds, delta=1e-5)
     assert compute_epsilon([], delta=1e-5, clones=clones) == 0.0
-
-
-# ---- the distribution that is certified -------------------------------------------------------------------------------------
-
-
-def pools_of(users, rate, sampling, margin, budget=1e-10, sigma=3.0):
-    [(each, _)] = one_round(sigma, users, rate, sampling)
-    return each, list(gaussian_clones._pools(each, clone_probability(sigma, margin), budget))
-
-
-@settings(deadline=None, max_examples=15)
-@given(st.integers(1, 100_000), st.floats(0.01, 1.0), st.sampled_from(SAMPLINGS), st.floats(0.5, 9.0), st.floats(0.5, 30.0))
-def test_pool_sizes_have_probabilities_that_add_up_to_one(users, rate, sampling, margin, sigma):
-    rate = 1.0 if sampling is None else rate
-    if sampling == "fixed_size" and round(rate * users) < 1:
-        return
-    each, pools = pools_of(users, rate, sampling, margin, sigma=sigma)
-    assert sum(weight for weight, _, _ in pools) == pytest.approx(1, abs=1e-9)
-    for weight, pool, splits in pools:
-        assert weight >= 0
-        if pool == 0:
-            continue
-        assert sum(share for share, _ in splits) == pytest.approx(1, abs=1e-9)
-        for share, (largest, membership) in splits:
-            assert share > 0
-            assert 0 <= membership <= 1
-            assert pool <= max(largest, 1) <= pool * (1 + 2**-6)  # rounded down to 7 bits
-    # User 1 is in the pool when taking part: of all the probabilities π, the mean is γ.
-    mean = sum(weight * share * membership for weight, _, splits in pools for share, (_, membership) in splits)
-    assert mean == pytest.approx(each.sample_rate, abs=1e-9)
-
-
-@pytest.mark.parametrize(("users", "rate"), [(1, 0.5), (30, 0.3), (3000, 0.05)])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_the_mixture_is_a_likelihood_ratio(users, rate, sampling):
-    rate = 1.0 if sampling is None else rate
-    if round(rate * users) < 1:
-        users = 3
-    for sigma in (0.8, 3.0):
-        [(each, _)] = one_round(sigma, users, rate, sampling)
-        mixture = gaussian_clones._mixture(each, 4.0, "mended", 1e-10, 9.0, 1.0)
-        distributions = [
-            (weight, distribution.masses, distribution.offsets + distribution.centre, distribution.infinite)
-            for weight, distribution in mixture.parts
-        ]
-        probability = mixture.lost + sum(weight * masses.sum() for weight, masses, _, _ in distributions)
-        assert probability == pytest.approx(1, abs=1e-9)
-        mean = mixture.lost + sum(weight * (masses @ ratios + infinite) for weight, masses, ratios, infinite in distributions)
-        assert mean == pytest.approx(1, abs=1e-9)
 
 
 @pytest.mark.parametrize("sigma", [1e-6, 1e-3, 0.04, 1e6])

@@ -126,13 +126,6 @@ def test_rdp_never_exceeds_unshuffled(sigma, users, rate, sampling):
     assert np.all(rdp <= orders / (2 * sigma**2))
 
 
-def test_full_rates_are_no_sampling_at_all():
-    plain = compute_rdp(noise_multiplier=1.2, num_users=50, orders=range(2, 40))
-    for sampling in ("poisson", "fixed_size"):
-        sampled = compute_rdp(noise_multiplier=1.2, num_users=50, orders=range(2, 40), sample_rate=1.0, sampling=sampling)
-        assert sampled == pytest.approx(plain, rel=RELATIVE_ERROR)
-
-
 @pytest.mark.zoo
 def test_fractional_orders_lie_above_the_truth():
     sigma = 1.0

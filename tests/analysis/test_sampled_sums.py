@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from opacus_shuffle.analysis import gaussian, sampled_sums
+from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.analysis.sampled_sums import SampledSum, compute_epsilon, largest_mu, sampled_distribution
-from opacus_shuffle.analysis.shuffled_rounds import MOST_KINDS
 
 
 def gaussian_stick(mu, alpha):
@@ -114,21 +113,3 @@ def test_the_largest_mu_meets_the_budget_and_a_little_more_does_not(rate):
     mu = largest_mu(epsilon=1.0, delta=1e-6, rounds=100, sample_rate=rate)
     assert compute_epsilon([(SampledSum(mu=mu, sample_rate=rate), 100)], delta=1e-6) <= 1.0
     assert compute_epsilon([(SampledSum(mu=mu * 1.001, sample_rate=rate), 100)], delta=1e-6) > 1.0
-
-
-def test_rounds_of_many_rates_become_few_that_are_worse_in_everything():
-    draws = np.random.default_rng(0)
-    rounds = [
-        (SampledSum(mu=float(mu), sample_rate=float(rate), lost=float(lost)), 2)
-        for mu, rate, lost in zip(
-            draws.uniform(0.1, 2, 200), draws.uniform(0.01, 1, 200), draws.uniform(0, 1e-9, 200), strict=True
-        )
-    ]
-    few = sampled_sums._coarsen(tuple(rounds))
-    assert len(few) <= MOST_KINDS
-    assert sum(count for _, count in few) == 400
-
-    def tells(kind, each):
-        return kind.mu >= each.mu and kind.sample_rate >= each.sample_rate and kind.lost >= each.lost
-
-    assert all(any(tells(kind, each) for kind, _ in few) for each, _ in rounds)

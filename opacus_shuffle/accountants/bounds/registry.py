@@ -210,16 +210,16 @@ def ladder(
         ValueError: If Rényi orders are given, and none of them uses any.
         InconsistentBound: If two of them contradict each other, so that one of them is false.
     """
-    found, kind = [], kind_of(rounds)
+    rows, kind = [], kind_of(rounds)
     orders = orders if orders is None else tuple(orders)
     if orders is not None and not any(entry.uses_orders for entry in entries_of(kind)):
         raise ValueError(f"no bound of {kind.name} uses Rényi orders, got orders={reprlib.repr(orders)}: leave them out")
     for entry in entries_of(kind):
         with contextlib.suppress(NotCovered):
             chosen = orders if entry.uses_orders else None
-            found.append(ask(entry, rounds, delta=delta, adjacency=adjacency, orders=chosen))
-    _refuse_contradictions(found, own=bounds_of(kind))
-    return found
+            rows.append(ask(entry, rounds, delta=delta, adjacency=adjacency, orders=chosen))
+    _refuse_contradictions(rows, own=bounds_of(kind))
+    return rows
 
 
 def _refuse_contradictions(rows: Iterable[PrivacyBound], *, own: Collection[str]) -> None:
@@ -274,19 +274,19 @@ def ask(
         )
     if orders is not None and not entry.uses_orders:
         raise ValueError(f"bound={entry.name!r} uses no Rényi orders, got orders={reprlib.repr(orders)}: leave them out")
-    found = entry.function(rounds, delta=delta, adjacency=adjacency, orders=orders)
+    answer = entry.function(rounds, delta=delta, adjacency=adjacency, orders=orders)
     return PrivacyBound(
         mechanism=rounds[0][0].name,
         bound=entry.name,
-        epsilon=found.epsilon,
+        epsilon=answer.epsilon,
         delta=delta,
         adjacency=adjacency,
-        guarantee=found.guarantee or entry.guarantee,
-        covers=found.covers or entry.covers,
+        guarantee=answer.guarantee or entry.guarantee,
+        covers=answer.covers or entry.covers,
         rounds=sum(integer("number of rounds", count) for _, count in rounds),
-        lower=found.lower,
+        lower=answer.lower,
         trusted=entry.trusted,
-        adversary=found.adversary or entry.adversary,
-        meaning=found.meaning or entry.meaning,
-        proof=found.proof,
+        adversary=answer.adversary or entry.adversary,
+        meaning=answer.meaning or entry.meaning,
+        proof=answer.proof,
     )

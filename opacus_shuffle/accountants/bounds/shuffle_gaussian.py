@@ -60,7 +60,7 @@ def shuffled(rounds: Rounds) -> shuffled_rounds.Rounds:
 
 
 def _shuffled(mechanism: Mechanism | ShuffledRound) -> ShuffledRound:
-    return ShuffledRound(**{each.name: getattr(mechanism, each.name) for each in dataclasses.fields(ShuffledRound)})
+    return ShuffledRound(**{field.name: getattr(mechanism, field.name) for field in dataclasses.fields(ShuffledRound)})
 
 
 def _rough_certified(rounds: Rounds, *, delta: float, adjacency: Adjacency) -> float:
@@ -108,7 +108,7 @@ def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     different = shuffled_rounds.coarsen(shuffled_rounds.merge(shuffled(rounds)), "upper", most=shuffled_rounds.MOST_KINDS)
 
     def composed(vector: Vector) -> Vector:
-        return np.sum([count * printed_rdp(each, vector) for each, count in different], axis=0)
+        return np.sum([count * printed_rdp(kind, vector) for kind, count in different], axis=0)
 
     if orders is None:
         return Answer(composition.epsilon_from_rdp(composed, delta=delta)[0])
@@ -157,21 +157,21 @@ def _local(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterab
 def _secure_aggregation(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """The sum of a round's reports carries the noise of all of them: of as many as there are but for a small share of δ."""
     ran = shuffled_rounds.merge(shuffled(rounds))
-    sampled = any(each.sample_rate < 1 for each, _ in ran)
-    by_coins = sampled and any(each.sampling == "poisson" for each, _ in ran)
+    sampled = any(kind.sample_rate < 1 for kind, _ in ran)
+    by_coins = sampled and any(kind.sampling == "poisson" for kind, _ in ran)
     few = FEW * delta if by_coins else 0.0
     share = few / sum(count for _, count in ran)
-    noised = [(_of_sum(each, _fewest(each, share)), count) for each, count in ran]
+    noised = [(_of_sum(kind, _fewest(kind, share)), count) for kind, count in ran]
     epsilon = unshuffled_epsilon(noised, delta=delta - few, distance=adjacency.distance)
     if by_coins:  # a sum is no more than its reports
         epsilon = min(epsilon, unshuffled_epsilon(ran, delta=delta, distance=adjacency.distance))
     return Answer(epsilon, covers=f"{EVERY_DATA_SET}, sample seen" if sampled else None)
 
 
-def _fewest(each: ShuffledRound, probability: float) -> float:
-    if each.sampling == "poisson" and each.sample_rate < 1:
-        return fewest_reports(each.num_users, each.sample_rate, probability)
-    return each.num_users * each.sample_rate
+def _fewest(kind: ShuffledRound, probability: float) -> float:
+    if kind.sampling == "poisson" and kind.sample_rate < 1:
+        return fewest_reports(kind.num_users, kind.sample_rate, probability)
+    return kind.num_users * kind.sample_rate
 
 
 @functools.lru_cache(maxsize=256)
@@ -197,7 +197,7 @@ def fewest_reports(num_users: int, sample_rate: float, probability: float) -> in
 )
 def _central(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
     """DP-SGD: the sampled Gaussian mechanism with the noise of the sum, √B·σ."""
-    server = [(_of_sum(each, each.num_users * each.sample_rate), count) for each, count in shuffled(rounds)]
+    server = [(_of_sum(kind, kind.num_users * kind.sample_rate), count) for kind, count in shuffled(rounds)]
     if adjacency is Adjacency.ZERO_OUT:
         epsilon = sampled_gaussian_epsilon(server, delta=delta)
     elif any(mechanism.sample_rate < 1 for mechanism, _ in rounds):
@@ -209,7 +209,7 @@ def _central(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iter
     return Answer(epsilon, guarantee=Guarantee.ESTIMATE, covers=f"{EVERY_DATA_SET}, as if each user took part by its own coin")
 
 
-def _of_sum(each: ShuffledRound, reports: float) -> ShuffledRound:
+def _of_sum(kind: ShuffledRound, reports: float) -> ShuffledRound:
     """The round with the noise of the sum of so many reports."""
     largest = 1e12  # that any mechanism takes
-    return each.with_noise(min(math.sqrt(max(reports, 1.0)) * each.noise_multiplier, largest))
+    return kind.with_noise(min(math.sqrt(max(reports, 1.0)) * kind.noise_multiplier, largest))

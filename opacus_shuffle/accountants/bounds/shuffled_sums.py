@@ -44,27 +44,27 @@ _SEEN = "samples that are seen"
 _EVERYONE = "everyone in every round"
 
 
-def round_epsilon(each: ShuffledSums, delta: float) -> float:
+def round_epsilon(mechanism: ShuffledSums, delta: float) -> float:
     """Returns ε of one round at δ, everyone in it.
 
     Theorem A.6's noise for (ε, δ) in d coordinates is proportional to ln(2(d+1)/δ)·ln((d+1)/δ)/ε², so the noise that there is
     has an ε at every δ below ½, as far as the theorem goes: up to 15, with drop-outs up to one over the honest share.
     """
-    if each.round_epsilon is not None and each.round_delta is not None and delta < 0.5:
-        if delta == each.round_delta:
-            return each.round_epsilon
-        asked, made = (delta / (each.dimension + 1), each.round_delta / (each.dimension + 1))
+    if mechanism.round_epsilon is not None and mechanism.round_delta is not None and delta < 0.5:
+        if delta == mechanism.round_delta:
+            return mechanism.round_epsilon
+        asked, made = (delta / (mechanism.dimension + 1), mechanism.round_delta / (mechanism.dimension + 1))
         ratio = math.log(2 / asked) * math.log(asked) / (math.log(2 / made) * math.log(made))
-        epsilon = each.round_epsilon * math.sqrt(ratio) * (1 + 1e-12)
-        largest = _LARGEST_PUBLISHED_EPSILON if each.honest_fraction == 1 else 1 / each.honest_fraction
+        epsilon = mechanism.round_epsilon * math.sqrt(ratio) * (1 + 1e-12)
+        largest = _LARGEST_PUBLISHED_EPSILON if mechanism.honest_fraction == 1 else 1 / mechanism.honest_fraction
         if epsilon <= largest * (1 + 1e-9):
             return epsilon
-    if delta <= each.lost:
+    if delta <= mechanism.lost:
         raise NotCovered(
             f"bound='published' shares delta among the rounds, and each round's share ({delta:.3g}) is below what its binomial "
-            f"tails take ({each.lost:.3g}): use bound='certified', or a larger delta"
+            f"tails take ({mechanism.lost:.3g}): use bound='certified', or a larger delta"
         )
-    return gaussian.compute_epsilon(mu=each.mu, delta=delta - each.lost)
+    return gaussian.compute_epsilon(mu=mechanism.mu, delta=delta - mechanism.lost)
 
 
 @register_bound(
@@ -81,8 +81,10 @@ def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
         epsilon = round_epsilon(rounds[0][0], delta)
     else:
         share = delta / (total + 1)
-        epsilon = advanced_composition.compose([(round_epsilon(each, share), count) for each, count in rounds], slack=share)
-    printed = all(each.calibration == "published" for each, _ in rounds)
+        epsilon = advanced_composition.compose(
+            [(round_epsilon(mechanism, share), count) for mechanism, count in rounds], slack=share
+        )
+    printed = all(mechanism.calibration == "published" for mechanism, _ in rounds)
     by = "SCO Theorem A.6" if printed else "the covering Gaussian mechanism"
     meaning = (
         f"every round's own epsilon by {by}, composed by advanced composition as in SCO Algorithm 5, replacement (so zeroing "
@@ -101,12 +103,12 @@ def _published(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     guarantee=Guarantee.PROVED,
 )
 def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
-    covering = [(each.sampled_sum(each.mu), count) for each, count in rounds]
-    found = gaussian_epsilons(covering, delta=delta, adjacency=adjacency)
-    proof, epsilon = min(found.items(), key=lambda row: row[1])
+    covering = [(mechanism.sampled_sum(mechanism.mu), count) for mechanism, count in rounds]
+    epsilons = gaussian_epsilons(covering, delta=delta, adjacency=adjacency)
+    proof, epsilon = min(epsilons.items(), key=lambda row: row[1])
     meaning = "Gaussian mechanisms that cover the binomial noise, composed exactly"
     if proof in (_COINS, _SAMPLES):
-        seen = found.get(_SEEN, math.inf)
+        seen = epsilons.get(_SEEN, math.inf)
         if epsilon < seen < math.inf:
             meaning += (
                 f"; counts on {'every user' if proof == _COINS else 'the shuffler'} to draw and hide who takes part in each "
@@ -127,16 +129,21 @@ def _lower(rounds: tuple[tuple[ShuffledSums, int], ...], delta: float, adjacency
     goes from one end to the other, where all others are. Of very many different rounds, those that tell most: what the others
     tell is left out, which only lowers it.
     """
-    kinds = {(each.sampling if each.sample_rate < 1 else None, each.sample_rate) for each, _ in rounds}
-    if len(kinds) > 1 or any(each.honest_fraction < 1 for each, _ in rounds):
+    kinds = {(mechanism.sampling if mechanism.sample_rate < 1 else None, mechanism.sample_rate) for mechanism, _ in rounds}
+    if len(kinds) > 1 or any(mechanism.honest_fraction < 1 for mechanism, _ in rounds):
         return None
     sampling, rate = kinds.pop()
     zeroed = sampling == "poisson" or adjacency is Adjacency.ZERO_OUT
-    if zeroed and (sampling == "fixed_size" or any(each.granularity % 2 for each, _ in rounds)):
+    if zeroed and (sampling == "fixed_size" or any(mechanism.granularity % 2 for mechanism, _ in rounds)):
         return None
     summed = [
-        (BinomialSum(noise=each.noise, shift=each.granularity // (2 if zeroed else 1), dimension=each.dimension), count)
-        for each, count in sorted(rounds, key=lambda kind: -kind[1] * kind[0].mu ** 2)[:MOST_KINDS]
+        (
+            BinomialSum(
+                noise=mechanism.noise, shift=mechanism.granularity // (2 if zeroed else 1), dimension=mechanism.dimension
+            ),
+            count,
+        )
+        for mechanism, count in sorted(rounds, key=lambda kind: -kind[1] * kind[0].mu ** 2)[:MOST_KINDS]
     ]
     return binomial_sums.lower_epsilon(summed, delta=delta, sample_rate=rate)
 
@@ -152,7 +159,9 @@ def _lower(rounds: tuple[tuple[ShuffledSums, int], ...], delta: float, adjacency
     guarantee=Guarantee.PROVED,
 )
 def _central(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
-    server = [(dataclasses.replace(each.sampled_sum(2 / each.noise_std), lost=0.0), count) for each, count in rounds]
+    server = [
+        (dataclasses.replace(mechanism.sampled_sum(2 / mechanism.noise_std), lost=0.0), count) for mechanism, count in rounds
+    ]
     return Answer(min(gaussian_epsilons(server, delta=delta, adjacency=adjacency).values()))
 
 
@@ -164,23 +173,28 @@ def gaussian_epsilons(
     Raises:
         ValueError: If what the rounds lose leaves nothing of δ, so that none is finite.
     """
-    lost = math.fsum(each.lost * count for each, count in rounds)
-    everyone = all(each.sample_rate == 1 for each, _ in rounds)
-    found: dict[str, float] = {}
+    lost = math.fsum(sampled_sum.lost * count for sampled_sum, count in rounds)
+    everyone = all(sampled_sum.sample_rate == 1 for sampled_sum, _ in rounds)
+    epsilons: dict[str, float] = {}
     if not everyone:
-        coins = all(each.sampling == "poisson" for each, _ in rounds)
+        coins = all(sampled_sum.sampling == "poisson" for sampled_sum, _ in rounds)
         zeroed = coins and adjacency is Adjacency.ZERO_OUT
-        found[_COINS if coins else _SAMPLES] = sampled_sums.compute_epsilon(rounds, delta=delta, zeroed=zeroed)
+        epsilons[_COINS if coins else _SAMPLES] = sampled_sums.compute_epsilon(rounds, delta=delta, zeroed=zeroed)
     if lost < delta:
         seen = [  # a record is in each independent sample with probability γ: its own coin, as far as it is concerned
-            (ShuffledRound(noise_multiplier=2 / each.mu, num_users=1, sample_rate=each.sample_rate, sampling="poisson"), count)
-            for each, count in rounds
+            (
+                ShuffledRound(
+                    noise_multiplier=2 / sampled_sum.mu, num_users=1, sample_rate=sampled_sum.sample_rate, sampling="poisson"
+                ),
+                count,
+            )
+            for sampled_sum, count in rounds
         ]
         epsilon = unshuffled_epsilon(seen, delta=delta - lost, distance=adjacency.distance)
-        found[_EVERYONE if everyone else _SEEN] = epsilon
-    if not found or not math.isfinite(min(found.values())):
+        epsilons[_EVERYONE if everyone else _SEEN] = epsilon
+    if not epsilons or not math.isfinite(min(epsilons.values())):
         raise ValueError(
             f"delta must exceed what the rounds' binomial tails take, {lost:.3g} in {sum(count for _, count in rounds)} steps, "
             f"got {delta!r}: ask for a larger delta or fewer steps, or build the protocol with a smaller delta"
         )
-    return found
+    return epsilons

@@ -66,9 +66,9 @@ def step_epsilon(mechanism: ShuffledWeights, delta: float) -> float:
 
 def _estimate(delta_split: float | None, rounds: Rounds, delta: float) -> Answer:
     """Theorem 6, 2 and 1."""
-    steps = [(functools.partial(step_epsilon, each), each.sample_rate, count) for each, count in rounds]
+    steps = [(functools.partial(step_epsilon, mechanism), mechanism.sample_rate, count) for mechanism, count in rounds]
     epsilon = advanced_composition.compute_epsilon(steps, delta=delta, delta_split=delta_split)
-    if any(each.layers != (1,) for each, _ in rounds):
+    if any(mechanism.layers != (1,) for mechanism, _ in rounds):
         return Answer(epsilon)
     plain = f"nothing is permuted (dimension 1): DP-SGD by WS Theorems 1 and 2, {_BEST if delta_split is None else _HALF}"
     return Answer(epsilon, guarantee=Guarantee.PROVED, covers=EVERY_DATA_SET, adversary=ALL, meaning=plain)
@@ -105,14 +105,14 @@ def _pair(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterabl
     steps = [
         (
             ShuffledRound(
-                noise_multiplier=min(each.noise_multiplier / each.record_norm, largest),
-                num_users=each.orbit or min(each.layers),
-                sample_rate=each.sample_rate,
+                noise_multiplier=min(mechanism.noise_multiplier / mechanism.record_norm, largest),
+                num_users=mechanism.orbit or min(mechanism.layers),
+                sample_rate=mechanism.sample_rate,
                 sampling="poisson",
             ),
             count,
         )
-        for each, count in rounds
+        for mechanism, count in rounds
     ]
     lower, upper = pair_epsilon(steps, delta=delta)
     places = min(step.num_users for step, _ in steps)
@@ -150,7 +150,9 @@ def _certified(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: It
     guarantee=Guarantee.PROVED,
 )
 def _composition(rounds: Rounds, *, delta: float, adjacency: Adjacency, orders: Iterable[float] | None) -> Answer:
-    return Answer(_estimate(0.5, [(dataclasses.replace(each, dimension=1), count) for each, count in rounds], delta).epsilon)
+    return Answer(
+        _estimate(0.5, [(dataclasses.replace(mechanism, dimension=1), count) for mechanism, count in rounds], delta).epsilon
+    )
 
 
 def _chained(sampled: Sequence[tuple[ShuffledRound, int]], delta: float) -> float:
