@@ -54,9 +54,9 @@ class Lineage:
         if rounds <= self.rounds:
             return
         process, name = self._own or (0, "")
-        last = next(reversed(self.held), None)
-        # A name is left for good where somebody else may have counted on under it.
-        if process != os.getpid() or name != last or self.held[name] != self.seen[name]:
+        # Every copy, and what a load or a rewind leaves, is an object without a name of its own; a
+        # forked process has its parent's.
+        if process != os.getpid():
             name = secrets.token_hex(_NAME_LENGTH // 2)
         total = self.held.get(name, 0) + rounds - self.rounds
         held, seen = {**self.held, name: total}, {**self.seen, name: total}
