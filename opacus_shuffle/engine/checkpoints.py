@@ -25,25 +25,10 @@ from opacus_shuffle.networks.rollback import rolled_back_if_refused
 
 _SHUFFLER, _ACCOUNT = "opacus_shuffle", "opacus_shuffle_account"
 _WEIGHTS, _ROUNDS = "module_state_dict", "privacy_accountant_state_dict"
+_STATES = ("optimizer_state_dict", "noise_scheduler_state_dict", "grad_clip_scheduler_state_dict")
 _TOLD = ("lineage", "poisson", "predictable", "unchecked")
 STOCK = "a checkpoint of Opacus's own engine, which says neither how its batches were drawn nor whether it was changed"
 PICKLED = "a file read with allow_pickle=True, which could run code, and so change anything"
-
-
-def _check_path(path: Any) -> None:
-    """Refuses what is no file and can be none."""
-    if hasattr(path, "read") or hasattr(path, "write"):
-        return
-    name = os.fsdecode(path) if isinstance(path, str | os.PathLike) else ""
-    if not name or "\0" in name or os.path.isdir(name):
-        raise ValueError(f"path must be the name of a file or an open one, got {path!r}: pass one such as 'run.pt'")
-
-
-def _check_parts(path: Any, module: Any, optimizer: Any) -> None:
-    """Refuses what is no file, no network or no optimizer."""
-    _check_path(path)
-    instance_of("module", module, (torch.nn.Module,))
-    instance_of("optimizer", optimizer, (torch.optim.Optimizer, type(None)))
 
 
 class CheckpointMixin(opacus.PrivacyEngine):
@@ -61,7 +46,7 @@ class CheckpointMixin(opacus.PrivacyEngine):
     predictable: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
     accountant: Any  # Opacus's, untyped
-    _followed: OpacusLineage | None = None
+    _followed: OpacusLineage | None = None  # see _opacus_lineage
     _loading: bool = False
 
     def save_checkpoint(  # type: ignore[override]
@@ -101,28 +86,24 @@ class CheckpointMixin(opacus.PrivacyEngine):
             ValueError: If another engine accounts for the module's steps; or if training went on meanwhile, so that the weights
                 might hold more than their accounting. The earlier checkpoint stays.
         """
-        self._refuse_of_another_engine(module)
+        self._check_parts(path, module, optimizer)
         accounted, foreign = copy.copy(self.accountant.history), set[str]()
-        _check_parts(path, module, optimizer)
         saved = {**({} if checkpoint_dict is None else instance_of("checkpoint_dict", checkpoint_dict, (dict,)))}
-        # Draws a permutation if one is due, before the secret is written down.
         saved[_WEIGHTS] = module.state_dict(**(module_state_dict_kwargs or {}))
         saved[_ROUNDS] = self.accountant.state_dict()
-        if optimizer is not None:
-            saved["optimizer_state_dict"] = optimizer.state_dict()
-        for name, scheduler in (("noise_scheduler", noise_scheduler), ("grad_clip_scheduler", grad_clip_scheduler)):
-            if scheduler is not None:
-                state = scheduler.state_dict().items()
-                saved[f"{name}_state_dict"] = {key: value for key, value in state if not callable(value)}
         if self.shuffler is not None:
             saved[_SHUFFLER] = self.shuffler.state_dict()
-        told: dict[str, Any] = dict.fromkeys(_TOLD)
-        told.update(poisson=self.poisson, predictable=list(self.predictable), unchecked=list(self.unchecked))
-        if not isinstance(self.accountant, ShuffleAccountant):  # ours say it themselves
-            self._followed = self._followed or OpacusLineage()
-            told["lineage"] = self._followed.state(self.accountant)
+        for key, part in zip(_STATES, (optimizer, noise_scheduler, grad_clip_scheduler), strict=True):
+            if part is not None:
+                saved[key] = {name: value for name, value in part.state_dict().items() if not callable(value)}
+        told = {
+            "lineage": None if self._accounts_itself else self._opacus_lineage.state(self.accountant),
+            "poisson": self.poisson,
+            "predictable": list(self.predictable),
+            "unchecked": list(self.unchecked),
+        }
         saved = plain(saved, foreign)
-        saved[_ACCOUNT] = {**told, "digest": fingerprint(_own_parts(saved), told)}
+        saved[_ACCOUNT] = {**told, "digest": _digest(saved, told)}
         with replacing(path) as file:
             torch.save(saved, file, **(torch_save_kwargs or {}))
             if self.accountant.history != accounted:
@@ -187,44 +168,41 @@ class CheckpointMixin(opacus.PrivacyEngine):
         """
         boolean("allow_rewind", allow_rewind)
         boolean("allow_pickle", allow_pickle)
-        _check_parts(path, module, optimizer)
+        self._check_parts(path, module, optimizer)
         saved = _read(path, torch_load_kwargs or {}, allow_pickle)
         told, name = _told(saved)
         unchecked = (*told["unchecked"], *([PICKLED] if allow_pickle else []))
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
+        parts = dict(zip(_STATES, (optimizer, noise_scheduler, grad_clip_scheduler), strict=True))
+        with rolled_back_if_refused(module, *parts.values(), self.shuffler, self.accountant), self._loading_account():
             accountant, history = self._accounting(saved[_ROUNDS], told["lineage"], name, allow_rewind)
-        if self.shuffler is not None and _SHUFFLER in saved:
-            self.shuffler.check_state_dict(saved[_SHUFFLER])
-        self._refuse_of_another_engine(module)
-        parts = {"optimizer": optimizer, "noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
-        with rolled_back_if_refused(module, *parts.values(), self.shuffler, self.accountant), self._load():
-            self.accountant.__dict__.update(accountant.__dict__)  # before the weights, should this be interrupted
-            module.load_state_dict(saved[_WEIGHTS], **(module_load_dict_kwargs or {}))
-            for each, part in parts.items():
-                state = saved.pop(f"{each}_state_dict", {})
-                if part is not None and len(state):
-                    part.load_state_dict(state)
-                elif each == "optimizer" and (part is not None or len(state)):
-                    given = "not" if part is None else ""
-                    warnings.warn(
-                        f"optimizer_state_dict has {len(state)} items but optimizer is {given} provided.", stacklevel=2
-                    )
             if self.shuffler is not None and _SHUFFLER in saved:
                 self.shuffler.load_state_dict(saved[_SHUFFLER])
-            for message in heard:
-                warnings.warn(message.message, stacklevel=2)
+            self.accountant.__dict__.update(accountant.__dict__)  # before the weights, should this be interrupted
+            module.load_state_dict(saved[_WEIGHTS], **(module_load_dict_kwargs or {}))
+            for key, part in parts.items():
+                state = saved.pop(key, {})
+                if part is not None and len(state):
+                    part.load_state_dict(state)
+                elif key == _STATES[0] and (part is not None or len(state)):
+                    given = "not" if part is None else ""
+                    warnings.warn(f"{key} has {len(state)} items but optimizer is {given} provided.", stacklevel=2)
             for private in private_optimizers(module):
                 private.forget_batch()
         self._followed = history
         self.poisson = self.poisson and told["poisson"]
         self.predictable = tuple(dict.fromkeys((*self.predictable, *told["predictable"])))
-        knows = self.accountant if isinstance(self.accountant, ShuffleAccountant) else self
+        knows = self.accountant if self._accounts_itself else self
         knows.unchecked = tuple(dict.fromkeys((*knows.unchecked, *unchecked)))
         return saved
 
-    def _refuse_of_another_engine(self, module: Any) -> None:
-        """Refuses weights whose steps this engine does not account for."""
+    def _check_parts(self, path: Any, module: Any, optimizer: Any) -> None:
+        """Refuses what is no file, no network, no optimizer, and weights whose steps another engine accounts for."""
+        if not (hasattr(path, "read") or hasattr(path, "write")):
+            name = os.fsdecode(path) if isinstance(path, str | os.PathLike) else ""
+            if not name or "\0" in name or os.path.isdir(name):
+                raise ValueError(f"path must be the name of a file or an open one, got {path!r}: pass one such as 'run.pt'")
+        instance_of("module", module, (torch.nn.Module,))
+        instance_of("optimizer", optimizer, (torch.optim.Optimizer, type(None)))
         if any(each.accountant is not self.accountant for each in private_optimizers(module)):
             raise ValueError(
                 "module was made private by another engine, which accounts for its steps: save and load its checkpoints by "
@@ -233,13 +211,12 @@ class CheckpointMixin(opacus.PrivacyEngine):
 
     def another_round(self, accountant: Any) -> contextlib.AbstractContextManager[None]:
         """Counts a round beside one of Opacus's own accountants, whose history anybody may set."""
-        self._followed = self._followed or OpacusLineage()
-        return self._followed.another_round(accountant)
+        return self._opacus_lineage.another_round(accountant)
 
     @property
     def rewound(self) -> int:
         """Rounds that ran and are no longer accounted by one of Opacus's own accountants; the others count them themselves."""
-        return 0 if self._followed is None else self._followed.rewound(self.accountant)
+        return self._opacus_lineage.rewound(self.accountant)
 
     def warn_if_rewound(self) -> None:
         """Says so where rounds that ran are no longer accounted by one of Opacus's own accountants; the others say it."""
@@ -254,12 +231,11 @@ class CheckpointMixin(opacus.PrivacyEngine):
         """Which releases are accounted; None while a checkpoint is loaded, whose account comes with it."""
         if self._loading:
             return None
-        if isinstance(self.accountant, ShuffleAccountant):
-            return self.accountant.lineage
-        return self._followed.lineage if self._followed else Lineage()
+        lineage: Lineage = self.accountant.lineage if self._accounts_itself else self._opacus_lineage.lineage
+        return lineage
 
     @contextlib.contextmanager
-    def _load(self) -> Iterator[None]:
+    def _loading_account(self) -> Iterator[None]:
         """While weights come with their account."""
         self._loading = True
         try:
@@ -269,12 +245,22 @@ class CheckpointMixin(opacus.PrivacyEngine):
 
     def _accounting(self, state: Any, told: Any, name: str, allow_rewind: bool) -> tuple[Any, OpacusLineage | None]:
         """What the accountant is after a load, and what follows its history; refuses what does not fit."""
-        if isinstance(self.accountant, ShuffleAccountant):
-            accountant = copy.deepcopy(self.accountant)
-            accountant.load_state_dict(state, allow_rewind=allow_rewind)
-            return accountant, None
-        history = self._followed or OpacusLineage()
-        return history.loaded(self.accountant, state, told, name=name, allow_rewind=allow_rewind)
+        if not self._accounts_itself:
+            return self._opacus_lineage.loaded(self.accountant, state, told, name=name, allow_rewind=allow_rewind)
+        accountant = copy.deepcopy(self.accountant)
+        accountant.load_state_dict(state, allow_rewind=allow_rewind)
+        return accountant, None
+
+    @property
+    def _accounts_itself(self) -> bool:
+        """Whether the accountant is one of ours, which know of which run their rounds are."""
+        return isinstance(self.accountant, ShuffleAccountant)
+
+    @property
+    def _opacus_lineage(self) -> OpacusLineage:
+        """What follows the history of one of Opacus's own accountants, from the first question on."""
+        self._followed = self._followed or OpacusLineage()
+        return self._followed
 
 
 def _read(path: Any, options: dict[str, Any], allow_pickle: bool) -> dict[str, Any]:
@@ -309,10 +295,9 @@ def _read(path: Any, options: dict[str, Any], allow_pickle: bool) -> dict[str, A
     return saved
 
 
-def _own_parts(saved: dict[str, Any]) -> list[tuple[str, Any]]:
-    """What the digest is over: momenta and schedules hold what rounds released, as weights do."""
-    names = ("optimizer_state_dict", "noise_scheduler_state_dict", "grad_clip_scheduler_state_dict")
-    return [(name, saved[name]) for name in (_WEIGHTS, _ROUNDS, _SHUFFLER, *names) if name in saved]
+def _digest(saved: dict[str, Any], told: dict[str, Any]) -> str:
+    """Returns what tells that a checkpoint was changed: momenta and schedules hold what rounds released, as weights do."""
+    return fingerprint([(key, saved[key]) for key in (_WEIGHTS, _ROUNDS, _SHUFFLER, *_STATES) if key in saved], told)
 
 
 def _told(saved: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -327,7 +312,7 @@ def _told(saved: dict[str, Any]) -> tuple[dict[str, Any], str]:
         return {"lineage": None, "poisson": True, "predictable": [], "unchecked": [STOCK]}, name
     digest = told.get("digest") if isinstance(told, dict) else None
     told = {key: told[key] for key in _TOLD if key in told} if isinstance(told, dict) else {}
-    if len(told) < len(_TOLD) or digest != fingerprint(_own_parts(saved), told):
+    if len(told) < len(_TOLD) or digest != _digest(saved, told):
         raise ValueError(
             "the checkpoint's weights, optimizer, privacy_accountant_state_dict and opacus_shuffle_account do not belong "
             "together: it was changed after it was saved; load it as it was (weights alone go by module.load_state_dict)"

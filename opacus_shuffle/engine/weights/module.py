@@ -134,7 +134,8 @@ def _shuffling_class(opacus_class: Any) -> Any:
 
 def make_shuffled(wrapped: Any, shuffler: WeightShuffler) -> None:
     """Turns Opacus's wrapper into a shuffling one, as ``torch.nn.utils.parametrize`` turns modules."""
-    wrapped.__class__ = _shuffling_class(type(wrapped))
+    opacus_class: Any = type(wrapped)
+    wrapped.__class__ = _shuffling_class(opacus_class)
     wrapped.shuffler = shuffler
 
 

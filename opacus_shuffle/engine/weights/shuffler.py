@@ -17,6 +17,7 @@ import sys
 import traceback
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -263,7 +264,7 @@ class WeightShuffler:
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Shuffles after an update, once even where a step has made steps inside of it, as lookahead's do."""
         calling = sys._getframe(1)  # PyTorch's wrapper of ``step``, which calls the hooks
-        for frame, _ in traceback.walk_stack(calling.f_back):
+        for frame, _line in traceback.walk_stack(calling.f_back):
             if frame.f_code is calling.f_code and frame.f_locals.get("self") is optimizer:
                 return
         self.steps += 1
@@ -309,17 +310,19 @@ class _LoadHook:
     """
 
     def __init__(self, shuffler: WeightShuffler | None = None) -> None:
-        self._shuffler = None if shuffler is None else weakref.ref(shuffler)
+        self._shuffler: Callable[[], WeightShuffler | None] = lambda: None
+        if shuffler is not None:
+            self._shuffler = weakref.ref(shuffler)
 
     def __call__(self, *_: Any) -> None:
-        if (shuffler := self._shuffler and self._shuffler()) is not None:
+        if (shuffler := self._shuffler()) is not None:
             shuffler._note_load("weights")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _LoadHook:
-        shuffler, making = self._shuffler and self._shuffler(), AveragedModel.__init__.__code__
-        copied = None if shuffler is None else memo.get(id(shuffler._network))
-        if copied is not None and any(frame.f_code is making for frame, _ in traceback.walk_stack(None)):
-            shuffler._averages.add(copied)
+        if (shuffler := self._shuffler()) is not None and id(shuffler._network) in memo:
+            making: Any = AveragedModel.__init__
+            if any(frame.f_code is making.__code__ for frame, _ in traceback.walk_stack(None)):
+                shuffler._averages.add(memo[id(shuffler._network)])
         return _LoadHook()
 
     def __reduce__(self) -> Any:
