@@ -346,12 +346,6 @@ def test_what_ranks_cannot_do_together_is_refused_on_all_of_them(ranks):
             assert words in said, (words, said)
 
 
-def test_one_process_is_the_first_of_one():
-    assert Ranks.of(network()) == Ranks(0, 1, False)
-    assert Ranks().of_the_first("what") == "what"
-    Ranks().agree({"anything": object()})
-
-
 def test_a_network_that_waits_for_a_process_group_is_told_so():
     class Parallel(DifferentiallyPrivateDistributedDataParallel):
         def __init__(self, module):

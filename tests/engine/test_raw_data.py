@@ -172,14 +172,6 @@ def test_a_loader_is_copied_but_never_pickled_for_it_holds_the_data(name):
     run_epoch(model, optimizer, loader)
 
 
-@pytest.mark.parametrize("refused", [copy.copy, copy.deepcopy, pickle.dumps, dumped])
-def test_what_shuffles_weights_refuses_to_be_copied_by_name(refused):
-    model, *run = private(shuffle_weights=True)
-    with pytest.raises(ValueError, match="WeightShuffler cannot be copied or pickled"):
-        refused(model.shuffler)
-    run_epoch(copy.deepcopy(model) and model, *run[:2])
-
-
 @pytest.mark.parametrize("name", ["rdp", "prv", "shuffled_checkin", "shuffle_gauss", "shuffled_fw"])
 def test_a_network_that_is_kept_keeps_neither_the_data_nor_the_engine(name):
     engine, toy = PrivacyEngine(accountant=name), make_toy()

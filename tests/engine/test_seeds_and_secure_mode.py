@@ -53,15 +53,6 @@ def test_a_second_run_of_a_seeded_engine_has_other_noise_than_the_first_and_is_r
     assert not torch.allclose(first, second)
 
 
-@quietly
-def test_a_refused_call_does_not_change_what_a_seed_gives():
-    toy, engine = make_toy(), PrivacyEngine(accountant="shuffled_checkin", seed=0)
-    expected = weights_after(PrivacyEngine(accountant="shuffled_checkin", seed=0), toy)
-    with pytest.raises(ValueError, match="noise_multiplier"):
-        weights_after(engine, toy, noise_multiplier=-1.0)
-    assert torch.equal(weights_after(engine, toy), expected)
-
-
 def test_a_seed_says_once_that_the_run_is_not_private_and_so_do_report_and_dictionary(recwarn):
     engine = PrivacyEngine(accountant="shuffled_checkin", seed=0)
     model, optimizer, loader = engine.make_private(**make_toy(), noise_multiplier=2.0)

@@ -19,9 +19,8 @@ from helpers.shuffled_runs import (
     prepare,
     records,
     unshuffle,
-    weights,
 )
-from opacus.schedulers import ExponentialGradClip, ExponentialNoise
+from opacus.schedulers import ExponentialNoise
 from scipy.stats import chi2
 from torch.utils.data import TensorDataset
 
@@ -128,29 +127,6 @@ def test_empty_batches_are_noise_alone(mode, monkeypatch):
     assert all(torch.isfinite(each).all() for each in run.network.parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "physical"),
-    [
-        ("mlp", {}, None),
-        ("mlp", {"mode": "ghost", "optimizer": "Adam"}, 3),
-        ("encoder", {"optimizer": "AMSGrad"}, 3),
-        ("conv", {}, 3),
-    ],
-)
-def test_unpermuted_the_run_is_the_run_without_shuffling_also_with_clipped_sums(name, options, physical):
-    plain, loose = prepare(name, **options), prepare(name, **options).train(physical=physical)
-    run = prepare(name, shuffle=True, batch_clip=0.3, **options)
-    names = run.shuffler.spec.tensors(run.network)
-    plain.optimizer.clip_batch([each for key, each in plain.network.named_parameters() if key in names], batch_clip=0.3)
-    for each in (plain, run):
-        each.train(physical=physical)
-    expected = contents(plain)
-    assert distance(expected, contents(loose)) > 1e-3
-    assert distance(weights(plain.network), weights(run.network)) > 1e-3
-    unshuffle(run)
-    assert distance(expected, contents(run)) <= EXACT
-
-
 def test_with_the_noise_carried_along_algorithm_1_is_the_run_that_does_not_move():
     options = {"sigma": 1.5, "batch_clip": 0.3, "unshuffled_noise_multiplier": 4.0}
     still, run = algorithm(**options), algorithm(**options)
@@ -203,22 +179,6 @@ def test_a_noise_scheduler_keeps_the_ratio_and_is_accounted():
     for mechanism, _ in run.engine.accountant.rounds:
         assert mechanism.unshuffled_noise_multiplier == pytest.approx(3 * mechanism.noise_multiplier)
     assert run.engine.get_epsilon(DELTA, bound="certified") > 0
-
-
-def test_a_scheduler_of_the_clipping_norm_is_refused_before_the_update():
-    run = algorithm(sigma=2.0)
-    schedule = ExponentialGradClip(run.optimizer, gamma=0.9)
-    after_one = []
-
-    def step():
-        after_one.append(weights(run.network))
-        schedule.step()
-
-    with pytest.raises(ValueError, match=r"max_grad_norm is 0\.9, but shuffled_fw accounts for clip=1\.0"):
-        run.train(after=step)
-    assert len(after_one) == 1
-    assert distance(after_one[0], weights(run.network)) == 0
-    assert len(run.engine.accountant) == 1
 
 
 # ---- at the edges of floating point -----------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import torch
 from opacus.optimizers import DPOptimizer
 from torch import nn
 
-from opacus_shuffle.core.opacus_compat import drop_sum
 from opacus_shuffle.engine.private_optimizer import PrivateOptimizer
 from opacus_shuffle.engine.shuffled_sum import ShuffledSum
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
@@ -132,37 +131,6 @@ def test_pieces_of_a_batch_add_up_to_the_batch():
 
     torch.testing.assert_close(release([samples]), release(samples.split(5)), rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(release([samples]), release(samples.split(1)), rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("pieces", [1, 4])
-def test_the_law_is_the_same_in_pieces(pieces):
-    records, dimension = 8, 2000
-    protocol = protocol_for(records, dimension)
-    parameter = nn.Parameter(torch.zeros(dimension))
-    optimizer = optimizer_for([parameter], protocol, seed=pieces)
-    for number in range(pieces):
-        optimizer.signal_skip_step(do_skip=number < pieces - 1)
-        give([parameter], [torch.zeros(records // pieces, dimension)])
-        optimizer.pre_step()
-        if number < pieces - 1:
-            optimizer.zero_grad()
-    # an even grid has a point at zero: no rounding; an odd one rounds half up, half down
-    rounding = records * 0.25 * (protocol.granularity % 2)
-    variance = (2 / protocol.granularity) ** 2 * (records * protocol.noise_bits / 4 + rounding)
-    assert parameter.grad.double().var() == pytest.approx(variance, rel=5 * math.sqrt(2 / dimension))
-
-
-def test_a_batch_that_was_left_leaves_nothing():
-    parameter = nn.Parameter(torch.zeros(10))
-    optimizer = optimizer_for([parameter], Noiseless(2, 10, 1.0, 1.0, 1e-5, "tight"))
-    optimizer.signal_skip_step()
-    give([parameter], [torch.ones(1, 10)])
-    optimizer.pre_step()
-    drop_sum(optimizer)
-    optimizer.forget_sum()
-    give([parameter], [torch.zeros(2, 10)])
-    assert optimizer.pre_step()
-    assert parameter.grad.abs().max() < 1e-9
 
 
 def test_a_batch_is_released_once():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 
 import pytest
@@ -17,33 +16,6 @@ from torch.utils.data import DataLoader
 from opacus_shuffle import PrivacyEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
-
-
-@every_accountant
-def test_a_batch_of_the_original_loader_is_refused(name):
-    run = Toy(name)
-    run.backward(next(iter(run.toy["data_loader"])))
-    run.refused("no fresh batch: none was drawn")
-    run.backward(next(iter(run.toy["data_loader"])))
-    run.refused("stepped on already.*iterate over the data loader that make_private returned")
-
-
-@every_accountant
-def test_one_batch_cannot_be_stepped_on_twice(name):
-    run = Toy(name)
-    batch = next(iter(run.loader))
-    run.train([batch])
-    run.optimizer.zero_grad()
-    run.backward(batch)
-    run.refused("no fresh batch")
-
-
-@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
-def test_a_cycle_of_batches_trains_one_epoch(mode):
-    run = Toy(grad_sample_mode=mode)
-    with pytest.raises(ValueError, match=r"fresh batch|drawn before"):
-        run.train(itertools.cycle(run.loader))
-    assert (run.steps, run.accounted) == (4, 4)
 
 
 def test_a_copy_of_the_loader_gives_no_tickets():
@@ -67,75 +39,6 @@ def test_batches_of_another_run_s_loader_are_not_accounted_as_this_run_s_by_bein
     with BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=5, optimizer=run.optimizer) as split:
         run.train(split)
     assert run.steps == run.accounted == 10
-
-
-def test_signals_that_would_merge_two_draws_are_refused():
-    run = Toy("shuffled_checkin", records=60)
-    batches = iter(run.loader)
-    run.optimizer.signal_skip_step(True)
-    run.backward(next(batches))
-    run.refused("signal_skip_step would add this whole batch to the next one")
-
-
-@pytest.mark.parametrize("failed", [0, 1, 2])
-@pytest.mark.parametrize("mode", ["hooks", "ghost"])
-def test_a_physical_batch_that_failed_never_lets_two_draws_into_one_step(failed, mode):
-    run = Toy(grad_sample_mode=mode, records=60)
-    refused, number = 0, 0
-    with BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer) as loader:
-        for batch in loader:
-            number += 1
-            run.optimizer.zero_grad()
-            try:
-                if number % 3 == failed:
-                    raise RuntimeError("out of memory")
-                run.backward(batch)
-                run.optimizer.step()
-            except RuntimeError:
-                continue
-            except ValueError as error:
-                refused += "physical batches" in str(error)
-    # the last one of a batch (number % 3 == 0) is missing: no step at all
-    assert (run.steps, run.accounted, refused) == (0, 0, 0 if failed == 0 else 10)
-
-
-@pytest.mark.parametrize("name", ["subsampled_shuffle", "shuffled_checkin", "rdp"])
-def test_two_backward_passes_without_a_step_are_refused(name):
-    run = Toy(name)
-    run.backward(next(iter(run.loader)))
-    with pytest.raises(ValueError, match="accumulation"):
-        run.backward(next(iter(run.loader)))
-    assert run.steps == run.accounted == 0
-
-
-@every_accountant
-def test_the_original_optimizer_cannot_step_by_itself(name):
-    run = Toy(name)
-    run.backward(next(iter(run.loader)))
-    run.refused(r"SGD.step\(\) was called on the optimizer inside", run.plain.step)
-    run.optimizer.zero_grad()
-    run.backward(next(iter(run.loader)))
-    run.optimizer.pre_step()  # accounted
-    run.optimizer.zero_grad()
-    run.backward(next(iter(run.toy["data_loader"])))
-    with pytest.raises(ValueError, match="inside of a private one"):
-        run.plain.step()
-
-
-@pytest.mark.parametrize("name", ["shuffled_checkin", "rdp"])
-def test_a_grad_scaler_may_not_skip_steps(name):
-    run = Toy(name)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
-    for x, y in run.loader:
-        run.optimizer.zero_grad()
-        scaler.scale(run.criterion(run.model(x), y)).backward()
-        with pytest.raises(ValueError, match=r"GradScaler.*call optimizer.step\(\) yourself"):
-            scaler.step(run.optimizer)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
-    assert run.steps == run.accounted == 0
-    run.optimizer.zero_grad()
-    run.train(run.loader)
-    assert run.steps == run.accounted == 4
 
 
 @every_accountant
@@ -180,13 +83,6 @@ def test_a_layer_that_turns_a_record_into_several_is_refused():
         with pytest.raises(ValueError, match=f"gradients of {2 * len(x)} records, this batch has {len(x)}"):
             optimizer.step()
         assert len(engine.accountant) == 0
-
-
-def test_batches_out_of_order_are_refused():
-    run = Toy()
-    run.loader.in_order = False
-    with pytest.raises(ValueError, match="in_order"):
-        iter(run.loader)
 
 
 def batches_of(run, split):

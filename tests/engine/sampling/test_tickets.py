@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers.ticket_runs import ACCOUNTANTS, Toy, every_accountant
 from helpers.toy import make_toy
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -74,40 +73,6 @@ def test_a_step_whose_accounting_fails_releases_nothing_and_its_batch_may_be_ste
     run.optimizer.zero_grad()
     run.backward(batch)
     run.refused("stepped on already")
-
-
-def test_a_closure_takes_the_ticket():
-    run = Toy()
-    for batch in run.loader:
-
-        def closure(batch=batch):
-            run.optimizer.zero_grad()
-            run.backward(batch)
-
-        run.optimizer.step(closure)
-    assert run.steps == run.accounted == 4
-
-
-@pytest.mark.parametrize(
-    ("name", "workers"),
-    [*((name, 0) for name in ("subsampled_shuffle", "shuffled_checkin", "shuffled_sums", "rdp")), ("shuffled_checkin", 2)],
-)
-def test_physical_batches_make_one_step_of_each_ticket(name, workers):
-    run = Toy(name, records=40, batch_size=8, loader={"num_workers": workers})
-    manager = BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=3, optimizer=run.optimizer)
-    with manager as loader:
-        run.train(itertools.islice(loader, 4))  # leaves half a batch behind
-        left = run.steps
-        run.train(loader)
-    run.train(run.loader)
-    assert run.steps == run.accounted == left + 10
-
-
-def test_empty_batches_have_tickets():
-    for options in ({}, {"rand_on_empty": True}):
-        run = Toy("shuffled_checkin", records=6, batch_size=1, **options)
-        run.train(itertools.chain.from_iterable(itertools.repeat(run.loader, 4)))
-        assert run.steps == run.accounted == 24
 
 
 def test_one_batch_may_be_stepped_on_in_pieces():

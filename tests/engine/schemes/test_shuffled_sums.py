@@ -12,12 +12,10 @@ import pytest
 import torch
 from helpers.shuffled_runs import in_record
 from helpers.toy import make_toy, run_epoch
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle import PrivacyEngine
-from opacus_shuffle.engine.sampling.samplers import FixedSizeSampler
 from opacus_shuffle.protocols.vector_sum import ShuffleVectorSum
 
 TOY = 5 * 40 + 40 + 40 * 3 + 3
@@ -30,21 +28,6 @@ SAMPLES = {"poisson_sampling": False}
 
 def protocol_for(records=6, dimension=TOY, *, max_norm=1.0, epsilon=1.0, delta=1e-5, calibration="tight", **options):
     return ShuffleVectorSum(records, dimension, max_norm, epsilon=epsilon, delta=delta, calibration=calibration, **options)
-
-
-def test_the_memory_manager_s_physical_batches_make_one_round():
-    toy = make_toy(records=24, batch_size=6)
-    engine = PrivacyEngine(accountant="shuffled_sums")
-    model, optimizer, loader = engine.make_private(**toy, **SAMPLES, aggregator=protocol_for())
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as pieces:
-        physical = 0
-        for x, y in pieces:
-            nn.CrossEntropyLoss()(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            physical += 1
-    assert physical == 8
-    assert len(engine.accountant) == 4
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
@@ -76,35 +59,6 @@ def test_a_run_learns_and_is_accounted():
     # sampled protocols need less noise than rounds that everyone takes part in
     everyone = ShuffleVectorSum(200, 6, 1.0, 2.0, 1e-5, rounds=40, calibration="tight")
     assert optimizer.aggregator.variance < everyone.variance / 4
-
-
-def test_a_generator_makes_a_run_repeatable_and_without_one_no_two_are_alike():
-    def trained(seed):
-        torch.manual_seed(0)
-        toy = make_toy()
-        engine = PrivacyEngine(accountant="shuffled_sums")
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        toy["data_loader"].generator = torch.Generator().manual_seed(3)
-        model, optimizer, loader = engine.make_private(**toy, **SAMPLES, aggregator=protocol_for(), noise_generator=generator)
-        run_epoch(model, optimizer, loader)
-        return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-
-    assert torch.equal(trained(1), trained(1))
-    assert not torch.equal(trained(1), trained(2))
-    assert not torch.equal(trained(None), trained(None))
-
-
-def test_epsilon_grows_with_every_epoch_and_the_certificate_is_below_the_paper():
-    engine = PrivacyEngine(accountant="shuffled_sums")
-    model, optimizer, loader = engine.make_private(**make_toy(), **SAMPLES, aggregator=protocol_for())
-    assert isinstance(loader.batch_sampler, FixedSizeSampler)
-    spent = []
-    for _ in range(3):
-        run_epoch(model, optimizer, loader)
-        spent.append([engine.get_epsilon(1e-5, bound=bound) for bound in ("certified", "published")])
-        assert spent[-1][0] == engine.get_epsilon(1e-5)
-    assert sorted(spent) == spent
-    assert all(certified < paper for certified, paper in spent)
 
 
 @pytest.mark.parametrize("bound", ["certified", "published"])
@@ -163,17 +117,6 @@ def test_every_way_to_per_record_gradients_goes(mode):
     model, optimizer, loader = engine.make_private(**make_toy(), **SAMPLES, aggregator=protocol_for(), grad_sample_mode=mode)
     run_epoch(model, optimizer, loader)
     assert len(engine.accountant) == 4
-
-
-def test_weight_shuffling_is_post_processing():
-    engines = [PrivacyEngine(accountant="shuffled_sums") for _ in range(2)]
-    for engine, shuffle in zip(engines, (False, True), strict=True):
-        model, optimizer, loader = engine.make_private(
-            **make_toy(), **SAMPLES, aggregator=protocol_for(), shuffle_weights=shuffle
-        )
-        run_epoch(model, optimizer, loader)
-    assert engines[1].shuffler is not None
-    assert engines[0].get_epsilon(1e-5) == engines[1].get_epsilon(1e-5)
 
 
 def test_a_checkpoint_restores_the_accountant_and_refuses_another_protocol():
@@ -338,19 +281,6 @@ def test_a_record_that_nothing_can_be_computed_of_does_not_stop_the_round(value)
     optimizer.step()
     assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
     assert len(engine.accountant) == 1
-
-
-def test_accumulated_batches_are_refused_before_anything_is_released():
-    toy = make_toy()
-    engine = PrivacyEngine(accountant="shuffled_sums")
-    model, optimizer, loader = engine.make_private(**toy, **SAMPLES, aggregator=protocol_for())
-    next(iter(loader))
-    model.allow_grad_accumulation()
-    for _ in range(2):
-        model(torch.randn(3, 5)).sum().backward()
-    with pytest.raises(ValueError, match="2 batches"):
-        optimizer.step()
-    assert len(engine.accountant) == 0
 
 
 def test_after_a_step_nothing_on_the_optimizer_tells_the_noise():

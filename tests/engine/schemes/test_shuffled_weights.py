@@ -10,9 +10,6 @@ import warnings
 import pytest
 import torch
 from helpers.shuffled_runs import (
-    BATCH,
-    EPOCHS,
-    RECORDS,
     build,
     contents,
     distance,
@@ -22,17 +19,12 @@ from helpers.shuffled_runs import (
 from helpers.toy import make_toy, run_epoch
 
 from opacus_shuffle import PrivacyAssumptionWarning, PrivacyEngine, compute_noise_multiplier
-from opacus_shuffle.accountants.bounds.registry import compute_bound
-from opacus_shuffle.accountants.mechanisms import ShuffledWeights
-from opacus_shuffle.engine.schemes.shuffled_weights import calibrated_noise
-from opacus_shuffle.engine.training_plan import Budget
 from opacus_shuffle.engine.weights.batch_clip_plan import plan_batch_clip
 from opacus_shuffle.engine.weights.weight_shuffling import WeightShuffling
 from opacus_shuffle.permutation import find_permutations
 
 pytestmark = pytest.mark.filterwarnings("ignore::opacus_shuffle.PrivacyAssumptionWarning")
 
-STEPS = EPOCHS * RECORDS // BATCH
 DELTA = 1e-5
 MOVING = 5 * 40 + 40 + 40 * 3
 """What moves of :func:`make_toy`'s network; the last bias, 3 entries, stays."""
@@ -118,15 +110,6 @@ def test_without_shuffling_it_is_dp_sgd_and_proved():
         assert engine.get_epsilon(DELTA, bound="published") > 0
 
 
-def test_clippings_of_layers_count_together():
-    norms = [0.3, 0.4, 1.2, 0.1]
-    engine, (_, optimizer, _) = calibrated(clipping="per_layer", max_grad_norm=norms, batch_clip=0.65, bound="published")
-    clip = math.hypot(*norms)
-    assert engine.accountant.planned.clip == pytest.approx(clip)
-    expected = compute_noise_multiplier("shuffled_fw", dimension=MOVING, clip=clip, batch_clip=0.65, bound="published", **TOY)
-    assert optimizer.noise_multiplier == pytest.approx(expected, rel=1e-9)
-
-
 def test_the_noise_of_what_stays_is_made_for_records_that_no_clipping_of_sums_holds():
     # batch_clip below max_grad_norm shortens a record's way in the shuffled parameters alone.
     engine, (_, optimizer, _) = calibrated(bound="pair", batch_clip=0.2)
@@ -197,23 +180,6 @@ def test_where_shuffling_asks_for_no_less_noise_it_is_plain_dp_sgd(batch_clip):
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), plain[0].parameters(), strict=True))
     assert engine.accountant.planned.dimension == 1
     assert 2.999 < engine.get_epsilon(DELTA, bound="published") <= 3.0
-
-
-@pytest.mark.parametrize("bound", ["pair", "certified"])
-def test_bounds_that_hold_for_some_pair_at_least_do_not_fall_back(bound):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*falls back")
-        engine, (_, optimizer, _) = calibrated(bound=bound, batch_clip=math.inf)
-    assert engine.shuffler is not None
-    assert optimizer.batch_clip == math.inf
-
-
-def test_the_fallback_is_decided_by_the_noise():
-    vit = ShuffledWeights(noise_multiplier=1.0, num_users=1, sample_rate=0.02, dimension=85_800_000)
-    shuffled, plain = calibrated_noise(vit, 500, Budget(0.5, 5e-6, epochs=1, bound="published"))
-    run = {"target_epsilon": 0.5, "target_delta": 5e-6, "steps": 500, "sample_rate": 0.02, "bound": "published"}
-    assert shuffled == pytest.approx(0.27372, abs=5e-6)  # that of the paper: below σ₀, so it shuffles
-    assert plain == pytest.approx(compute_noise_multiplier("shuffled_fw", dimension=1, num_users=1, **run), rel=1e-9)
 
 
 # ---- what counts as permuted ------------------------------------------------------------------------------------------------
@@ -294,23 +260,6 @@ def test_a_resumed_run_is_the_one_that_went_on(own_generator):
     assert again.engine.get_epsilon(DELTA) == run.engine.get_epsilon(DELTA)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"batch_clip": 0.4},
-        {"dimension": "layers"},
-        {"shuffle": "paper", "name": "encoder"},
-    ],
-)
-def test_a_checkpoint_of_other_weights_is_refused(change):
-    name = change.get("name", "mlp")
-    file = checkpoint(algorithm(name, **WITH_STAYING).train(1))
-    other = algorithm(**{"name": name, **WITH_STAYING, **change})
-    with pytest.raises(ValueError, match="state_dict speaks of"):
-        other.engine.load_checkpoint(path=file, module=other.model, optimizer=other.optimizer)
-    assert len(other.engine.accountant) == 0
-
-
 def again(run, **changes):
     """A second make_private on what the first one returned."""
     keywords = {
@@ -339,29 +288,6 @@ def test_training_goes_on_with_the_same_weights_and_not_with_others():
     assert optimizer.batch_clip == 0.3
     run_epoch(model, optimizer, loader)
     assert [(sigma, steps) for sigma, _, steps in run.engine.accountant.history] == [(1.5, 8), (2.5, 4)]
-
-
-def test_steps_keep_the_noise_of_what_stays_that_they_were_taken_with():
-    run = algorithm(**WITH_STAYING).train(1)
-    model, optimizer, loader = again(run, unshuffled_noise_multiplier=6.0)
-    run_epoch(model, optimizer, loader)
-    (first, steps), (second, more) = run.engine.accountant.rounds
-    assert first.unshuffled_noise_multiplier < second.unshuffled_noise_multiplier == pytest.approx(6.0, rel=1e-9)
-    found, alone = (
-        compute_bound(rounds, delta=DELTA, bound="published").epsilon
-        for rounds in ([(first, steps), (second, more)], [(second, steps + more)])
-    )
-    assert run.engine.get_epsilon(DELTA, bound="published") == found > alone
-
-
-def test_even_before_the_first_step_other_weights_are_refused_because_the_first_run_may_still_be_trained():
-    run = algorithm(sigma=1.5, batch_clip=0.3)
-    before = run.engine.accountant.state_dict()
-    with pytest.raises(ValueError, match="use a new PrivacyEngine"):
-        again(run, batch_clip=0.5, max_grad_norm=2.0)
-    assert run.engine.accountant.state_dict() == before
-    _, optimizer, _ = again(run, batch_clip=0.3)
-    assert optimizer.batch_clip == run.engine.accountant.planned.batch_clip == 0.3
 
 
 # ---- refusals ---------------------------------------------------------------------------------------------------------------
