@@ -118,7 +118,6 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
         local_noise: bool = False,
         shuffle_weights: bool | str | PermutationSpec | WeightShuffling = False,
         aggregator: ShuffleVectorSum | None = None,
-        rounding_share: float | None = None,
         **others: Any,
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private`, with these differences.
@@ -130,7 +129,7 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
                 ``shuffled_checkin`` and ``shuffled_fw``, fixed-size without replacement for the others.
             noise_multiplier: With ``local_noise=True`` each record's own σ (the sum carries √k·σ·C, k the records really in
                 the batch), else the multiplier of the sum, as in Opacus. Above 0 (0 is allowed with Opacus's accountants). With
-                ``shuffled_sums`` a protocol is built that has this much noise, or a little more, see ``rounding_share``.
+                ``shuffled_sums`` a protocol is built that has this much noise or a little more.
             max_grad_norm: C, or one per parameter with ``clipping="per_layer"``.
             criterion: As Opacus's (ghost clipping only); by default a fresh ``CrossEntropyLoss``.
             batch_first: As Opacus's.
@@ -150,9 +149,6 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
                 how and when, and how a batch's sum is clipped.
             aggregator: ``shuffled_sums`` alone, in place of ``noise_multiplier``: a protocol of your own, with ``num_users``
                 the batch size, ``dimension`` the trainable parameters' entries and ``max_norm`` = ``max_grad_norm``.
-            rounding_share: ``shuffled_sums`` alone: by what share rounding to the grid may raise the variance, in [0.001, 1];
-                by default 0.1. Less takes more bits, see
-                :meth:`~opacus_shuffle.protocols.vector_sum.ShuffleVectorSum.with_noise_multiplier`.
             **others: The five keywords of ``clipping="adaptive"``; any other is refused.
 
         Returns:
@@ -183,7 +179,6 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
             local_noise=local_noise,
             shuffle_weights=shuffle_weights,
             aggregator=aggregator,
-            rounding_share=rounding_share,
             others=others,
         )
         scheme = scheme_of(self)

@@ -68,7 +68,6 @@ class Request:
     local_noise: bool = False
     shuffle_weights: bool | str | PermutationSpec | WeightShuffling = False
     aggregator: ShuffleVectorSum | None = None
-    rounding_share: float | None = None
     others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

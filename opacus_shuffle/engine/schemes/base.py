@@ -126,13 +126,12 @@ class Scheme:
         self.refuse_aggregator(request)
 
     def refuse_aggregator(self, request: Request) -> None:
-        """Refuses protocols and what they are built by, which have a scheme of their own."""
-        for name in ("aggregator", "rounding_share"):
-            if getattr(request, name) is not None:
-                raise ValueError(
-                    f"{name}={getattr(request, name)!r} goes with accountant='shuffled_sums', got {self.name!r}: use that one, "
-                    "or leave it out"
-                )
+        """Refuses protocols, which have a scheme of their own."""
+        if request.aggregator is not None:
+            raise ValueError(
+                f"aggregator={request.aggregator!r} goes with accountant='shuffled_sums', got "
+                f"{self.name!r}: use that one, or leave it out"
+            )
 
     def check_noise(self, request: Request) -> float:
         """The noise multiplier, in the range that can be accounted for."""

@@ -60,7 +60,7 @@ class OpacusOwn(Scheme):
     def check_noise(self, request: Request) -> float:
         """The noise multiplier; Opacus allows none at all."""
         if request.noise_multiplier is None:
-            raise ValueError("noise_multiplier is missing: pass it, or call make_private_with_epsilon")
+            return super().check_noise(request)  # which says that it is missing
         sigma = finite_number("noise_multiplier", request.noise_multiplier)
         return sigma if sigma == 0 else positive("noise_multiplier", sigma)
 

@@ -46,7 +46,7 @@ class VectorSums(Scheme):
             norm = moderate("max_grad_norm", request.max_grad_norm)
             sizes = (_reports(run.sampling), _entries(request), norm)
             protocol = ShuffleVectorSum.with_noise_multiplier(
-                *sizes, run.noise_multiplier, delta=ROUND_DELTA, **_rounding(run.sampling, request)
+                *sizes, run.noise_multiplier, delta=ROUND_DELTA, **_rounding(run.sampling)
             )
         self.check_aggregator(protocol, request, run.sampling)
         return dataclasses.replace(run, noise_multiplier=protocol.noise_multiplier, aggregator=protocol)
@@ -64,18 +64,13 @@ class VectorSums(Scheme):
             )
 
     def refuse_aggregator(self, request: Request) -> None:
-        """Refuses what is no protocol, or a noise multiplier or a share of rounding beside one."""
+        """Refuses what is no protocol, or a noise multiplier beside one."""
         if request.aggregator is None:
             return
         instance_of("aggregator", request.aggregator, (ShuffleVectorSum,))
         if request.noise_multiplier is not None:
             raise ValueError(
                 f"noise_multiplier follows from the aggregator, got noise_multiplier={request.noise_multiplier!r}: leave "
-                "one of them out"
-            )
-        if request.rounding_share is not None:
-            raise ValueError(
-                f"rounding_share={request.rounding_share!r} is for a protocol that is built here, got an aggregator too: leave "
                 "one of them out"
             )
 
@@ -140,7 +135,7 @@ class VectorSums(Scheme):
                 f"target_epsilon={budget.target_epsilon} is not met by the aggregator: {steps} steps spend {found:.6g} by "
                 f"bound={budget.bound!r}; leave the aggregator out, so that one is built for the budget, or train fewer epochs"
             )
-        return {"aggregator": protocol, "rounding_share": None}
+        return {"aggregator": protocol}
 
     def mechanism(self, run: Run, noise_multiplier: float, batches: int = 1) -> Mechanism:
         """One round of the protocol, whose noise is its own."""
@@ -176,10 +171,11 @@ def _reports(sampling: SamplingPlan) -> int:
     return sampling.num_users if sampling.kind == "poisson" else sampling.batch_size
 
 
-def _rounding(sampling: SamplingPlan, request: Request) -> dict[str, Any]:
-    """Whose values are rounded, with coins those of the users who take part, and how much that may cost."""
-    share = {} if request.rounding_share is None else {"rounding_share": request.rounding_share}
-    return share | ({"zero_on_grid": True, "rate": sampling.sample_rate} if sampling.kind == "poisson" else {})
+def _rounding(sampling: SamplingPlan) -> dict[str, Any]:
+    """Whose values are rounded: with coins those of the users who take part."""
+    if sampling.kind != "poisson":
+        return {}
+    return {"zero_on_grid": True, "rate": sampling.sample_rate}
 
 
 def _mechanism(protocol: ShuffleVectorSum, sampling: SamplingPlan) -> ShuffledSums:
@@ -197,13 +193,6 @@ def _protocol_for(budget: Budget, steps: int, sampling: SamplingPlan, request: R
     """
     sizes = (_reports(sampling), _entries(request), positive("max_grad_norm", request.max_grad_norm))
     epsilon, delta = budget.target_epsilon, budget.target_delta
-    by_budget = budget.bound == "published" or (budget.adjacency == "replace" and sampling.kind == "fixed_size")
-    if by_budget and request.rounding_share is not None:
-        raise ValueError(
-            f"rounding_share={request.rounding_share!r} is for protocols of a noise multiplier, got bound={budget.bound!r} and "
-            f"adjacency={budget.adjacency!r} with a sample of fixed size, whose grid follows from the budget: leave it out, or "
-            "leave out bound='published' or poisson_sampling=False"
-        )
     if budget.bound == "published":
         return ShuffleVectorSum(*sizes, epsilon, delta, "published", rounds=steps)
     if budget.adjacency == "replace" and sampling.kind == "fixed_size":
@@ -221,4 +210,4 @@ def _protocol_for(budget: Budget, steps: int, sampling: SamplingPlan, request: R
         return min(gaussian_epsilons(rounds, delta=delta, adjacency=Adjacency(budget.adjacency)).values())
 
     sigma = smallest_noise(spent, target_epsilon=epsilon)
-    return ShuffleVectorSum.with_noise_multiplier(*sizes, sigma, delta=delta, rounds=steps, **_rounding(sampling, request))
+    return ShuffleVectorSum.with_noise_multiplier(*sizes, sigma, delta=delta, rounds=steps, **_rounding(sampling))
