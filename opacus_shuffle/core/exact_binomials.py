@@ -40,8 +40,8 @@ def exact_binomials(trials: int, probability: float, count: int, source: SecretG
     """
     first, high, low = _steps(int(trials), float(probability))
     guide = _guide(int(trials), float(probability))
-    found = np.empty(count, dtype=np.int64)
-    for block in np.split(found, range(_BLOCK, count, _BLOCK)):
+    drawn = np.empty(count, dtype=np.int64)
+    for block in np.split(drawn, range(_BLOCK, count, _BLOCK)):
         begins = source.words(-(-len(block) // 4)).view(np.uint16)[: len(block)]
         passed = guide[begins]
         within = np.flatnonzero(passed == _STEP_WITHIN)
@@ -52,7 +52,7 @@ def exact_binomials(trials: int, probability: float, count: int, source: SecretG
             before[tied] += np.count_nonzero(low[before[tied] : until[tied]] <= lower[tied])
         passed[within] = before
         np.add(passed, first, out=block)
-    return found
+    return drawn
 
 
 @functools.lru_cache(maxsize=8)
@@ -93,5 +93,5 @@ def _steps(trials: int, probability: float) -> tuple[int, npt.NDArray[np.uint64]
         reached += weight
         steps.append((reached << _BITS) // total)
     mask = (1 << 64) - 1
-    high, low = (np.array(half, dtype=np.uint64) for half in ([each >> 64 for each in steps], [each & mask for each in steps]))
+    high, low = (np.array(half, dtype=np.uint64) for half in ([step >> 64 for step in steps], [step & mask for step in steps]))
     return mode - len(below), high, low

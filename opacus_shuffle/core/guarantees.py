@@ -38,7 +38,7 @@ class Adjacency(str, enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> Adjacency:
-        raise ValueError(f"adjacency must be one of {', '.join(repr(each.value) for each in cls)}, got {value!r}")
+        raise ValueError(f"adjacency must be one of {', '.join(repr(member.value) for member in cls)}, got {value!r}")
 
     def __str__(self) -> str:
         return self.value

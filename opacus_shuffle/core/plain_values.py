@@ -34,12 +34,12 @@ def plain(value: Any, foreign: set[str]) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if kind in (list, tuple):
-        return kind(plain(each, foreign) for each in value)
+        return kind(plain(entry, foreign) for entry in value)
     if kind in (dict, OrderedDict, Counter):
-        found = copy.copy(value)  # and the metadata of a state dict
-        for key, each in value.items():
-            found[key] = plain(each, foreign)
-        return found
+        entries = copy.copy(value)  # and the metadata of a state dict
+        for key, entry in value.items():
+            entries[key] = plain(entry, foreign)
+        return entries
     read = isinstance(value, torch.Tensor) or kind in (*_PLAIN, *torch.serialization.get_safe_globals())
     if not read or (kind is bytes and not value):  # which the reader does not know
         foreign.add(f"{kind.__module__}.{kind.__qualname__}")
@@ -48,28 +48,26 @@ def plain(value: Any, foreign: set[str]) -> Any:
 
 def fingerprint(*values: Any) -> str:
     """A digest of plain values and tensors' contents: the same wherever the tensors are, and after saving and loading."""
-    found = hashlib.sha256()
-    for each in values:
-        _feed(found, each)
-    return found.hexdigest()
+    digest = hashlib.sha256()
+    for value in values:
+        _feed(digest, value)
+    return digest.hexdigest()
 
 
-def _feed(found: Any, value: Any) -> None:
+def _feed(digest: Any, value: Any) -> None:
+    """Adds a value to a digest, by its type, its size and what is in it."""
     kind = type(value).__name__
     if isinstance(value, torch.Tensor):
         part = value.to_local() if hasattr(value, "to_local") else value  # what this process has of a sharded one
         part = part if part.layout is torch.strided else part.to_dense()
         part = part.dequantize() if part.is_quantized else part
-        found.update(f"tensor {part.dtype} {tuple(part.shape)};".encode())
+        digest.update(f"tensor {part.dtype} {tuple(part.shape)};".encode())
         if not part.is_meta:
-            found.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    elif isinstance(value, dict):
-        found.update(f"{kind} {len(value)};".encode())
-        for each in (*value.items(), getattr(value, "__dict__", None)):  # the metadata of a state dict
-            _feed(found, each)
-    elif isinstance(value, list | tuple):
-        found.update(f"{kind} {len(value)};".encode())
-        for each in value:
-            _feed(found, each)
+            digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    elif isinstance(value, dict | list | tuple):
+        digest.update(f"{kind} {len(value)};".encode())
+        metadata = getattr(value, "__dict__", None)  # of a state dict
+        for entry in (*value.items(), metadata) if isinstance(value, dict) else value:
+            _feed(digest, entry)
     else:  # another object's words may be about where it is in memory
-        found.update(f"{kind} {value!r};".encode() if isinstance(value, _PLAIN) else f"{kind};".encode())
+        digest.update(f"{kind} {value!r};".encode() if isinstance(value, _PLAIN) else f"{kind};".encode())

@@ -1,4 +1,4 @@
-r"""Tables as text and for notebooks, and wrapped paragraphs: the one writer that all printed results share.
+r"""Tables as text, and wrapped paragraphs: the one writer that all printed results share.
 
 >>> print("\n".join(text_table(("bound", "epsilon"), [("certified", "0.25"), ("pair", "12.5")], right=("epsilon",))))
 bound      epsilon
@@ -9,7 +9,6 @@ pair          12.5
 
 from __future__ import annotations
 
-import html
 import textwrap
 from collections.abc import Collection, Sequence
 
@@ -34,18 +33,6 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Col
         ).rstrip()
         for line in lines
     ]
-
-
-def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, bold: Collection[int] = ()) -> str:
-    """Returns the same table for notebooks, its text escaped, the rows of these numbers in bold."""
-    titles = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    body = "".join(
-        ("<tr style='font-weight:bold'>" if number in bold else "<tr>")
-        + "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
-        + "</tr>"
-        for number, row in enumerate(rows)
-    )
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def paragraph(text: str, *, term: str = "", indent: int = 0) -> list[str]:

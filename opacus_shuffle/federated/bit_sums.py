@@ -156,8 +156,8 @@ class BitSums(ReportFormat):
         if self.messages == "counts":
             return [held[0].astype("<i8").tobytes()]
         together = [
-            Messages(np.frombuffer(each, np.uint8).reshape(self.dimension, -1), self.bits, self.protocol.granularity)
-            for each in held
+            Messages(np.frombuffer(numbers, np.uint8).reshape(self.dimension, -1), self.bits, self.protocol.granularity)
+            for numbers in held
         ]
         return [shuffled(together, stream_of(generator)).bits.tobytes()]
 

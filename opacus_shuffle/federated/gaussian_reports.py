@@ -164,7 +164,7 @@ class GaussianReports(ReportFormat):
     def estimate(self, mixed: Sequence[bytes], num_reports: int) -> torch.Tensor:
         """The sum of the reports, whose noise has mean zero."""
         total = np.zeros(self.dimension)
-        for each in mixed:
-            self.check_numbers(each)  # again: this is another party
-            total += np.frombuffer(each, "<f4")
+        for numbers in mixed:
+            self.check_numbers(numbers)  # again: this is another party
+            total += np.frombuffer(numbers, "<f4")
         return torch.from_numpy(total)

@@ -245,8 +245,8 @@ class ReportFormat(ABC):
             ValueError: If it is malformed; the message says how, and nothing of what is in it.
         """
         if not isinstance(report, bytes) or len(report) != self.report_size:
-            found = len(report) if isinstance(report, bytes) else type(report).__name__
-            raise ValueError(f"report must be {self.report_size} bytes, got {found}")
+            got = len(report) if isinstance(report, bytes) else type(report).__name__
+            raise ValueError(f"report must be {self.report_size} bytes, got {got}")
         letters, round_, dimension, fingerprint = _HEADER.unpack_from(report)
         if letters != self.letters or dimension != self.dimension:
             raise ValueError(

@@ -111,7 +111,7 @@ class ShufflerService(ThreadingHTTPServer):
         self._places: dict[socket.socket, _Place] = {}  # in the order in which they came
         self._lock = threading.RLock()
         self.shuffler = instance_of("shuffler", shuffler, (Shuffler,))
-        secrets = [*(checked_secret("each of clients", each) for each in clients), checked_secret("server", server)]
+        secrets = [*(checked_secret("each of clients", secret) for secret in clients), checked_secret("server", server)]
         if len(set(secrets)) < len(secrets):
             raise ValueError("clients and server must have a secret each, and no two the same one: make as many as there are")
         format, count = shuffler.format, len(secrets) - 1
@@ -167,8 +167,8 @@ class ShufflerService(ThreadingHTTPServer):
         """Hangs up, twice a second or more often, on those whose request has not come in time."""
         latest = time.monotonic() - self.deadline
         with self._lock:
-            for each in [one for one, place in self._places.items() if not place.heard and place.since < latest]:
-                self._hang_up(each)
+            for late in [one for one, place in self._places.items() if not place.heard and place.since < latest]:
+                self._hang_up(late)
 
     def shutdown_request(self, request: Any) -> None:
         """Gives up the place of a connection that has ended."""
@@ -279,7 +279,7 @@ def _is_number(text: str) -> bool:
 
 def packed(released: Released) -> bytes:
     """A round on its way to the server."""
-    parts = [_LENGTH.pack(len(each)) + each for each in released.mixed]
+    parts = [_LENGTH.pack(len(part)) + part for part in released.mixed]
     return _COUNTS.pack(released.num_reports, len(released.mixed)) + b"".join(parts)
 
 

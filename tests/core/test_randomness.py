@@ -91,7 +91,7 @@ def test_noise_participation_and_permutations_of_an_engine_differ_after_a_fork(a
 
     def secrets():
         batch = next(iter(loader.batch_sampler))
-        return batch, drawn(optimizer.generator), drawn(shuffler._secret.next_generator())
+        return batch, drawn(optimizer.generator), shuffler.state_dict()["key"]
 
     children = [in_child(secrets) for _ in range(2)]
     for first, second, own in zip(*children, secrets(), strict=True):

@@ -12,6 +12,7 @@ from logging import INFO, WARNING
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.common.logger import log
@@ -19,6 +20,7 @@ from flwr.common.logger import log
 from opacus_shuffle.federated.report_format import ReportFormat
 from opacus_shuffle.federated.reporter import ClientBook, FileBook, Reporter
 
+Arrays = list[npt.NDArray[Any]]
 ARRAYS, SETTINGS, ROUND = "arrays", "config", "round"
 """Under which names a message to a client holds the weights, the settings, and in these the number of the round."""
 STATE = "opacus_shuffle"
@@ -62,13 +64,13 @@ def check_size(weights: torch.Tensor, format: ReportFormat, whose: str = "the se
 
 def enough(nodes: Callable[[], Collection[Any]], fewest: int) -> Collection[Any]:
     """The nodes that are there, once they are so many."""
-    found = nodes()
-    if len(found) < fewest:
-        log(INFO, "waiting for %s nodes: %s are there", fewest, len(found))
-    while len(found) < fewest:
+    there = nodes()
+    if len(there) < fewest:
+        log(INFO, "waiting for %s nodes: %s are there", fewest, len(there))
+    while len(there) < fewest:
         time.sleep(0.2)
-        found = nodes()
-    return found
+        there = nodes()
+    return there
 
 
 def trained_update(train: Callable[[], torch.Tensor], received: torch.Tensor) -> torch.Tensor:
@@ -80,21 +82,32 @@ def trained_update(train: Callable[[], torch.Tensor], received: torch.Tensor) ->
         return torch.zeros_like(received)
 
 
+def flat(arrays: Arrays) -> torch.Tensor:
+    """All entries of some arrays, one after the other: float64."""
+    parts = [torch.from_numpy(np.asarray(array, np.float64).reshape(-1)) for array in arrays]
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
+
+
+def shaped_like(vector: torch.Tensor, arrays: Arrays) -> Arrays:
+    """The reverse of :func:`flat`: arrays of the same shapes and types with these entries."""
+    sizes = [array.size for array in arrays]
+    if sum(sizes) != len(vector):
+        raise ValueError(
+            f"vector has {len(vector)} entries, the arrays have {sum(sizes)}: was the format made for another network?"
+        )
+    parts = torch.split(vector, sizes)
+    return [part.numpy().reshape(old.shape).astype(old.dtype) for part, old in zip(parts, arrays, strict=True)]
+
+
 def as_vector(arrays: ArrayRecord) -> torch.Tensor:
     """All entries in the record's order: float64."""
-    parts = [torch.from_numpy(np.asarray(each, np.float64).reshape(-1)) for each in arrays.to_numpy_ndarrays()]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+    return flat(arrays.to_numpy_ndarrays())
 
 
 def as_arrays(vector: torch.Tensor, like: ArrayRecord) -> ArrayRecord:
     """A record of the same names, shapes and types."""
-    entries, place = {}, 0
-    for name, old in zip(like.keys(), like.to_numpy_ndarrays(), strict=True):
-        values = vector[place : place + old.size].numpy().reshape(old.shape).astype(old.dtype)
-        entries[name], place = Array(values), place + old.size
-    if place != len(vector):
-        raise ValueError(f"vector has {len(vector)} entries, the arrays have {place}: was the format made for another network?")
-    return ArrayRecord(entries)
+    values = shaped_like(vector, like.to_numpy_ndarrays())
+    return ArrayRecord({name: Array(array) for name, array in zip(like.keys(), values, strict=True)})
 
 
 def only_arrays(content: RecordDict) -> ArrayRecord:
@@ -103,7 +116,7 @@ def only_arrays(content: RecordDict) -> ArrayRecord:
     Raises:
         ValueError: If there is none, or more than one.
     """
-    found = list(content.array_records.values())
-    if len(found) != 1:
-        raise ValueError(f"a message must hold one ArrayRecord, got {len(found)}: reply with the trained weights alone")
-    return found[0]
+    records = list(content.array_records.values())
+    if len(records) != 1:
+        raise ValueError(f"a message must hold one ArrayRecord, got {len(records)}: reply with the trained weights alone")
+    return records[0]

@@ -14,7 +14,6 @@ from logging import INFO, WARNING
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from flwr.app import Context, Message
 from flwr.client import NumPyClient
@@ -27,12 +26,20 @@ from flwr.server.workflow import SecAggPlusWorkflow
 
 from opacus_shuffle.core.validation import boolean, instance_of, integer, positive
 from opacus_shuffle.federated.bit_sums import BitSums
-from opacus_shuffle.federated.flower.common import ROUND, Books, check_size, enough, reporter_of, trained_update
+from opacus_shuffle.federated.flower.common import (
+    ROUND,
+    Arrays,
+    Books,
+    check_size,
+    enough,
+    flat,
+    reporter_of,
+    shaped_like,
+    trained_update,
+)
 from opacus_shuffle.federated.ledger import Ledger
 from opacus_shuffle.federated.shuffler import Released, UnknownRoundError
 from opacus_shuffle.protocols.modular_sums import smallest_modulus, unwrapped
-
-Arrays = list[npt.NDArray[Any]]
 
 
 class SecureSums:
@@ -170,7 +177,7 @@ class SecureSums:
         if self._open is None:
             raise ValueError("no round is open: open it with the ledger first")
         reports = integer("num_reports", num_reports, minimum=self.format.fewest_reports, maximum=self.format.most_reports)
-        weights = np.concatenate([np.asarray(each, np.float64).reshape(-1) for each in average])
+        weights = flat(average).numpy()
         exact = weights * (reports / self._levels) + reports * (self._levels / 2)
         if weights.shape != (self.format.dimension,) or not np.abs(exact - np.rint(exact)).max() < 1e-3:  # nor is NaN
             raise ValueError("average is none of whole counts: clients and server must go by the same SecureSums")
@@ -229,11 +236,11 @@ class SecureSumClient(NumPyClient):
 
     def fit(self, parameters: Arrays, config: dict[str, Any]) -> tuple[Arrays, int, dict[str, Any]]:
         """This client's counts; the mod masks them. Nothing else is sent: no losses, no numbers of examples."""
-        received, sent = _flat(parameters), list[bytes]()
+        received, sent = flat(parameters), list[bytes]()
         check_size(received, self.sums.format)
 
         def update() -> torch.Tensor:
-            return trained_update(lambda: _flat(self.train([each.copy() for each in parameters])), received)
+            return trained_update(lambda: flat(self.train([array.copy() for array in parameters])), received)
 
         self.reporter.answer(config[ROUND], update, sent.append, always_train=self.always_train)
         return self.sums.arrays_of(sent[0]), 1, {}
@@ -266,8 +273,8 @@ class SecureSumStrategy(Strategy):
         self.sums = instance_of("ledger.shuffler", ledger.shuffler, (SecureSums,))
         self.learning_rate, self.evaluate_fn = positive("learning_rate", learning_rate), evaluate_fn
         self.min_nodes = ledger.format.fewest_reports if min_nodes is None else integer("min_nodes", min_nodes)
-        self.weights = weights if ledger.result is None else _like(ledger.result["weights"], weights)
-        check_size(_flat(self.weights), ledger.format, "the model has")
+        self.weights = weights if ledger.result is None else shaped_like(ledger.result["weights"], weights)
+        check_size(flat(self.weights), ledger.format, "the model has")
 
     def initialize_parameters(self, client_manager: Any) -> Parameters:
         """Where training starts."""
@@ -278,7 +285,7 @@ class SecureSumStrategy(Strategy):
         if self.ledger.begun:  # it was halted, or its server was killed
             self.ledger.close()
             log(WARNING, "round %s was dropped, too few clients stayed: it is accounted", self.ledger.round)
-            self.ledger.finish({"weights": _flat(self.weights)})
+            self.ledger.finish({"weights": flat(self.weights)})
         if not self.ledger.affords_another():
             log(INFO, "target epsilon is reached after %s rounds: nobody is asked any more", self.ledger.round)
             return []
@@ -302,8 +309,8 @@ class SecureSumStrategy(Strategy):
         released = self.ledger.close()
         mean = self.ledger.estimated_mean(released)
         if mean is not None:
-            self.weights = _like(_flat(self.weights) + self.learning_rate * mean, self.weights)
-        self.ledger.finish({"weights": _flat(self.weights)})
+            self.weights = shaped_like(flat(self.weights) + self.learning_rate * mean, self.weights)
+        self.ledger.finish({"weights": flat(self.weights)})
         return ndarrays_to_parameters(self.weights), {"reports": released.num_reports, "rounds": self.ledger.round}
 
     def configure_evaluate(self, server_round: int, parameters: Parameters, client_manager: Any) -> list[Any]:
@@ -317,14 +324,3 @@ class SecureSumStrategy(Strategy):
     def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Any]] | None:
         """On data of the server's own."""
         return None if self.evaluate_fn is None else self.evaluate_fn(self.weights)
-
-
-def _flat(arrays: Arrays) -> torch.Tensor:
-    """All entries: float64."""
-    return torch.cat([torch.from_numpy(np.asarray(each, np.float64).reshape(-1)) for each in arrays])
-
-
-def _like(vector: torch.Tensor, arrays: Arrays) -> Arrays:
-    """Arrays of the same shapes and types with these entries."""
-    parts = torch.split(vector, [each.size for each in arrays])
-    return [part.numpy().reshape(old.shape).astype(old.dtype) for part, old in zip(parts, arrays, strict=True)]
