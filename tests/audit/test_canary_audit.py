@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from opacus_shuffle.analysis import fenton_wilkinson, gaussian
 from opacus_shuffle.audit.canary import CanaryTrial, GradientCanary
 from opacus_shuffle.audit.lower_bounds import audit_scores
-from opacus_shuffle.audit.training_audit import ReleasedWeights, orbit
+from opacus_shuffle.audit.training_audit import orbit
 from opacus_shuffle.core.guarantees import Guarantee
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.permutation import find_permutations
@@ -106,21 +106,6 @@ def test_whoever_sees_released_weights_sees_the_gradients(mode, options):
     assert gradient.recovered is shuffled.recovered is None
 
 
-def test_the_difference_of_two_releases_is_the_noised_gradient():
-    run = private(shuffle_weights=True, sigma=1.0)
-    tensor = weight(run)
-    canary = GradientCanary(run["optimizer"], tensor, 17)
-    view = ReleasedWeights(unwrap(run["model"]), canary, run["optimizer"], run["engine"].shuffler, "0.weight")
-    with canary, view:
-        for _ in range(30):
-            steps_of(run, 1)
-            view.look()
-    assert view.recovered == [1.0] * 30
-    for mine, trial in zip(view.differences, canary.trials, strict=True):
-        # Weights of size 1 are rounded by 2⁻⁵³; the learning rate and the batch size make that 80 times larger.
-        assert abs(mine - trial.score) < 80 * 8 * 2**-53
-
-
 @pytest.mark.zoo
 def test_theorem_6_is_below_what_the_shuffled_gradients_show():
     # No one else has a gradient, so all its conditions are met, but that an entry has 8 places to be in, and not 8032.
@@ -190,21 +175,17 @@ def test_the_orbit_is_where_permutations_bring_an_entry(name):
     module, sample = build(NETWORKS[name])
     spec = find_permutations(module, sample)
     generator = torch.Generator().manual_seed(5)
-    numbers = {key: torch.arange(math.prod(spec.shapes[key])).view(spec.shapes[key]) for key in spec.blocks}
-    images = {key: [] for key in spec.blocks}
-    for _ in range(300):
-        moved = {key: value.clone() for key, value in numbers.items()}
-        spec.move({key: [value] for key, value in moved.items()}, spec.sample(generator))
-        for key, value in moved.items():
-            images[key].append(value.flatten())
-    for key, shape in ((key, spec.shapes[key]) for key in spec.blocks):
-        for start in {0, math.prod(shape) // 2, math.prod(shape) - 1}:
-            place = tuple(int(i) for i in torch.unravel_index(torch.tensor(start), shape))
-            found = set(orbit(spec, key, numbers[key], place).flatten().nonzero().flatten().tolist())
-            reached = {int((image == start).nonzero()) for image in images[key]}
-            assert reached <= found
-            # In 300 uniform draws one of k ≤ 20 places is missed with a chance below 20·exp(−300/20); of 81, most are seen.
-            assert reached == found if len(found) <= 20 else len(reached) > len(found) / 2
+    for key in spec.blocks:
+        found = orbit(spec, key, torch.zeros(spec.shapes[key]), (0,) * len(spec.shapes[key]))
+        reached = torch.zeros(spec.shapes[key], dtype=torch.bool)
+        for _ in range(300):
+            moved = torch.zeros(spec.shapes[key])
+            moved.view(-1)[0] = 1
+            spec.move({key: [moved]}, spec.sample(generator))
+            reached |= moved.bool()
+        assert not (reached & ~found).any()
+        # In 300 uniform draws one of k ≤ 20 places is missed with a chance below 20·exp(−300/20); of 81, most are seen.
+        assert torch.equal(reached, found) if found.sum() <= 20 else reached.sum() > found.sum() / 2
 
 
 ADAPTIVE = {
@@ -238,11 +219,6 @@ def test_runs_whose_steps_say_something_else_are_refused(options, message):
     assert "add_noise" not in vars(run["optimizer"])
 
 
-def test_momentum_is_fine_where_nothing_is_shuffled():
-    run = private(sgd=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), sigma=0.2)
-    assert audit(run).largest.lower.epsilon > 0
-
-
 def test_noise_that_changes_on_the_way_is_refused():
     run = private()
 
@@ -252,23 +228,6 @@ def test_noise_that_changes_on_the_way_is_refused():
 
     with pytest.raises(ValueError, match="must not change"):
         audit({**run, "loss": quieter})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"steps": 10}, "steps must be a whole number of at least 100"),
-        ({"delta": 0}, "delta must lie strictly between 0 and 1"),
-        ({"confidence": 1}, "confidence must lie strictly between 0 and 1"),
-        ({"loss": None}, "loss must be a function"),
-        ({"engine": "rdp"}, "engine must be a PrivacyEngine"),
-        ({"data_loader": []}, "data_loader must yield batches"),
-    ],
-)
-def test_bad_arguments_are_refused(change, message):
-    parts = {name: value for name, value in change.items() if name in ("loss", "engine", "data_loader")}
-    with pytest.raises(ValueError, match=message):
-        audit({**private(), **parts}, **{name: value for name, value in change.items() if name not in parts})
 
 
 def test_a_model_that_is_not_training_is_refused():

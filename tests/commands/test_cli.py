@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import math
-import subprocess
-import sys
+import unittest.mock
 
 import pytest
 import torch
@@ -58,7 +56,7 @@ def test_epsilon_prints_one_number_and_its_meaning(capsys, bound):
     exact = compute_epsilon("subsampled_shuffle", noise_multiplier=5.0, delta=1e-5, bound=bound, **NUMBERS)
     assert exact <= float(number) <= exact * 1.001  # four digits, rounded up
     told = "\n".join(meaning)
-    for word in (bound, "zero_out", "1e-05", "10 rounds", "every data set", "adversary"):
+    for word in ("1e-05", "10 rounds", "every data set", "adversary", f"\n{bound}: ", "\nzero_out: "):
         assert word in told
     assert ("PROVED" if bound == "certified" else "PAIR") in told
 
@@ -243,22 +241,17 @@ def test_the_main_job_trains_and_ends_with_accuracy_and_the_table(capsys, few_im
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("options", [[], ["--target-epsilon", "4"]])
-def test_the_main_job_with_shuffled_sums(capsys, options):
-    assert main(["train", "--accountant", "shuffled_sums", "--epochs", "1", "--batch-size", "400", *options, "--json"]) == 0
+def test_the_main_job_with_shuffled_sums(capsys):
+    assert main(["train", "--accountant", "shuffled_sums", "--epochs", "1", "--target-epsilon", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    # A grid has the noise asked for (0.5·√400 by default) or up to 2.5 % more.
-    if not options:
-        assert 10.0 <= found["noise_multiplier"] <= 10.25
-        return
+    # A grid has the noise asked for or up to 2.5 % more.
     most, least = PRVAccountant(), PRVAccountant()  # which are right to 0.01
     most.history, least.history = ([(found["noise_multiplier"] / more, 0.1, 10)] for more in (1.0, 1.025))
     assert most.get_epsilon(1e-5) <= 4.02
     assert least.get_epsilon(1e-5) >= 3.98
     spent = {row["bound"]: row for row in found["bounds"]}["certified"]
-    assert spent["guarantee"] == "PROVED"
+    assert (spent["guarantee"], found["job"]["local_noise"]) == ("PROVED", False)
     assert spent["epsilon"] <= 4.0
-    assert (found["job"]["local_noise"], found["job"]["shuffle_weights"]) == (False, False)
 
 
 @pytest.mark.parametrize(
@@ -320,17 +313,12 @@ def test_a_run_that_will_protect_next_to_nothing_is_said_to_before_it_trains(cap
 @pytest.mark.parametrize(("records", "epochs"), [(400, 150), (6000, 100)])
 def test_more_images_are_passed_over_less_often(monkeypatch, records, epochs):
     images = TensorDataset(torch.zeros(records, 1, 28, 28), torch.zeros(records, dtype=torch.int64))
-    asked = {}
-
-    def stop(_, **keywords):
-        asked.update(keywords)
-        raise ValueError("enough")
-
+    stop = unittest.mock.Mock(side_effect=ValueError("enough"))
     monkeypatch.setattr(command, "load_image_dataset", lambda *_: (images, images))
     monkeypatch.setattr(PrivacyEngine, "make_private_with_epsilon", stop)
     with pytest.raises(ValueError, match="enough"):
         train(TrainingSettings(target_epsilon=1.0))
-    assert asked["epochs"] == epochs
+    assert stop.call_args.kwargs["epochs"] == epochs
 
 
 def test_both_a_noise_and_a_budget_is_one_too_many():
@@ -356,38 +344,6 @@ def test_every_field_of_every_mechanism_is_a_flag(name):
 NUMBER = ["epsilon", *SUBSAMPLED, "--noise-multiplier", "5", "--delta", "1e-5"]
 
 
-def test_a_script_s_output_that_has_nowhere_to_go_is_one_line():
-    with open("/dev/full", "w") as full:
-        script = [sys.executable, "-m", "opacus_shuffle.commands.main", *NUMBER]
-        done = subprocess.run(script, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("opacus-shuffle: the output could not be written")
-    assert len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("job", [["epsilon", "--help"], ["--version"]])
-def test_help_that_has_nowhere_to_go_is_one_line(monkeypatch, capsys, job):
-    full = open("/dev/full", "w")  # noqa: SIM115
-    monkeypatch.setattr(sys, "stdout", full)
-    assert main(job) == 2
-    assert sys.stdout is not full  # nothing is left for Python's own flush at exit
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    with contextlib.suppress(OSError):  # raised here only by what fits into Python's buffer, at once by longer helps
-        full.close()
-
-
 def test_so_many_steps_end_in_a_number_or_one_line(capsys):
     for bound in ("published", "pair", "certified"):
         assert main([*NUMBER, "--steps", "1e15", "--bound", bound]) in (0, 2)
-
-
-@pytest.mark.parametrize("adjacency", ["zero_out", "replace"])
-@pytest.mark.parametrize("bound", ["certified", "pair", "published"])
-def test_a_number_comes_with_what_its_words_mean(capsys, adjacency, bound):
-    run = ["--mechanism", "shuffle_gauss", "--noise-multiplier", "3", "--num-users", "600", "--steps", "1", "--delta", "1e-5"]
-    if main(["epsilon", *run, "--bound", bound, "--adjacency", adjacency]):
-        assert adjacency == "replace"  # for which not every bound has a value
-        return
-    printed = capsys.readouterr().out
-    for word in (bound, adjacency, "PROVED" if bound == "certified" else "PAIR"):
-        assert f"\n{word}: " in printed
