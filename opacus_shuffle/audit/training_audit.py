@@ -122,7 +122,9 @@ def audit_training(
     steps = integer("steps", steps, minimum=100, maximum=10**9)
     open_unit_interval("delta", delta)
     open_unit_interval("confidence", confidence)
-    name, tensor = _largest_tensor(network, optimizer, shuffler)
+    candidates = dict(network.named_parameters()) if shuffler is None else shuffler.spec.tensors(network)
+    trained = {name: tensor for name, tensor in candidates.items() if any(tensor is each for each in optimizer.params)}
+    name, tensor = max(trained.items(), key=lambda item: item[1].numel())
     sigma, norm = noise_level("optimizer.noise_multiplier", optimizer.noise_multiplier), optimizer.max_grad_norm
     canary = GradientCanary(optimizer, tensor, generator=generator)
     view = None if shuffler is None else ReleasedWeights(network, canary, optimizer, shuffler, name)
@@ -155,7 +157,7 @@ def audit_training(
         f"Audited: one step in which the record is for certain, its gradient {size:.4g} at entry {canary.index} of {name!r} "
         f"and 0 elsewhere; {steps:,} steps of one run, half of them with it."
     ]
-    claims = [gaussian_step(sigma, delta)]
+    claims: tuple[Claim, ...] = (gaussian_step(sigma, delta),)
     if view is not None:
         mixed = f"its entries permuted (this one among {int(view.orbit.sum()):,})"
         sees = "the weights released before and after the step, and all other records"
@@ -167,9 +169,9 @@ def audit_training(
             "Where a step's chances depend on earlier steps, the confidence of the shuffled and of the re-aligned finding "
             "takes steps for independent trials all the same; that of the gradient's finding does not need to."
         )
-        claims = [*_published(engine, sigma, delta), *claims]
+        claims = (*_published(engine, sigma, delta), *claims)
     notes += reach(claims, steps // 2, delta, confidence)
-    return AuditResult(f"One step of DP-SGD, noise multiplier {sigma:.6g}", delta, tuple(claims), tuple(findings), tuple(notes))
+    return AuditResult(f"One step of DP-SGD, noise multiplier {sigma:.6g}", delta, claims, tuple(findings), tuple(notes))
 
 
 class ReleasedWeights:
@@ -288,16 +290,6 @@ def _check_run(
                 f"blur; got {got}, lr={float(group['lr'])!r}"
             )
     return network, shuffler
-
-
-def _largest_tensor(network: nn.Module, optimizer: DPOptimizer, shuffler: WeightShuffler | None) -> tuple[str, torch.Tensor]:
-    """Returns the largest tensor that is trained, of those that move if any do, and its name."""
-    moving = {} if shuffler is None else shuffler.spec.tensors(network)
-    for candidates in (moving, dict(network.named_parameters())):
-        trained = [(name, tensor) for name, tensor in candidates.items() if any(tensor is each for each in optimizer.params)]
-        if trained:
-            break
-    return max(trained, key=lambda item: item[1].numel())
 
 
 def _forever(data_loader: DataLoader) -> Iterator[Any]:

@@ -68,7 +68,7 @@ class Comparison:
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table's cells."""
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for outcome in self.outcomes:
             sent = "the record" if outcome.bytes_per_user is None else size_of(outcome.bytes_per_user)
             trusted, how = outcome.kind.trusted, outcome.kind.how

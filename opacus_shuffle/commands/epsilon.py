@@ -98,5 +98,6 @@ def draw_report(options: dict[str, Any]) -> Printed:
     """Draws the ladder over the number of rounds into a file, and returns the file's name."""
     output = options.pop("output")
     check_picture(output)
-    privacy_report(**flags.fields_of_run(options), **options).plot().get_figure(root=True).savefig(output, dpi=150)
+    figure: Any = privacy_report(**flags.fields_of_run(options), **options).plot().get_figure(root=True)
+    figure.savefig(output, dpi=150)
     return {"output": output}, output

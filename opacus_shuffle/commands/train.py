@@ -147,7 +147,7 @@ def train(settings: TrainingSettings) -> TrainingResult:
         model, optimizer, loader = engine.make_private(**run, noise_multiplier=noise)
     else:
         bound = settings.bound or "certified"
-        budget = {"target_epsilon": settings.target_epsilon, "target_delta": settings.delta, "epochs": epochs}
+        budget: dict[str, Any] = {"target_epsilon": settings.target_epsilon, "target_delta": settings.delta, "epochs": epochs}
         model, optimizer, loader = engine.make_private_with_epsilon(**run, **budget, bound=bound)
     steps = epochs * len(loader)
     warn_if_weak(engine.accountant.planned, steps, settings.delta)

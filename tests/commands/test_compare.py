@@ -70,16 +70,13 @@ def test_what_is_printed_fits_a_terminal_and_is_what_is_exported(ran):
     found, exported = ran
     lines = str(found).splitlines()
     assert max(map(len, lines)) <= 80
-    told = " ".join(lines)
-    assert exported["quote"] in told
-    assert "zero_out: compared with a run in which one record reports zero." in told
-    assert exported["caveat"] in told
-    assert exported["quote"] in found.markdown()
+    for text in (" ".join(lines), found.markdown()):
+        assert exported["quote"] in text
+        assert exported["caveat"] in text
+        assert "zero_out: compared with a run in which one record reports zero." in text  # no epsilon without what it compares
     assert found.markdown().count("\n| ") == 6
-    assert "zero_out: compared with" in found.markdown()  # an epsilon is not quoted without what it compares
     for row, shown in zip(exported["rows"], found.rows(), strict=True):
         assert float(shown[2]) >= row["privacy"]["epsilon"]
-        assert 0 <= row["test_accuracy"] <= 1
 
 
 def test_the_sentence_to_quote_is_about_the_sums_and_says_how_sure_its_accuracies_are(ran):
@@ -123,11 +120,6 @@ def test_what_is_wrong_is_said_in_one_line_before_anything_is_trained(capsys, mo
     assert len(printed.err.splitlines()) == 1
 
 
-def test_no_command_at_all_names_the_one_to_begin_with(capsys):
-    assert main([]) == 2
-    assert "opacus-shuffle compare" in capsys.readouterr().err
-
-
 def features(seed, records=60):
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(records, 5, generator=generator), torch.randint(10, (records,), generator=generator)
@@ -149,11 +141,6 @@ def test_the_passes_over_the_data_follow_their_number(kind, records):
     rounds = kind.epochs(records) * records / kind.batch_size(records)
     assert rounds == pytest.approx(kind.rounds, rel=0.1)
     assert kind.batch_size(records) <= records
-
-
-def test_the_server_and_the_bits_are_about_the_same_rounds():
-    server, bits = (dataclasses.replace(kind, trusted="", how="", accountant="", bound="") for kind in KINDS[:2])
-    assert server == bits
 
 
 def test_a_picture_of_a_kind_that_nobody_draws_is_refused_before_any_training():

@@ -56,18 +56,13 @@ def test_coefficients_are_averages_of_moduli_of_convolutions_with_wavelets():
     image = np.random.default_rng(0).normal(size=(12, 12))
     padded = np.pad(image, 4, mode="reflect")
     average = wrapped(bell(1.6)).real
-    average /= average.sum()
-    first = []
-    angles = [step * math.pi / 8 for step in range(8)]
-    for angle in angles:
-        first.append(np.abs(convolved(padded, morlet(0, angle))))
-    expected = [convolved(each, average)[4:-4:4, 4:-4:4] for each in (padded, *first)]
+    moduli = [np.abs(convolved(padded, morlet(0, step * math.pi / 8))) for step in range(8)]
+    expected = [convolved(each, average / average.sum())[4:-4:4, 4:-4:4] for each in (padded, *moduli)]
     found = scattering(torch.tensor(image).float()[None, None])[0, 0].double().numpy()
     assert found.shape == (17, 3, 3)
     np.testing.assert_allclose(found[0], expected[0], atol=1e-6)
-    scale = found[1, 0, 0] / expected[1][0, 0]
-    for number in range(8):
-        np.testing.assert_allclose(found[1 + number], scale * expected[1 + number], atol=1e-5)
+    scale = found[1, 0, 0] / expected[1][0, 0]  # of all wavelets together
+    np.testing.assert_allclose(found[1:9], scale * np.array(expected[1:]), atol=1e-5)
 
 
 @settings(max_examples=20, deadline=None)
