@@ -26,8 +26,8 @@ from opacus_shuffle.engine.sampling.empty_batches import let_layers_be_empty, pr
 from opacus_shuffle.engine.sampling.loaders import seeded_copy
 from opacus_shuffle.engine.schemes import Scheme
 from opacus_shuffle.engine.training_plan import Run
-from opacus_shuffle.engine.watched_buffers import watch_buffers
 from opacus_shuffle.engine.weights.module import ShuffleGradSampleModule, make_plain, make_shuffled
+from opacus_shuffle.networks.batch_state import StateWatch
 from opacus_shuffle.networks.running import unwrap
 
 
@@ -80,7 +80,7 @@ class BuilderMixin(OpenEngine):
             plan.first_batch.wait_on(plan.wrapped if isinstance(plan.wrapped, nn.Module) else module)
         for each in (module, plan.wrapped):
             leave_out_records(each)
-        watch_buffers(unwrap(module))
+        StateWatch(unwrap(module))
         watch_packs(unwrap(module))
 
     def build_model(self, module: nn.Module, **keywords: Any) -> Any:

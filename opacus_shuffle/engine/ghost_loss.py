@@ -33,8 +33,8 @@ from opacus_shuffle.core.opacus_compat import (
     wrapped_network,
 )
 from opacus_shuffle.engine.clipping import HALF
-from opacus_shuffle.engine.mixed_records import refuse_mixed_losses
 from opacus_shuffle.engine.raw_gradients import names_of
+from opacus_shuffle.networks.check import check_criterion
 
 HALF_MARGIN = 1 - 2**-7
 """A norm in half precision is right to this factor."""
@@ -285,7 +285,7 @@ class GhostCriterion(DPLossFastGradientClipping):
             loss = super().__call__(*args, shape=shape, **keywords)
             if not self.looked_at and loss.loss_per_sample.requires_grad:
                 self.criterion.reduction = "none"
-                self.looked_at = refuse_mixed_losses(self.criterion, args, keywords)
+                self.looked_at = check_criterion(self.criterion, args, keywords)
         finally:
             self.criterion.reduction = reduction
         return GhostLoss(loss.module, loss.optimizer, loss.loss_per_sample, loss.loss_reduction)

@@ -1,16 +1,15 @@
 """What a network must be for its records to be clipped, looked at before anything of it is changed.
 
 Each check refuses by name what Opacus would compute wrongly in silence, or fail at in the middle of the first step: attention
-that mixes the batch, embeddings that write to their weights, parameters tied under ghost clipping, records that depend on each
-other or on those of an earlier batch, rows that are not records, position ids of one row. The last four need a run: on the
-loader's first records, or, where the network does not take them, on the first batch that trains it.
+that mixes the batch, embeddings that write to their weights, parameters tied under ghost clipping. Whether gradients are of
+one record each, :mod:`~opacus_shuffle.networks.check` tells by running the network: on the loader's first records, or, where it
+does not take them, on the first batch that trains it.
 """
 
 from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from opacus_shuffle.core.opacus_compat import (
     is_copy,
@@ -32,10 +32,6 @@ from opacus_shuffle.core.opacus_compat import (
     watches_gradients,
     wrapped_network,
 )
-from opacus_shuffle.core.progress import progress
-from opacus_shuffle.engine.carried_records import refuse_carried_records
-from opacus_shuffle.engine.mixed_records import UnprobedError, first_rows, refuse_mixed_records
-from opacus_shuffle.engine.per_sample_check import FEWEST, REMEDY, check_per_sample_gradients, leaves
 from opacus_shuffle.engine.raw_gradients import (
     held_parameters,
     hold_copy,
@@ -44,10 +40,10 @@ from opacus_shuffle.engine.raw_gradients import (
     refuse_second_expansion,
     refuse_second_pass,
 )
-from opacus_shuffle.engine.records_apart import are_apart
 from opacus_shuffle.engine.training_plan import Request
-from opacus_shuffle.networks.position_ids import check_position_ids
-from opacus_shuffle.networks.running import unwrap
+from opacus_shuffle.networks.batch_state import check_batch_state
+from opacus_shuffle.networks.check import FEWEST, SORT_BEFORE, NetworkCheck, per_sample_check
+from opacus_shuffle.networks.running import has_records, unwrap
 from opacus_shuffle.networks.sample_input import Call, first_records, from_batch
 
 
@@ -77,17 +73,11 @@ def check_network(request: Request, engine: Any) -> FirstBatch | None:
     if request.grad_sample_mode == "no_op" or sharded or any(map(is_lazy, network.parameters())):
         return None
     first = FirstBatch(request)
-
-    def call_of(records: int) -> tuple[int, Call]:
-        loader: Any = request.data_loader
-        few = min(FEWEST, records, len(loader.dataset))  # and again: others might be padded to another length
-        batch = first_records(loader, few, places=[place % few for place in range(records)])
-        return records, from_batch(network, batch)
-
     try:
-        return None if first.check(network, call_of, batch=request.data_loader.batch_size) else first
-    except UnprobedError:
+        call = from_batch(network, first_records(request.data_loader, FEWEST))
+    except Exception:  # the training loop may make arguments of the loader's batches that are others
         return first
+    return None if first.check(network, call, batch=request.data_loader.batch_size).seen else first
 
 
 def refuse_second_run(request: Request, accountant: Any) -> None:
@@ -281,7 +271,7 @@ def refuse_unsorted_packs(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
     if layer.training and any(isinstance(each, PackedSequence) and each.sorted_indices is not None for each in inputs):
         raise ValueError(
             f"pack_padded_sequence(enforce_sorted=False) shows records in another order than the batch's to a "
-            f"{type(layer).__name__}, {REMEDY} (by length, the longest first; then pack with enforce_sorted=True)"
+            f"{type(layer).__name__}, {SORT_BEFORE} (by length, the longest first; then pack with enforce_sorted=True)"
         )
 
 
@@ -293,7 +283,7 @@ def watch_packs(network: nn.Module) -> None:
 
 
 class FirstBatch:
-    """The checks that need a run of the network; as a forward pre-hook, on the first batch that trains, and then no more.
+    """The check that needs a run of the network; as a forward pre-hook, on the first batch that trains, and then no more.
 
     Args:
         request: What ``make_private`` got.
@@ -304,57 +294,38 @@ class FirstBatch:
         network = unwrap(request.module)
         trained = set(map(id, request.trainable))
         self.trained = frozenset(name for name, each in network.named_parameters() if id(each) in trained)
-        self._counted = False  # whether layers' rows were, which nothing else shows
 
-    def check(self, network: nn.Module, call_of: Any, *, batch: int | None) -> bool:
-        """Refuses records that depend on each other, or on those of an earlier batch, rows that are not records, and positions.
+    def check(self, network: nn.Module, call: Call, *, batch: int | None = None) -> NetworkCheck:
+        """Looks at per-sample gradients, and at what stays in the network from one batch to the next.
 
         Args:
             network: What is trained.
-            call_of: Its arguments for so many records.
+            call: Its arguments for some records, which are taken again and again where more are asked for.
             batch: How many there are in a batch, if that is known.
 
-        Returns:
-            Whether outputs were compared, which have a row for each record then.
-
         Raises:
-            ValueError: There are some.
-            UnprobedError: The network does not run on these records, or they are not records.
+            ValueError: One record's gradient is not its own, or depends on those of an earlier batch.
         """
-        more = [batch] if batch else []
-        compared = True
-        with progress("looking at records"):
-            apart = are_apart(network, call_of, axis=self.axis)
-            if not apart:
-                refuse_carried_records(network, call_of, axis=self.axis, more=more)
-                try:
-                    refuse_mixed_records(network, call_of, axis=self.axis, more=more)
-                except UnprobedError:
-                    compared = False
-            if compared and self.axis == 0 and any(isinstance(each, nn.Embedding) for each in network.modules()):
-                self._check_positions(network, call_of, more)
-            check_per_sample_gradients(
-                network,
-                call_of,
-                axis=self.axis,
-                batch_first=self.axis == 0,
-                ghost=self.ghost,
-                apart=apart,
-                more=more,
-                trained=self.trained,
-            )
-        self._counted = True
-        return compared
+        tensors = [leaf for leaf in tree_leaves(call, is_leaf=_is_packed) if isinstance(leaf, torch.Tensor)]
+        whole = next((tensor.shape[self.axis] for tensor in tensors if _has_several(tensor, self.axis)), 0)
+        if not whole:
+            return NetworkCheck(seen=False)
 
-    def _check_positions(self, network: nn.Module, call_of: Any, more: Sequence[int]) -> None:
-        """Refuses position ids of one row, as two records show, or as many as the network takes."""
-        for records in (2, *more):
-            try:
-                return check_position_ids(network, *call_of(records)[1], trained=self.trained)
-            except ValueError:
-                raise
-            except Exception:
-                continue
+        def call_of(records: int) -> Call:
+            rows = torch.arange(records) % whole
+
+            def cut(leaf: torch.Tensor) -> torch.Tensor:
+                return leaf.index_select(self.axis, rows.to(leaf.device)) if has_records(leaf, whole, self.axis) else leaf
+
+            return tree_map_only(torch.Tensor, cut, call)  # type: ignore[no-any-return]
+
+        sizes = [size for size in (whole, batch) if size]
+        seen = per_sample_check(network, call_of, axis=self.axis, ghost=self.ghost, more=sizes, trained=self.trained)
+        if seen.problem:
+            raise ValueError(seen.problem)
+        if seen.seen:
+            check_batch_state(network, seen.call, seen.records, axis=self.axis)
+        return seen
 
     def wait_on(self, module: Any) -> None:
         """Registers itself as a forward pre-hook, to check the first batch that trains this module."""
@@ -366,31 +337,24 @@ class FirstBatch:
         Raises:
             ValueError: The network cannot be trained.
         """
-        sizes = [leaf.shape[self.axis] for leaf in leaves((args, keywords)) if _reaches(leaf, self.axis)]
-        if not module.training or not torch.is_grad_enabled() or (sizes and sizes[0] < 2):
+        tensors = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, torch.Tensor)]
+        too_few = tensors and not any(_has_several(tensor, self.axis) for tensor in tensors)
+        if not module.training or not torch.is_grad_enabled() or too_few:
             return
-        whole = max(sizes[:1], default=0)
-
-        def call_of(records: int) -> tuple[int, Call]:
-            return records, first_rows((args, keywords), records, whole, self.axis)
-
         self.leave(module)
         try:
-            if not whole:
-                raise UnprobedError
-            self.check(unwrap(module), call_of, batch=whole)
-        except UnprobedError as error:
-            if not self._counted:
-                why = error.__cause__ or "no argument has an axis of them"
-                warnings.warn(
-                    f"module's layers were not looked at with several numbers of records ({why}): no ε holds unless every "
-                    "layer sees [batch, ...] and each record's output is its own; see to both yourself, or have the loader "
-                    "yield tensors with an axis of records",
-                    stacklevel=2,
-                )
+            seen = self.check(unwrap(module), (args, keywords))
         except BaseException:
             self.wait_on(module)
             raise
+        if not seen.seen:
+            warnings.warn(
+                "module's layers were not looked at with several numbers of records "
+                f"({seen.failure or 'no argument has an axis of them'}): no ε holds unless every layer sees [batch, ...] and "
+                "each record's output is its own; see to both yourself, or have the loader yield tensors with an axis of "
+                "records",
+                stacklevel=2,
+            )
 
     def leave(self, module: nn.Module) -> None:
         """Removes itself from the module's forward pre-hooks."""
@@ -399,5 +363,10 @@ class FirstBatch:
             module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def _reaches(value: Any, axis: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > axis
+def _has_several(tensor: torch.Tensor, axis: int) -> bool:
+    return tensor.dim() > axis and tensor.shape[axis] > 1
+
+
+def _is_packed(value: Any) -> bool:
+    """Whether a value holds sequences of several records in one tensor, which cannot be cut into records."""
+    return isinstance(value, PackedSequence)

@@ -25,23 +25,48 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-Undo = Callable[[], object]
+from opacus_shuffle.networks.running import ATTRIBUTES
+
+Undo = Callable[[], list[str]]
+"""Puts something back, and returns the names of what had changed."""
 
 _ENTERED_WHOLE = (nn.Module, torch.optim.Optimizer)
 """What is followed wherever it is met; of other objects only those that these hold themselves, which may be others'."""
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+_TABLES = ("_modules", "_parameters", "_buffers")
+"""Attributes of modules whose entries have the names that users know."""
 
 
 @contextlib.contextmanager
-def rolled_back(network: nn.Module) -> Iterator[None]:
-    """A block after which a network is as it was: its tensors, modes, attributes and hooks, and all random states."""
-    undo = list(_remember(network, {}))
+def rolled_back(network: nn.Module) -> Iterator[list[str]]:
+    """A block after which a network is as it was: its tensors, modes, attributes and hooks, and all random states.
+
+    In the block it has no hooks of an earlier ``make_private``, which would note what is run there.
+
+    Yields:
+        A list, filled at the end of the block: the names of the parameters, buffers and attributes that it had changed.
+    """
+    undo = list(_remember(network, {}, ""))
+    changed: list[str] = []
     try:
+        _take_off_hooks(network)
         with random_states_kept():
-            yield
+            yield changed
     finally:
         for put_back in undo:
-            put_back()
+            changed += put_back()
+
+
+def _take_off_hooks(network: nn.Module) -> None:
+    """Removes the hooks of Opacus and of this package, but for those of ``prepare_model``, which are the user's own."""
+    for handle in vars(network).pop("autograd_grad_sample_hooks", ()):
+        handle.remove()
+    for module in network.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                home = str(getattr(hook, "__module__", ""))
+                if home.startswith("opacus_shuffle.") and not home.endswith(".position_ids"):
+                    del hooks[key]
 
 
 @contextlib.contextmanager
@@ -50,15 +75,16 @@ def rolled_back_if_refused(*owners: Any) -> Iterator[None]:
 
     Args:
         *owners: A module or an optimizer with all that is inside of it, or any other object with its attributes. None is
-            skipped. An object with a method ``remember`` says itself what puts it back. Tensors are kept on the CPU meanwhile.
+            skipped. An object with a method ``remember`` says itself what puts it back. Tensors are kept on the CPU
+            meanwhile.
     """
     known: dict[int, Any] = {}
-    undo: list[Undo] = []
+    undo: list[Callable[[], object]] = []
     for owner in owners:
         if hasattr(owner, "remember") and not isinstance(owner, _ENTERED_WHOLE):
             undo.append(owner.remember())
         else:
-            undo += _remember(owner, known)
+            undo += _remember(owner, known, None)
     try:
         yield
     except BaseException:
@@ -80,72 +106,92 @@ def random_states_kept() -> Iterator[None]:
         np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-def _remember(value: Any, known: dict[int, Any], *, inside_helper: bool = False) -> Iterator[Undo]:
+def _remember(value: Any, known: dict[int, Any], place: str | None, *, inside_helper: bool = False) -> Iterator[Undo]:
     """Yields what puts a value back, and what it contains.
 
     Args:
         value: Anything that a network or an optimizer may hold.
         known: What has been met, by identity; held, so that no identity is given anew.
+        place: The name of the value; None if nobody asks whether it has changed, as with hooks.
         inside_helper: Whether an object that is neither module nor optimizer holds it: what it refers to is not followed.
     """
     if value is None or isinstance(value, bool | int | float | str | type | ModuleType) or id(value) in known:
         return
     known[id(value)] = value
     if isinstance(value, torch.Tensor):
-        yield from _remember_tensor(value)
+        yield from _remember_tensor(value, place)
     elif isinstance(value, random.Random):
         yield _calling(value.setstate, value.getstate())
     elif isinstance(value, np.random.Generator):
         yield _calling(value.bit_generator.__setattr__, "state", value.bit_generator.state)
     elif isinstance(value, np.random.RandomState | torch.Generator):
         yield _calling(value.set_state, value.get_state())
-    elif type(value) in _CONTAINERS:
-        held = value.copy()
-        for entry in list(held.values() if isinstance(held, dict) else held):
-            yield from _remember(entry, known, inside_helper=inside_helper)
-        yield _refilling(value, held)
-    elif isinstance(value, tuple):
-        for entry in value:
-            yield from _remember(entry, known, inside_helper=inside_helper)
+    elif type(value) in _CONTAINERS or isinstance(value, tuple):
+        entries = value.items() if isinstance(value, dict) else [(None, entry) for entry in value]
+        for key, entry in list(entries):
+            yield from _remember(entry, known, _name_of(place, key), inside_helper=inside_helper)
+        if not isinstance(value, tuple):
+            yield _refilling(value, value.copy(), place)
     elif isinstance(value, _ENTERED_WHOLE):
-        yield from _remember(vars(value), known)
+        yield from _remember(vars(value), known, place)
     elif hasattr(value, "__dict__") and not inside_helper and not _is_python_s_own(value):
-        yield from _remember(vars(value), known, inside_helper=True)
+        yield from _remember(vars(value), known, place, inside_helper=True)
 
 
-def _remember_tensor(tensor: torch.Tensor) -> Iterator[Undo]:
-    """Yields what gives a tensor its memory and numbers back, and the attributes that Opacus keeps of records there."""
+def _name_of(place: str | None, key: Any) -> str | None:
+    """Returns the name of an entry of a container or of an object's attribute."""
+    if place is None or key is None or key in _TABLES:
+        return place
+    if key in ATTRIBUTES:
+        return None
+    return f"{place}.{key}" if place else str(key)
+
+
+def _remember_tensor(tensor: torch.Tensor, place: str | None) -> Iterator[Undo]:
+    """Yields what gives a tensor its memory and numbers back, and a parameter the attributes that Opacus adds."""
     if isinstance(tensor, nn.Parameter):
-        yield _refilling(vars(tensor), dict(vars(tensor)))
+        yield _refilling(vars(tensor), dict(vars(tensor)), None)
     if tensor.layout != torch.strided or tensor.device.type == "meta" or is_lazy(tensor):
         return
     memory = tensor.data
     content = memory.to("cpu", copy=True)
 
-    def put_back() -> None:
+    def put_back() -> list[str]:
         if type(memory) is torch.Tensor:  # of other kinds, as of sharded tensors, neither question has a plain answer
             # Averages of weights are used by exchanging the memory of the parameters.
-            if tensor.data_ptr() != memory.data_ptr():
+            if exchanged := tensor.data_ptr() != memory.data_ptr():
                 tensor.data = memory
             if torch.equal(memory.to("cpu"), content):  # expanded tensors, for one, cannot be written to
-                return
+                return [place] if exchanged and place else []
         memory.copy_(content)  # not the tensor itself, of whose versions gradients under way take notice
+        return [place] if place else []
 
     yield put_back
 
 
-def _refilling(container: Any, held: Any) -> Undo:
+def _refilling(container: Any, held: Any, place: str | None) -> Undo:
     """Returns what makes a container hold again what it held."""
 
-    def refill() -> None:
+    def refill() -> list[str]:
+        changed: list[str | None] = []
+        if isinstance(held, dict):
+            keys = [key for key in container.keys() | held.keys() if container.get(key, held) is not held.get(key, held)]
+            changed = [_name_of(place, key) for key in keys]
+        elif list(map(id, container)) != list(map(id, held)):
+            changed = [place]
         container.clear()
         container.extend(held) if isinstance(container, list | deque) else container.update(held)
+        return [name for name in changed if name]
 
     return refill
 
 
 def _calling(function: Callable[..., object], *arguments: Any) -> Undo:
-    return lambda: function(*arguments)
+    def call() -> list[str]:
+        function(*arguments)
+        return []
+
+    return call
 
 
 def _is_python_s_own(value: Any) -> bool:

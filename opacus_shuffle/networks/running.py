@@ -82,3 +82,8 @@ def results(outputs: Any) -> list[torch.Tensor]:
             names = [name for slot in slots for name in ([slot] if isinstance(slot, str) else slot)]
             waiting += [getattr(each, name, None) for name in [*getattr(each, "__dict__", ()), *names] if name not in CACHES]
     return found[::-1]
+
+
+def has_records(value: Any, records: int, axis: int) -> bool:
+    """Returns whether a value is a tensor with ``records`` rows along an axis."""
+    return isinstance(value, torch.Tensor) and value.dim() > axis and value.shape[axis] == records

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
-import logging
 import pickle
-import re
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from opacus_shuffle import PrivacyEngine
-from opacus_shuffle.core import progress
 from opacus_shuffle.engine.sampling.empty_batches import let_layers_be_empty
 
 
@@ -324,11 +321,3 @@ def test_gradients_of_inputs_in_evaluation_mode_name_the_remedy_with_ghost_clipp
     model.disable_hooks()
     model(x).sum().backward()
     assert x.grad is not None
-
-
-def test_looks_at_the_records_of_large_networks_tell_the_log_how_long_they_take(monkeypatch, caplog):
-    monkeypatch.setattr(progress, "QUIET", -1.0)
-    with caplog.at_level(logging.INFO, logger="opacus_shuffle"):
-        private()
-    (message,) = caplog.messages
-    assert re.fullmatch(r"looking at records took .* s: whether they stay apart .* s", message)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from helpers.records_together import IN_PLACE, MISPLACED, Between
@@ -14,7 +12,6 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_shuffle import PrivacyEngine
-from opacus_shuffle.engine import per_sample_check
 
 
 def private(module, accountant="subsampled_shuffle", mode="hooks", **changes):
@@ -53,22 +50,6 @@ def test_gradients_that_do_not_shrink_with_the_loss_are_refused_with_ghost_clipp
         private(Between(IN_PLACE[way]), "subsampled_shuffle", "ghost")
 
 
-@pytest.mark.parametrize("way", IN_PLACE)
-def test_few_records_tell_how_gradients_grow_where_records_are_known_to_stay_in_order(way):
-    torch.manual_seed(0)
-    asked = []
-
-    def call_of(records):
-        asked.append(records)
-        return records, ((torch.randn(records, 5, generator=torch.Generator().manual_seed(0)),), {})
-
-    bent = way.startswith("gradients")
-    with pytest.raises(ValueError, match="changes gradients") if bent else contextlib.nullcontext():
-        per_sample_check.check_per_sample_gradients(Between(IN_PLACE[way]), call_of, ghost=True, apart=True)
-    # Three is the number of outputs, and half of four records are two.
-    assert asked == ([2, 4, 7] if way == "the first ones once more" else [2, 4])
-
-
 class Sentences(nn.Module):
     """Packs sequences, of different lengths from so many records on."""
 
@@ -98,40 +79,3 @@ def test_sequences_that_are_sorted_within_the_network_are_refused_and_sorted_one
     engine, made = private(Sentences(kind, is_sorted=True), data_loader=data)
     run_epoch(*made)
     assert len(engine.accountant) == 3
-
-
-def test_wide_layers_are_told_apart_by_few_numbers_of_each_record():
-    """Six records' gradients of each look at once would be eighteen times the weights, where ghost clipping keeps none."""
-    kept = []
-
-    class Flipped(nn.Sequential):
-        def forward(self, x):
-            return super().forward(x.flip(0)).flip(0)
-
-    def look(kind):
-        network = nn.Sequential(nn.Linear(5, 150), nn.Tanh(), kind(nn.Linear(150, 150)), nn.Tanh(), nn.Linear(150, 3))
-        names = {id(each): name for name, each in network.named_parameters()}
-        call = (torch.randn(6, 5),), {}
-        kept.append(per_sample_check._rows_of_layers(network, names, 0, True, call, torch.ones(6)).few)
-        per_sample_check.check_per_sample_gradients(network, lambda n: (n, ((torch.randn(n, 5),), {})))
-
-    look(nn.Sequential)
-    with pytest.raises(ValueError, match=r"to 2.0 \(Linear\)"):
-        look(Flipped)
-    assert all(each.shape[1] < 2 * 4096 for told in kept for each in told.values())
-
-
-def test_looking_for_them_keeps_the_gradients_of_one_layer_at_a_time(monkeypatch):
-    """Those of all layers and all records would be the largest part of the memory that make_private takes."""
-    network = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)], nn.Softplus(), nn.ReLU(inplace=True), nn.Linear(8, 8))
-    alive = []
-
-    def few(rows):
-        held = [vars(each).get("grad_sample") for each in network.parameters()]
-        alive.append(sum(each is not None for each in held))
-        return rows.clone()
-
-    monkeypatch.setattr(per_sample_check, "_few_numbers", few)
-    per_sample_check.check_per_sample_gradients(network, lambda n: (n, ((torch.randn(n, 8),), {})))
-    assert len(alive) == 3 * 2 * 12  # rows and their sum in each look
-    assert max(alive) == 2

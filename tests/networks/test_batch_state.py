@@ -12,9 +12,7 @@ from helpers.toy import make_toy
 from torch import nn
 
 from opacus_shuffle import PrivacyEngine
-from opacus_shuffle.engine import records_apart
-from opacus_shuffle.engine.carried_records import refuse_carried_records
-from opacus_shuffle.engine.records_apart import are_apart
+from opacus_shuffle.networks.batch_state import check_batch_state
 
 
 class Keeping(nn.Module):
@@ -149,29 +147,18 @@ def into_a_layer_that_gives_zero(network, hidden):
     return hidden if before is None else hidden + network.adapter(before)
 
 
-def elsewhere():
-    bank = []
-
-    def of(network, hidden):
-        found = torch.zeros(6) if not bank else bank[-1]
-        bank[:] = [hidden.detach().mean(0)]
-        return hidden - found
-
-    return of
-
-
 CARRYING = {
     "running": [running_mean, running_mean_anew],
     "bank": [memory_bank, yes_or_no_in_a_list],
     "queue": [queue_of_rows],
-    "named": [in_dictionaries],
+    "named.states.hidden": [in_dictionaries],
     "state": [
         *(recurrent_state, yes_or_no, long_queue, sparse, recurrent_state_with_its_graph, array, gradients_scale, a_single_row),
         into_a_layer_that_gives_zero,
     ],
     "scale": [number],
     "(scale, (0.)?state|state, (0.)?scale|scale)": [read_two_batches_later],
-    "something else than its buffers and attributes": [parameter, elsewhere()],
+    "centre": [parameter],
 }
 CASES = [(name, each) for name, several in CARRYING.items() for each in several]
 
@@ -224,15 +211,23 @@ def _seeded():
     torch.manual_seed(0)
 
 
-def refuse(network):
-    rows = torch.randn(6, 5)
-    refuse_carried_records(network.train(), lambda records: (records, ((rows[:records],), {})))
+def check(network, rows=None):
+    check_batch_state(network.train(), ((torch.randn(6, 5) if rows is None else rows,), {}), 6)
 
 
 @pytest.mark.parametrize(("name", "function"), CASES)
-def test_what_carries_records_into_the_next_batch_is_refused_by_its_name(name, function):
+def test_what_carries_records_into_the_next_batch_is_refused_by_its_name_and_left_as_it_was(name, function):
+    network = nn.Sequential(Keeping(function))
+    before, random_state = copy.deepcopy(network), torch.get_rng_state()
+    rows = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match=rf"^module carries records of one batch into later ones by (0\.)?{name}: a step"):
-        refuse(nn.Sequential(Keeping(function)))
+        check(network, rows)
+    assert torch.equal(random_state, torch.get_rng_state())
+    keeping = network[0]
+    assert (keeping.bank, keeping.queue, keeping.named) == ([], deque(), {"states": {}})
+    assert (keeping.scale, keeping.state) == (1.0, None)
+    assert all(torch.equal(tensor, before.state_dict()[key]) for key, tensor in network.state_dict().items())
+    assert all(parameter.grad is None for parameter in network.parameters())
 
 
 FLAGS = {
@@ -242,7 +237,6 @@ FLAGS = {
     "some are negative": lambda x, _: bool((x < 0).any()),
     "some are zero": lambda x, _: bool((x == 0).any()),
     "some are large": lambda x, _: bool(x.abs().max() > 500),
-    "some are no numbers": lambda x, _: bool(x.isnan().any()),
     "a number that was read is positive": lambda x, _: x.sum().item() > 0,
     "hidden units are positive": lambda _, hidden: bool(hidden.sum() > 0),
     "it was positive with gradients": lambda x, _: torch.is_grad_enabled() and bool(x.sum() > 0),
@@ -254,7 +248,7 @@ class Flagged(nn.Module):
 
     def __init__(self, flag):
         super().__init__()
-        self.first, self.last, self.flag, self.seen = nn.Linear(5, 6), nn.Linear(6, 3), flag, False
+        self.first, self.last, self.flag, self.seen = nn.Linear(5, 6), nn.Linear(6, 3), flag, None
 
     def forward(self, x):
         hidden = torch.tanh(self.first(x))
@@ -266,13 +260,8 @@ class Flagged(nn.Module):
 @pytest.mark.parametrize("rows", [torch.linspace(-1, 1.2, 30).view(6, 5), -torch.ones(6, 5), torch.ones(6, 5)])
 @pytest.mark.parametrize("flag", FLAGS.values(), ids=FLAGS)
 def test_a_flag_of_records_is_refused_whatever_the_records_at_hand_are(flag, rows):
-    def call_of(records):
-        return records, ((rows[:records],), {})
-
-    network = Flagged(flag).train()
-    assert not are_apart(network, call_of)
     with pytest.raises(ValueError, match="carries records of one batch into later ones by seen: "):
-        refuse_carried_records(network, call_of)
+        check(Flagged(flag), rows)
 
 
 def counted_beside_a_decision(network, hidden):
@@ -286,107 +275,9 @@ def noted_if_large(network, hidden):
     return hidden
 
 
-def refused_if_no_number(network, hidden):
-    if bool(hidden.isnan().any()):
-        network.bank.append("no number")
-        raise ValueError
-    return hidden
-
-
-@pytest.mark.parametrize("function", [counted_beside_a_decision, noted_if_large, refused_if_no_number])
-def test_what_decides_on_records_and_keeps_nothing_that_later_batches_read_is_not_refused(function):
-    refuse(Keeping(function))
-
-
-@pytest.mark.parametrize("function", HARMLESS)
+@pytest.mark.parametrize("function", [*HARMLESS, counted_beside_a_decision, noted_if_large])
 def test_what_is_kept_and_not_read_is_not_refused(function):
-    refuse(Keeping(function))
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        *(running_mean, memory_bank, in_dictionaries, number, parameter, gradients_scale, elsewhere()),
-        *(last_seen, all_seen, cleared),
-    ],
-)
-def test_nothing_is_proved_where_records_are_kept(function, monkeypatch):
-    """By following alone, without the comparison of several others."""
-    monkeypatch.setattr(records_apart, "_others_do_not_matter", lambda *_, **__: True)
-    rows = torch.randn(6, 5)
-    assert not are_apart(Keeping(function).train(), lambda records: (records, ((rows[:records],), {})))
-
-
-class Padded(nn.Module):
-    """Reads whether any record is padded, and keeps a text after its first call: its own, or one that says what was read."""
-
-    def __init__(self, tells):
-        super().__init__()
-        self.first, self.last, self.tells, self.kind = nn.Linear(5, 6), nn.Linear(6, 2), tells, None
-
-    def forward(self, x, mask):
-        padded = not bool(mask.all())
-        if self.kind is None:
-            self.kind = f"padded: {padded}" if self.tells else "rows"
-        hidden = torch.tanh(self.first(x))
-        return self.last(hidden * mask[:, None] if padded else hidden)
-
-
-@pytest.mark.parametrize("tells", [False, True])
-def test_a_text_that_is_kept_is_an_obstacle_only_if_it_tells_what_was_read(tells):
-    rows, mask = torch.randn(6, 5), torch.tensor([1, 1, 0, 1, 0, 1])
-    network = Padded(tells).train()
-    assert are_apart(network, lambda records: (records, ((rows[:records], mask[:records]), {}))) == (not tells)
-
-
-@pytest.mark.parametrize("function", [yes_or_no, yes_or_no_with_gradients])
-def test_a_yes_or_no_of_records_that_is_kept_is_no_proof(function):
-    rows = torch.rand(6, 5) + 1
-    assert not are_apart(Keeping(function).train(), lambda records: (records, ((rows[:records],), {})))
-
-
-@pytest.mark.parametrize("function", [counted, drawn])
-def test_networks_that_keep_nothing_of_records_are_still_proved(function):
-    rows = torch.randn(6, 5)
-    assert are_apart(Keeping(function).train(), lambda records: (records, ((rows[:records],), {})))
-
-
-def test_memory_that_only_refers_to_itself_is_kept_by_nobody():
-    def cycle(network, hidden):
-        held = [hidden]
-        held.append(held)
-        return hidden
-
-    rows = torch.randn(6, 5)
-    assert are_apart(Keeping(cycle).train(), lambda records: (records, ((rows[:records],), {})))
-
-
-@pytest.mark.parametrize("function", [running_mean, memory_bank, queue_of_rows, in_dictionaries, number, parameter])
-def test_looking_leaves_no_trace(function):
-    network = Keeping(function)
-    before, random_state = copy.deepcopy(network), torch.get_rng_state()
-    with pytest.raises(ValueError, match="carries records"):
-        refuse_carried_records(network.train(), lambda records: (records, ((torch.ones(records, 5),), {})))
-    assert torch.equal(random_state, torch.get_rng_state())
-    assert (network.bank, network.queue, network.named) == ([], deque(), {"states": {}})
-    assert (network.scale, network.state) == (1.0, None)
-    assert all(torch.equal(each, before.state_dict()[name]) for name, each in network.state_dict().items())
-    assert all(each.grad is None for each in network.parameters())
-
-
-def test_a_network_of_one_size_of_batches_is_looked_at_in_that():
-    def in_twelves(network, hidden):
-        return running_mean(network, hidden.view(-1, 12, 6).view(-1, 6))
-
-    rows = torch.randn(12, 5)
-    with pytest.raises(ValueError, match="carries records"):
-        refuse_carried_records(Keeping(in_twelves).train(), lambda records: (records, ((rows[:records],), {})), more=[12])
-
-
-def test_a_network_that_does_not_run_is_left_to_others():
-    refuse_carried_records(
-        Keeping(lambda network, hidden: hidden @ hidden), lambda records: (records, ((torch.ones(3, 5),), {}))
-    )
+    check(Keeping(function))
 
 
 class Loss(Keeping):
@@ -423,30 +314,3 @@ def test_a_network_that_keeps_what_it_has_seen_is_trained():
         optimizer.step()
     assert len(engine.accountant) == 4
     assert network.state is not None
-
-
-class Waiting(nn.Module):
-    """A network that makes its records smaller until they are small enough; as ordinary ones are from the beginning."""
-
-    def __init__(self, large):
-        super().__init__()
-        self.layer, self.large, self.count = nn.Linear(5, 3), large, 0
-
-    def forward(self, x):
-        while self.large(x):
-            x = x / 2
-        self.count += 1
-        return self.layer(x)
-
-
-@pytest.mark.parametrize(
-    "large", [lambda x: (x.abs() > 1e6).any(), lambda x: not (x.abs() < 1e3).all(), lambda x: bool(x.norm() < 0)]
-)
-def test_a_loop_that_opposites_or_made_up_records_would_keep_going_ends(large):
-    def call_of(records):
-        return records, ((torch.randn(records, 5),), {})
-
-    network = Waiting(large)
-    are_apart(network, call_of)
-    refuse_carried_records(network, call_of)
-    assert network.count == 0

@@ -14,7 +14,7 @@ from torch import nn
 
 from opacus_shuffle import PrivacyEngine
 from opacus_shuffle.core.guarantees import PrivacyAssumptionWarning
-from opacus_shuffle.engine.watched_buffers import WatchedBuffers
+from opacus_shuffle.networks.batch_state import StateWatch
 
 
 class Statistics(nn.Module):
@@ -92,7 +92,7 @@ def test_buffers_that_stay_and_passes_in_evaluation_are_nothing_to_warn_of():
             poisson_sampling=False,
         )
     for hooks in (network._forward_pre_hooks, network._forward_hooks):
-        assert sum(isinstance(getattr(each, "__self__", None), WatchedBuffers) for each in hooks.values()) == 1
+        assert sum(isinstance(getattr(each, "__self__", None), StateWatch) for each in hooks.values()) == 1
     with pytest.warns(PrivacyAssumptionWarning, match=r"1\.mean") as told:
         again[0](torch.randn(3, 5))
     assert len(told) == 1
