@@ -13,25 +13,23 @@ gradients that Opacus records there; the optimizer then cannot stack them. ``pre
 ...     def forward(self, input_ids):
 ...         return self.words(input_ids) + self.positions(torch.arange(input_ids.shape[1])[None])
 >>> model, tokens = Text(), torch.zeros(2, 5, dtype=torch.long)
->>> check_position_ids(model, (tokens,))
-Traceback (most recent call last):
-    ...
-ValueError: module has embeddings that see a batch of one whatever the batch is, positions, so Opacus cannot record ...
->>> check_position_ids(prepare_model(model), (tokens,))
+>>> _ = model.positions.register_forward_hook(lambda layer, indices, output: print(len(indices[0])))
+>>> _ = model(tokens), prepare_model(model)(tokens)
+1
+2
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from opacus_shuffle.core.validation import instance_of
-from opacus_shuffle.networks.sample_input import run_quietly
 
 # What models call the tensor that holds their records, first dimension first.
 _RECORDS = ("input_ids", "inputs_embeds", "input_embeds", "pixel_values", "input_values", "input_features")
@@ -68,48 +66,6 @@ def prepare_model(model: nn.Module) -> nn.Module:
             module.register_forward_pre_hook(calls.enter, with_kwargs=True)
             module.register_forward_hook(calls.leave, always_call=True)
     return model
-
-
-def check_position_ids(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    trained: Collection[str] | None = None,
-) -> None:
-    """Refuses a model in which an embedding would see a batch of one, before Opacus fails in the middle of a step.
-
-    Args:
-        model: The model. One forward pass is run, in evaluation mode and without gradients; it leaves no trace.
-        args: Positional arguments for two records or more. Fewer tell nothing, and nothing is checked.
-        kwargs: Keyword arguments.
-        trained: The names of the parameters that are clipped, all others may do as they like; by default all that require a
-            gradient.
-
-    Raises:
-        ValueError: There are such embeddings, or some that look up no records at all (tables of relative positions); the
-            message names them.
-    """
-    kwargs = dict(kwargs or {})
-    frame = _measure(model, args, kwargs)
-    if frame.records < 2 or not any(isinstance(each, nn.Embedding) for each in model.modules()):
-        return
-    seen = {
-        name: size
-        for name, size in _first_dimensions(model, args, kwargs).items()
-        if trained is None or (f"{name}.weight" if name else "weight") in trained
-    }
-    if narrow := [name for name, size in seen.items() if size == 1]:
-        raise ValueError(
-            f"module has embeddings that see a batch of one whatever the batch is, {', '.join(narrow)}, so Opacus cannot "
-            "record their per-sample gradients; call opacus_shuffle.prepare_model(model) first, pass position ids of shape "
-            "[batch, length], or freeze them"
-        )
-    if strange := [name for name, size in seen.items() if size != frame.records and frame.certain]:
-        raise ValueError(
-            f"module has embeddings whose indices do not have the batch as first dimension, {', '.join(strange)}, so Opacus "
-            "would take something else for the records; give them indices of shape [batch, ...], or freeze them"
-        )
 
 
 class _Frame(NamedTuple):
@@ -212,22 +168,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, tuple | list | Mapping):
         for entry in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(entry)
-
-
-def _first_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, int]:
-    """Of the trainable embeddings, the first dimension of what they look up in this call: one if it ever was."""
-    found: dict[nn.Module, int] = {}
-
-    def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].dim() and found.get(module) != 1:
-            found[module] = inputs[0].shape[0]
-
-    # Forward hooks see the indices as the hooks of prepare_model left them, as Opacus does.
-    named = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
-    handles = [module.register_forward_hook(note) for _, module in named]
-    try:
-        run_quietly(model, args, kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {name: found[module] for name, module in named if module in found}

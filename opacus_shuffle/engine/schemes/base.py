@@ -167,7 +167,6 @@ class Scheme:
             request.optimizer,
             request.data_loader,
             grad_sample_mode=request.grad_sample_mode,
-            batch_first=request.batch_first,
             engine=self.engine,
         )
 

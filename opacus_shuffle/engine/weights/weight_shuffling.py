@@ -20,7 +20,6 @@ from opacus_shuffle.core.randomness import check_generator
 from opacus_shuffle.core.validation import integer, noise_level, one_of, positive_or_infinite
 from opacus_shuffle.engine.ranks import Ranks
 from opacus_shuffle.engine.weights.shuffler import check_optimizer, innermost
-from opacus_shuffle.networks.position_ids import check_position_ids
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.networks.sample_input import Call, first_records, from_batch, run_quietly
 from opacus_shuffle.permutation import PermutationSpec
@@ -117,7 +116,6 @@ def find_spec(
     data_loader: DataLoader,
     *,
     grad_sample_mode: str = "hooks",
-    batch_first: bool = True,
     engine: Any = None,
 ) -> PermutationSpec | None:
     """Returns what of a network will be shuffled, None for nothing; refuses what does not fit, and changes nothing.
@@ -151,8 +149,6 @@ def find_spec(
             f"data_loader's first records do not run through {type(network).__name__}: {type(error).__name__}: {error}; "
             "pass shuffle_weights=find_permutations(module, sample_input) if its batches are not what the network gets"
         ) from error
-    if batch_first:
-        check_position_ids(network, args, kwargs)
     with progress("finding permutations"):
         others = _other_records(network, data_loader)
         if isinstance(shuffling.groups, PermutationSpec):
