@@ -81,7 +81,7 @@ _HOMES = {
     "engine.privacy_engine": "PrivacyEngine ShuffleMixin",
     "engine.weights.module": "ShuffleGradSampleModule",
     "engine.weights.weight_shuffling": "WeightShuffling",
-    "permutation.discover": "find_permutations",
+    "permutation.find": "find_permutations",
     "permutation.spec": "PermutationSpec",
     "protocols.vector_sum": "ShuffleVectorSum",
 }

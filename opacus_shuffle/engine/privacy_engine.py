@@ -144,7 +144,7 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
             local_noise: Every record's report carries its own N(0, σ²C²I).
             shuffle_weights: Permute hidden units, attention heads and residual streams after every update; the network's
                 function stays as it is, and **so does ε**. ``True`` for every permutation that
-                :func:`~opacus_shuffle.permutation.discover.find_permutations` finds, ``"heads"`` or ``"paper"`` for fewer, a
+                :func:`~opacus_shuffle.permutation.find.find_permutations` finds, ``"heads"`` or ``"paper"`` for fewer, a
                 ``PermutationSpec``, or a :class:`~opacus_shuffle.engine.weights.weight_shuffling.WeightShuffling`, which says
                 how and when, and how a batch's sum is clipped.
             aggregator: ``shuffled_sums`` alone, in place of ``noise_multiplier``: a protocol of your own, with ``num_users``

@@ -1,10 +1,10 @@
 """Permutations of weights that leave a network's function alone: finding them, drawing them, moving weights by them.
 
-    * ``discover`` finds them, by the means of ``finding/`` (docs/how_permutations_are_found.rst tells how).
-    * ``spec`` describes what was found. It is a ``group``, which draws, inverts and composes permutations, with an ``action``,
-      which moves a network's tensors by them. ``self_check`` makes sure that the function stays.
+    * ``find`` finds them, by the means of ``finding/`` (docs/how_permutations_are_found.rst tells how).
+    * ``spec`` describes what was found. It is a ``group``, which draws, inverts and composes permutations, with an
+      ``action``, which moves a network's tensors by them. ``float64_check`` makes sure that the function stays.
     * ``moving/`` moves the entries of tensors fast, with PyTorch or with Triton.
-    * ``network`` and ``sample_input`` handle networks as they come, and find something to run them on.
+    * ``network`` says what of a network can move at all, and has attention computed plainly.
 
 >>> import torch
 >>> from opacus_shuffle.permutation import find_permutations
@@ -17,7 +17,7 @@
 
 from __future__ import annotations
 
-from opacus_shuffle.permutation.discover import find_permutations
+from opacus_shuffle.permutation.find import find_permutations
 from opacus_shuffle.permutation.finding.handlers import ModuleAxes, register_permutation
 from opacus_shuffle.permutation.group import PermutationPlan
 from opacus_shuffle.permutation.spec import PermutationSpec

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,26 +15,17 @@ from torch.utils._pytree import tree_leaves
 
 from opacus_shuffle.networks.running import ATTRIBUTES
 
-UNCOMPILED = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
-"""The flag by which PyTorch has ``flex_attention`` run without a compiler, which would hide it."""
-
 
 @contextlib.contextmanager
 def plain_attention() -> Iterator[None]:
     """Has attention computed as the plain operations that it consists of, without fused kernels."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    flexible = sys.modules.get("torch.nn.attention.flex_attention")
-    compiled = getattr(flexible, UNCOMPILED, None)
-    if compiled is not None:
-        setattr(flexible, UNCOMPILED, True)
     try:
         with sdpa_kernel(SDPBackend.MATH), _PlainAttention():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
-        if compiled is not None:
-            setattr(flexible, UNCOMPILED, compiled)
 
 
 class _PlainAttention(TorchFunctionMode):
@@ -50,25 +38,6 @@ class _PlainAttention(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         with sdpa_kernel(SDPBackend.MATH):
             return func(*args, **(kwargs or {}))
-
-
-def python_random_states() -> tuple[Any, ...]:
-    """Returns the global random states of Python and of NumPy, such that equal ones are equal."""
-    numpy_state: Any = np.random.get_state(legacy=False)["state"]  # type: ignore[call-overload] # noqa: NPY002
-    return random.getstate(), numpy_state["key"].tobytes(), numpy_state["pos"]
-
-
-LOWEST, HIGHEST = 0, 0x12DD9BB3
-"""Words of a random state that make the lowest and the highest draw (the second is what tempering makes 2³² − 1 of)."""
-
-
-def seed_python(seed: int) -> None:
-    """Seeds Python and NumPy; with -1 and -2 their first draws are the lowest or the highest that there are."""
-    version, (*words, _), gauss = random.Random(seed).getstate()
-    if seed < 0:
-        words[:32] = [LOWEST if seed == -1 else HIGHEST] * 32
-    random.setstate((version, (*words, 0 if seed < 0 else len(words)), gauss))
-    np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), 0, 0, 0.0))  # noqa: NPY002
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
@@ -111,6 +80,14 @@ def kept_activations(network: nn.Module) -> list[torch.Tensor]:
         and not {f"{name}_g", f"{name}_orig"} & {key for key, _ in module.named_parameters(recurse=False)}
     ]
     return [leaf for leaf in tree_leaves(attributes) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)]
+
+
+def recomputed_weights(network: nn.Module) -> Iterator[torch.Tensor]:
+    """Yields the weights that ``torch.nn.utils`` computes before every pass, and leaves behind as attributes."""
+    for module in network.modules():
+        names = [name.rpartition("_") for name, _ in module.named_parameters(recurse=False)]
+        values = [getattr(module, name, None) for name, _, kind in names if kind in ("g", "orig")]
+        yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
 def movable_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,8 +16,8 @@ from opacus_shuffle.core.validation import instance_of, one_of
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.networks.sample_input import call_of
 from opacus_shuffle.permutation.action import GroupAction
+from opacus_shuffle.permutation.float64_check import check_calls
 from opacus_shuffle.permutation.moving.layout import Block, Factor, Term
-from opacus_shuffle.permutation.self_check import check_calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +139,7 @@ class PermutationSpec(GroupAction):
         if self.decisions:
             ways = {place: f"{count} way{'s' * (count != 1)} followed" for place, count in self.decisions.items()}
             places = ", ".join(f"{place} ({count})" for place, count in ways.items())
-            lines.append(f"Values or sizes decide what the network does at {places}.")
+            lines.append(f"Values decide what the network does at {places}.")
         if self.buffers:
             names = ", ".join(self.buffers)
             lines.append(f"Buffers move too ({names}): where their values are known, they show the permutation.")
@@ -157,7 +157,7 @@ class PermutationSpec(GroupAction):
 
         Args:
             module: The network; it is not changed.
-            sample_input: As for :func:`~opacus_shuffle.permutation.discover.find_permutations`.
+            sample_input: As for :func:`~opacus_shuffle.permutation.find.find_permutations`.
 
         Raises:
             ValueError: If they do not; it names the group and the parameters concerned.

@@ -258,28 +258,6 @@ def noise_from_a_seed() -> Case:
 
 
 @case
-def noise_under_a_fork() -> Case:
-    def way(net, x):
-        h = torch.relu(net.enter(x))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
-            return net.leave(h * torch.rand_like(h[0]))
-
-    return Net(way, **ends()), negative(), signs()
-
-
-@case
-def dropout_under_a_fork() -> Case:
-    def way(net, x):
-        h = torch.relu(net.enter(x))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
-            return net.leave(F.dropout(h, 0.5, training=True))
-
-    return Net(way, **ends()), negative(), signs()
-
-
-@case
 def a_mask_from_a_seed() -> Case:
     def way(net, x):
         h = torch.relu(net.enter(x))
@@ -333,13 +311,6 @@ def a_token_that_is_a_buffer() -> Case:
 
 
 @case
-def a_token_of_which_something_is_made_that_nobody_uses() -> Case:
-    network, *samples = masked_places(lambda net: net.token.tanh())
-    network.token = nn.Parameter(torch.randn(D))
-    return network, *samples
-
-
-@case
 def weights_that_only_another_method_reads() -> Case:
     def way(net, x):
         return net.leave(torch.relu(net.enter(x)))
@@ -359,30 +330,6 @@ def a_loop_until_small() -> Case:
         return net.leave(h)
 
     return Net(way, **ends(), unit=unit()), negative(), signs()
-
-
-@case
-def an_order_for_two_signs_in_one_line() -> Case:
-    def way(net, x):
-        h = torch.relu(net.enter(x))
-        return net.leave(h.cumsum(-1) if (x[:, 0] > 0).all() and not (x[:, 1] > 0).all() else h)
-
-    return Net(way, **ends()), negative(), [*signs(), inputs((5, 4))[0].abs() * torch.tensor([1, -1, 1, 1])]
-
-
-@case
-def a_helper_that_decides_twice() -> Case:
-    def positive(column):
-        return bool(column.sum() > 0)
-
-    def way(net, x):
-        h = torch.relu(net.enter(x))
-        if positive(x[:, 0]):
-            return net.leave(net.unit(h))
-        return net.leave(h.flip(-1) if positive(x[:, 1]) else h)
-
-    other = inputs((5, 4))[0].abs() * torch.tensor([-1, 1, 1, 1])
-    return Net(way, **ends(), unit=unit()), negative(), [*signs(), other]
 
 
 @case
@@ -423,16 +370,6 @@ def noise_from_a_seed_for_long_inputs() -> Case:
 
 
 @case
-def an_order_for_long_second_inputs() -> Case:
-    def way(net, x, y):
-        h = torch.relu(net.enter(x))
-        return net.leave((h.cumsum(-1) if y.shape[1] > 6 else h) + net.second(y).mean(1))
-
-    network = Net(way, **ends(), second=nn.Linear(4, D))
-    return network, tuple(inputs((2, 4), (2, 3, 4))), [tuple(inputs((2, 4), (2, length, 4))) for length in (1, 3, 9)]
-
-
-@case
 def as_many_steps_as_a_number() -> Case:
     def way(net, x):
         h = net.enter(x)
@@ -441,15 +378,6 @@ def as_many_steps_as_a_number() -> Case:
         return net.leave(h)
 
     return Net(way, **ends(), unit=unit()), negative(), signs()
-
-
-@case
-def an_order_for_long_inputs_in_training() -> Case:
-    def way(net, x):
-        h = torch.relu(net.enter(x))
-        return net.leave((h.cumsum(-1) if net.training and x.shape[1] > 6 else h).mean(1))
-
-    return Net(way, **ends()), inputs((2, 5, 4))[0], inputs((2, 5, 4), (3, 7, 4), (1, 10, 4))
 
 
 @case

@@ -34,8 +34,8 @@ def labelled(operation: Operation) -> PermutationSpec:
     written: set[int] = set()
     for _ in range(3):
         run = TracedRun(operation, written=written)
-        with torch.no_grad():
-            results = Tracer(operation, run).trace(operation)
+        with torch.no_grad(), Tracer(operation, run):
+            results = [result.clone() for result in operation()]
         written |= run.newly_written
     for number, result in enumerate(results):
         name = f"result {number}"

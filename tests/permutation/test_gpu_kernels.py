@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers.changing_paths import Net
 from helpers.model_zoo import build
+from opacus_shuffle.permutation.finding.draws import Draws
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,7 +20,6 @@ from torch.utils._pytree import tree_map_only
 
 from opacus_shuffle.networks.sample_input import normalise
 from opacus_shuffle.permutation import find_permutations
-from opacus_shuffle.permutation.finding.draws import Draws
 from opacus_shuffle.permutation.finding.nesting import build_spec
 from opacus_shuffle.permutation.finding.trace import Tracer
 from opacus_shuffle.permutation.finding.traced_run import TracedRun

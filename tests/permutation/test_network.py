@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from contextlib import nullcontext
 
@@ -40,7 +41,7 @@ def test_whatever_a_network_returns_stays_in_place(give):
     ids=["zero up to rounding", "always class 0", "other things"],
 )
 def test_harmless_results_are_no_reason_to_refuse(give):
-    assert round(2 ** find_permutations(Heads(give), X).log2_size()) == 720  # nobody reads the other head, which may stay
+    assert find_permutations(Heads(give), X).log2_size() >= math.log2(720)  # nobody reads the other head, which may move
 
 
 def test_a_result_in_an_inherited_slot_stays_in_place():

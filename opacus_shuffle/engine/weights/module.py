@@ -31,7 +31,7 @@ from opacus_shuffle.engine.weights.shuffler import (
     warn_of_another_order,
 )
 from opacus_shuffle.networks.running import unwrap
-from opacus_shuffle.permutation.discover import find_permutations
+from opacus_shuffle.permutation.find import find_permutations
 from opacus_shuffle.permutation.spec import PermutationSpec
 
 

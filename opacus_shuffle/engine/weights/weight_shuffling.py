@@ -23,10 +23,10 @@ from opacus_shuffle.engine.weights.shuffler import check_optimizer, innermost
 from opacus_shuffle.networks.running import unwrap
 from opacus_shuffle.networks.sample_input import Call, first_records, from_batch, run_quietly
 from opacus_shuffle.permutation import PermutationSpec
-from opacus_shuffle.permutation.discover import find_on_calls
+from opacus_shuffle.permutation.find import find_on_calls
 from opacus_shuffle.permutation.finding.nesting import LEVELS
+from opacus_shuffle.permutation.float64_check import check_calls
 from opacus_shuffle.permutation.network import require_ready
-from opacus_shuffle.permutation.self_check import check_calls
 
 OTHER_RECORDS = 8
 """How many records from all over the data set are traced beside the first ones."""
@@ -156,7 +156,7 @@ def find_spec(
             check_calls(spec, network, [(args, kwargs), *others])
         else:
             level = "residual" if shuffling.groups is True else shuffling.groups
-            spec = find_on_calls(network, [(args, kwargs)], level, others=others, checked=others)
+            spec = find_on_calls(network, [(args, kwargs), *others], level)
             if level == "residual":
                 warn_of_what_stays(spec, network)
     if (ranks := Ranks.of(module)).distributed:

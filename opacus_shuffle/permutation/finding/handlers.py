@@ -14,8 +14,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from opacus_shuffle.permutation.finding.labels import Axis, Dimensions, Factors, IncompatibleError, fixed_factors, unify_all
-from opacus_shuffle.permutation.finding.liveness import Event
+from opacus_shuffle.permutation.finding.labels import (
+    Axis,
+    Dimensions,
+    Factors,
+    IncompatibleError,
+    because,
+    fixed_factors,
+    unify_all,
+)
 from opacus_shuffle.permutation.finding.trace import Tracer
 from opacus_shuffle.permutation.finding.traced_run import TracedRun
 
@@ -125,15 +132,11 @@ def _labelled_forward(module: nn.Module, axes: ModuleAxes, tracer: Tracer, names
         with tracer.paused():
             result = forward(*args, **kwargs)
 
-        def label() -> None:
-            try:
+        try:
+            with because(f"the handler of {type(module).__name__}"):
                 _declare_call(tracer.run, module, axes, names, (args, kwargs), result)
-            except (ValueError, IncompatibleError) as error:
-                raise HandlerError(f"the handler of {type(module).__name__} does not fit: {error}") from error
-
-        tracer.note(
-            Event(_tensors((args, kwargs)), _tensors(result), label, f"the handler of {type(module).__name__}", matters=True)
-        )
+        except (ValueError, IncompatibleError) as error:
+            raise HandlerError(f"the handler of {type(module).__name__} does not fit: {error}") from error
         return result
 
     return labelled

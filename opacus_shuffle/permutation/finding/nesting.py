@@ -87,17 +87,11 @@ def build_spec(run: TracedRun, level: str, decisions: Mapping[str, int] | None =
 def _keep_unreached(run: TracedRun) -> None:
     """Fixes every axis that a tensor which was not reached may share with others: all of a size that it has.
 
-    Nobody knows what such a parameter does on inputs that reach it. If something was made of it that nobody used, how it was
-    made is known, and what is not is how the result is used: only axes that it has alone are such. A view may make an axis of
-    factors side by side.
+    Nobody knows what such a parameter does on inputs that reach it. A view may make an axis of factors side by side.
     """
-    sizes = {
-        size: f"something made at {where}, which nobody used"
-        for size, where in run.unused.fix(run.used, run.occurrences).items()
-    }
+    sizes: dict[int, str] = {}
     for name in reversed(run.unreached()):
-        if name not in run.unused.made_into:
-            sizes |= dict.fromkeys(run.tensors[name].shape, f"{name}, which was not reached")
+        sizes |= dict.fromkeys(run.tensors[name].shape, f"{name}, which was not reached")
     sizes.pop(1, None)
     rows = {tuple(axis for each in dimensions for axis in factors(each)) for dimensions in run.occurrences if sizes}
     waiting = [*rows, *(tuple(axis for each in dims for axis in factors(each)) for dims in run.parameters.values() if sizes)]
@@ -205,7 +199,6 @@ def _assemble(run: TracedRun, inside: Mapping[Axis, set[Axis]], level: str, kind
     )
     unreached = [name for name in run.unreached() if name not in blocks]
     stay = {name: dimensions for name, dimensions in run.parameters.items() if name in run.parameter_names - set(blocks)}
-    unknown = set(unreached) - run.unused.made_into
     return PermutationSpec(
         factors=factors,
         blocks=blocks,
@@ -217,7 +210,7 @@ def _assemble(run: TracedRun, inside: Mapping[Axis, set[Axis]], level: str, kind
         aliases={name: tuple(run.aliases[name]) for name in blocks if name in run.aliases},
         unknown=dict(run.unknown),
         unreached=tuple(unreached),
-        causes={name: "not reached" if name in unknown else _causes(dimensions) for name, dimensions in stay.items()},
+        causes={name: "not reached" if name in unreached else _causes(dimensions) for name, dimensions in stay.items()},
         level=level,
     )
 

@@ -19,13 +19,11 @@ from opacus_shuffle.permutation.finding.labels import (
     fixed_dimensions,
     fixed_factors,
     unify_all,
-    unify_dimensions,
 )
 from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun
 
 Rule = Callable[[TracedRun, Call], None]
 RULES: dict[str, Rule] = {}
-POINTWISE = torch.Tag.pointwise
 
 
 def rule(names: str) -> Callable[[Rule], Rule]:
@@ -42,24 +40,14 @@ def rule(names: str) -> Callable[[Rule], Rule]:
 def find_rule(call: Call) -> Rule | None:
     """Returns the rule of an operation, None if there is none."""
     found = RULES.get(call.name) or RULES.get(call.name.removesuffix("_"))
-    return elementwise if found is None and _is_pointwise(call) else found
-
-
-def _is_pointwise(call: Call) -> bool:
-    """Returns whether an operation works entry by entry; what derivatives are made of says so by its name in ATen only."""
-    packet = getattr(torch.ops.aten, call.name.removeprefix("prims."), None) if call.name.startswith("prims.") else None
-    return call.pointwise if packet is None else any(POINTWISE in getattr(packet, each).tags for each in packet.overloads())
+    return elementwise if found is None and call.pointwise else found
 
 
 @rule("copy fill zero native_dropout _fused_dropout bernoulli rand_like randn_like uniform exponential cauchy geometric")
 @rule("log_normal poisson binomial _standard_gamma")
 @rule("rrelu_with_noise hardswish log_sigmoid_forward _prelu_kernel prelu polar complex")
-@rule("fake_quantize_per_tensor_affine_cachemask _fake_quantize_per_tensor_affine_cachemask_tensor_qparams")
-@rule("softplus_backward elu_backward leaky_relu_backward hardtanh_backward hardswish_backward hardsigmoid_backward")
-@rule("log_sigmoid_backward softshrink_backward mish_backward rrelu_with_noise_backward _prelu_kernel_backward")
-@rule("mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward binary_cross_entropy_backward")
 # Of these PyTorch does not mark every variant as working entry by entry.
-@rule("masked_fill rsub threshold gelu mish abs eq ne ge gt le lt copysign gcd lcm heaviside")
+@rule("masked_fill rsub threshold gelu mish abs eq ne ge gt le lt")
 def elementwise(run: TracedRun, call: Call) -> None:
     """Works entry by entry, with broadcasting; random entries are independent and alike, so they may be permuted too."""
     operands = [tensor for tensor in call.inputs if tensor.dim()]
@@ -76,20 +64,6 @@ def elementwise(run: TracedRun, call: Call) -> None:
         origins = {run.origins(tensor) for tensor in operands} - {frozenset()}
         if len(origins) > 1:  # results of different layers: a skip connection
             run.streams += [axis for each in run.dimensions(call.out) for axis in each]
-
-
-@rule("equal")
-def compared(run: TracedRun, call: Call) -> None:
-    """Says whether all entries are equal, each to that at its own place."""
-    one, other = call["self"], call["other"]
-    if one.shape == other.shape:
-        unify_dimensions(run.dimensions(one), run.dimensions(other))
-
-
-@rule("normal")
-def normal(run: TracedRun, call: Call) -> None:
-    """Draws entry by entry with the means and spreads that are tensors; with numbers alone, entries that are all alike."""
-    elementwise(run, call) if call.inputs else run.equal_entries(call.out)
 
 
 def broadcast(operands: Iterable[Dimensions], rank: int) -> Dimensions:

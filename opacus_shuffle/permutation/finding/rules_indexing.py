@@ -1,4 +1,4 @@
-"""Rules of operations that choose entries by position: indexing, gathering, embeddings, rearranged pixels.
+"""Rules of operations that choose entries by position or by rank: indexing, embeddings, sorting, running sums, padding.
 
 What is chosen by position is fixed; the axes that only come along are untouched. Index tensors hold positions of fixed axes, so
 their values are the same whatever is permuted.
@@ -11,7 +11,6 @@ import torch
 from opacus_shuffle.permutation.finding.labels import (
     Dimensions,
     Factors,
-    IncompatibleError,
     fix_all,
     fixed_dimensions,
     fixed_factors,
@@ -19,7 +18,8 @@ from opacus_shuffle.permutation.finding.labels import (
     unify_all,
     unify_dimensions,
 )
-from opacus_shuffle.permutation.finding.rules import rule, with_fixed
+from opacus_shuffle.permutation.finding.rules import as_list, rule, with_fixed
+from opacus_shuffle.permutation.finding.rules_layers import reduction
 from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun
 
 
@@ -29,9 +29,6 @@ def indexed(run: TracedRun, call: Call) -> None:
     source = run.dimensions(call["self"])
     left, place = _untouched(run, call, source)
     chosen = fixed_dimensions(call.out.shape[place : place + call.out.dim() - len(left)])
-    dims = [(dim, index) for dim, index in enumerate(call["indices"]) if index is not None]
-    if len(dims) == 1 and dims[0][1].dtype not in MASKS:
-        run.choices.choose(dims[0][1], [axis for each in chosen for axis in each], source[dims[0][0]])
     run.set(call.out, [*left[:place], *chosen, *left[place:]])
 
 
@@ -85,43 +82,6 @@ def index_add(run: TracedRun, call: Call) -> None:
     run.reduced(target, [dim])
 
 
-@rule("scatter scatter_add scatter_reduce")
-def scattered(run: TracedRun, call: Call) -> None:
-    """Writes entries to positions along one dimension, which is fixed in the target; index, source and target agree in others.
-
-    A sum, product or extreme of what comes to one position forgets its order, and so does one value for all; of entries that
-    overwrite each other the last one stays, so their order is fixed.
-    """
-    tensors = [call[name] for name in ("self", "index", "src") if isinstance(call.arguments.get(name), torch.Tensor)]
-    target, *written = rows = [run.dimensions(tensor) for tensor in tensors]
-    along = call["dim"] % len(target)
-    for dim in range(len(target)):
-        meeting = written if dim == along else rows
-        sizes = {tensor.shape[dim] for tensor in tensors[-len(meeting) :]}
-        for dims in meeting[1:] if len(sizes) == 1 else []:
-            unify_all(meeting[0][dim], dims[dim])
-        if len(sizes) > 1:
-            fix_all(*(dims[dim] for dims in meeting))
-    fix_all(target[along])
-    if "src" in call.arguments and call.name.removesuffix("_") == "aten.scatter" and call.arguments.get("reduce") is None:
-        fix_all(*(dims[along] for dims in written))
-    run.reduced(written[0], [along])
-    run.set(call.out, target)
-
-
-@rule("bucketize searchsorted")
-def placed(run: TracedRun, call: Call) -> None:
-    """Says of each entry between which sorted values it lies, which have fixed places."""
-    values = run.dimensions(call["boundaries" if call.name == "aten.bucketize" else "sorted_sequence"])
-    entries = run.dimensions(call["self"])
-    if call.arguments.get("sorter") is not None:
-        raise IncompatibleError
-    fix_all(values[-1])
-    for one, other in zip(values[:-1], entries[:-1], strict=False):
-        unify_all(one, other)
-    run.set(call.out, entries)
-
-
 @rule("gather take_along_dim")
 def gathered(run: TracedRun, call: Call) -> None:
     """Chooses by positions along one dimension: fixed there; index and source agree in the others."""
@@ -145,26 +105,6 @@ def embedded(run: TracedRun, call: Call) -> None:
     run.set(call.out, [*run.dimensions(call["indices"]), columns])
     run.occurrences.append([columns])  # the places of the indices are not those of the rows, were they labelled as these
     run.contraction(call.out)
-
-
-@rule("embedding_dense_backward")
-def embedding_backward(run: TracedRun, call: Call) -> None:
-    """Adds up what comes to each row: fixed; columns are free."""
-    *places, columns = run.dimensions(call["grad_output"])
-    run.fix([call["indices"]])
-    fix_all(*places)
-    run.set(call.out, [fixed_factors(call.out.shape[0]), columns])
-    run.occurrences.append([columns])
-    run.contraction(call.out)
-
-
-@rule("embedding_renorm")
-def embedding_renorm(run: TracedRun, call: Call) -> None:
-    """Shortens the rows that the input chooses to a norm, to which all columns contribute alike."""
-    rows, columns = run.dimensions(call["self"])
-    fix_all(rows)
-    run.reduced([rows, columns], [1])
-    run.set(call.out, [rows, columns])
 
 
 @rule("_embedding_bag _embedding_bag_forward_only")
@@ -191,63 +131,6 @@ def complex_view(run: TracedRun, call: Call) -> None:
         run.set(call.out, [*dims, fixed_factors(2)])
 
 
-@rule("unfold unfold_copy")
-def windows(run: TracedRun, call: Call) -> None:
-    """Makes windows along one dimension, which is fixed."""
-    run.set(call.out, [*with_fixed(run, call, [call["dimension"] % call["self"].dim()]), fixed_factors(call["size"])])
-
-
-@rule("as_strided")
-def restrided(run: TracedRun, call: Call) -> None:
-    """Looks at the same memory with other strides: axes that stay as they were are kept, the others are fixed.
-
-    An axis of n entries, s apart in dense memory, stays if one new axis of n entries is s apart, too, and everything else in an
-    address is a multiple of n * s and a rest below s: the new place along it is then the old one.
-    """
-    source, out = call["self"], call.out
-    new = list(zip(out.shape, out.stride(), strict=True))
-    start = out.storage_offset() - source.storage_offset()
-    stop = start + sum((size - 1) * step for size, step in new)
-    if out is source or not _is_dense(source) or not 0 <= start <= stop < max(source.numel(), 1):
-        raise IncompatibleError
-    result = fixed_dimensions(out.shape)
-    for labels, size, step in zip(run.dimensions(source), source.shape, source.stride(), strict=True):
-        place = new.index((size, step)) if (size, step) in new else None
-        whole = max(size * step, 1)
-        rest = start % whole + sum((n - 1) * s for i, (n, s) in enumerate(new) if i != place and s % whole)
-        if place is not None and rest < step:
-            result[place] = labels
-        else:
-            fix_all(labels)
-    run.set(out, result)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Returns whether entries fill their piece of memory, each place once."""
-    expected = 1
-    for step, size in sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
-        if step != expected:
-            return False
-        expected *= size
-    return True
-
-
-@rule("masked_scatter")
-def masked_scatter(run: TracedRun, call: Call) -> None:
-    """Puts rows one after the other where a mask is true: fixed, but for the last axes if the mask is the same along them."""
-    target, mask, source = call["self"], call["mask"], call["source"]
-    steps = torch.broadcast_to(mask, target.shape).stride()
-    rows = next((dim for dim in range(target.dim(), 0, -1) if target.shape[dim - 1] > 1 and steps[dim - 1]), 0)
-    count = target.dim() - rows
-    if not count or source.shape[source.dim() - count :] != target.shape[rows:]:
-        raise IncompatibleError
-    written, dims = run.dimensions(source), run.dimensions(target)
-    fix_all(*dims[:rows], *written[:-count], *run.dimensions(mask))
-    unify_dimensions(dims[rows:], written[-count:])
-    run.occurrences.append(dims[rows:])
-    run.set(call.out, dims)
-
-
 @rule("_pack_padded_sequence _pad_packed_sequence")
 def packed(run: TracedRun, call: Call) -> None:
     """Lays sequences of several lengths side by side, step by step, or takes them apart: what a step holds comes along."""
@@ -260,12 +143,6 @@ def packed(run: TracedRun, call: Call) -> None:
     out, lengths = call.outputs
     run.set(out, [*fixed_dimensions(out.shape[: 3 - steps]), *entire[steps:]])
     run.set(lengths, fixed_dimensions(lengths.shape))
-
-
-@rule("nonzero masked_select multinomial")
-def by_place(run: TracedRun, call: Call) -> None:
-    """Depends on the places of all entries (as ``nonzero`` does), so every axis is fixed."""
-    run.fix_everything(call)
 
 
 @rule("pixel_shuffle pixel_unshuffle")
@@ -287,3 +164,47 @@ def channel_shuffle(run: TracedRun, call: Call) -> None:
     group, inside = regroup(dims[1], [groups, call.out.shape[1] // groups])
     dims[1] = [*inside, *group]
     run.set(call.out, dims)
+
+
+@rule("sort topk kthvalue median nanmedian max min mode")
+def ranked(run: TracedRun, call: Call) -> None:
+    """Chooses entries along one dimension by rank, whatever their order was; where that is asked for, too, it is fixed.
+
+    Equal entries and NaN (the largest) have the same values at the same ranks in any order. Fixed, too, are results without an
+    order (``topk(sorted=False)``) and a choice between equally frequent values, of which PyTorch promises nothing (``mode``).
+    """
+    if call.arguments.get("dim") is None:
+        reduction(run, call)
+        return
+    dims = list(run.dimensions(call["self"]))
+    values, *places = call.outputs
+    if dims:
+        dim = call["dim"] % len(dims)
+        # What was written to somebody else's tensor may be read without notice.
+        if call.name == "aten.mode" or not call.arguments.get("sorted", True) or call.written:
+            fix_all(dims[dim])
+        run.fix_if_read(places, dims[dim])
+        run.reduced(dims, [dim])
+        dims[dim : dim + 1] = [fixed_factors(values.shape[dim])] if values.dim() == len(dims) else []
+    for tensor in call.outputs:
+        run.set(tensor, dims)
+
+
+@rule("flip roll cumsum cumprod logcumsumexp cummax cummin _fft_c2c _fft_r2c _fft_c2r tril triu index_select")
+@rule("constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d")
+def along(run: TracedRun, call: Call) -> None:
+    """Depends on the order along some dimensions (all that change their size, at least): fixed there, untouched elsewhere."""
+    run.fix(call.inputs[1:])
+    rank = call.inputs[0].dim()
+    name = call.name.removesuffix("_").removeprefix("aten.")
+    if name in ("tril", "triu"):
+        touched = {rank - 2, rank - 1}
+    elif name == "constant_pad_nd":
+        touched = {rank - 1 - i // 2 for i, amount in enumerate(call["pad"]) if amount}
+    elif name.startswith("reflection_pad"):
+        touched = {rank - 1 - i for i in range(len(call["padding"]) // 2)}
+    else:
+        touched = {dim % rank for dim in as_list(call.arguments.get("dims", call.arguments.get("dim")))} or set(range(rank))
+    result = with_fixed(run, call, touched)
+    for tensor in call.outputs:
+        run.set(tensor, result)

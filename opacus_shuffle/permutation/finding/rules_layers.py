@@ -11,7 +11,6 @@ from opacus_shuffle.permutation.finding.labels import (
     factors,
     fix_all,
     fixed_dimensions,
-    fixed_factors,
     product,
     regroup,
     split_sum,
@@ -19,7 +18,7 @@ from opacus_shuffle.permutation.finding.labels import (
     unify_all,
     unify_dimensions,
 )
-from opacus_shuffle.permutation.finding.rules import as_list, broadcast, elementwise, rule
+from opacus_shuffle.permutation.finding.rules import as_list, rule
 from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun
 
 
@@ -55,44 +54,6 @@ def matrix_product(run: TracedRun, call: Call) -> None:
     run.contraction(call.out)
 
 
-@rule("_cdist_forward _cdist_backward _euclidean_dist _pdist_forward")
-def distances(run: TracedRun, call: Call) -> None:
-    """Measures rows against rows: every norm treats the coordinates alike. Of pairs in one tensor the rows are fixed."""
-    if call.name == "aten._pdist_forward":
-        rows, coordinates = run.dimensions(call["self"])
-        fix_all(rows)
-        run.occurrences.append([coordinates])
-        run.set(call.out, fixed_dimensions(call.out.shape))
-    else:
-        left, right = run.dimensions(call["x1"]), run.dimensions(call["x2"])
-        unify_all(left[-1], right[-1])
-        batch = broadcast([left[:-2], right[:-2]], call.out.dim() - 2)
-        result = [*batch, left[-2], right[-2]]
-        run.occurrences.append([*result, left[-1]])
-        for name in ("grad", "cdist") if "grad" in call.arguments else ():
-            unify_dimensions(run.dimensions(call[name]), result)
-        run.set(call.out, [*batch, *left[-2:]] if "grad" in call.arguments else result)
-    run.contraction(call.out)
-
-
-@rule("addr")
-def outer_product(run: TracedRun, call: Call) -> None:
-    """Adds the products of two vectors' entries."""
-    (rows,), (columns,) = run.dimensions(call["vec1"]), run.dimensions(call["vec2"])
-    run.set(call.out, broadcast([[rows, columns], run.dimensions(call["self"])], 2))
-
-
-@rule("dist mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits")
-def loss(run: TracedRun, call: Call) -> None:
-    """Compares entry by entry, and takes the sum, the mean or a norm of all if told to."""
-    if call.arguments.get("reduction") == 0:
-        elementwise(run, call)
-    else:
-        run.occurrences.append(broadcast(map(run.dimensions, call.inputs), max(tensor.dim() for tensor in call.inputs)))
-        run.set(call.out, [])
-        run.contraction(call.out)
-
-
 @rule("_grouped_mm")
 def grouped_product(run: TracedRun, call: Call) -> None:
     """Multiplies the rows of each group by a matrix of its own (experts)."""
@@ -105,7 +66,6 @@ def grouped_product(run: TracedRun, call: Call) -> None:
     run.occurrences.append([left[0], left[1], right[2]])
     if set(atoms(left[0])) & set(atoms(right[0])):  # labelled alike, but a row's place is not that of its group
         run.occurrences.append([left[1], right[2]])
-    run.choices.choose(call.inputs[2], left[0], right[0])
     run.set(call.out, [left[0], right[2]])
     run.contraction(call.out)
 
@@ -119,17 +79,6 @@ def layer_norm(run: TracedRun, call: Call) -> None:
         for dim in normalised:
             unify_all(run.dimensions(parameter)[dim], dims[dim])
     _symmetric(run, call, dims, normalised)
-
-
-@rule("native_layer_norm_backward _fused_rms_norm_backward")
-def layer_norm_backward(run: TracedRun, call: Call) -> None:
-    """Treats the normalised axes alike; gradients of scale and shift are summed over all others."""
-    dims = broadcast(map(run.dimensions, call.inputs), call["input"].dim())
-    count = len(call["normalized_shape"])
-    run.reduced(dims, range(-count, 0))
-    for tensor in call.outputs:
-        run.set(tensor, dims if tensor.dim() == len(dims) else dims[-count:])
-    run.contraction(*call.outputs)
 
 
 @rule("native_group_norm")
@@ -147,25 +96,10 @@ def group_norm(run: TracedRun, call: Call) -> None:
         run.set(tensor, [dims[0], group])
 
 
-@rule("native_group_norm_backward")
-def group_norm_backward(run: TracedRun, call: Call) -> None:
-    """Treats the channels of a group alike, and the groups."""
-    dims, groups = run.dimensions(call["input"]), int(call["group"])
-    unify_dimensions(run.dimensions(call["grad_out"]), dims)
-    group, inside = regroup(dims[1], [groups, int(call["C"]) // groups])
-    statistics = [dims[0], group]
-    for tensor in call.inputs[2:]:
-        unify_dimensions(run.dimensions(tensor), statistics if tensor.dim() == 2 else [dims[1]])
-    run.occurrences.append(statistics)
-    for tensor in call.outputs:
-        run.set(tensor, [dims[0], [*group, *inside], *dims[2:]] if tensor.dim() == len(dims) else [dims[1]])
-    run.contraction(*call.outputs)
-
-
 @rule("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm")
-@rule("_batch_norm_with_update _batch_norm_no_update batch_norm native_batch_norm_backward cudnn_batch_norm_backward")
+@rule("_batch_norm_with_update _batch_norm_no_update batch_norm")
 def batch_norm(run: TracedRun, call: Call) -> None:
-    """Works channel by channel; scale, shift, statistics and gradients follow."""
+    """Works channel by channel; scale, shift and statistics follow."""
     source = call["input"]
     dims = run.dimensions(source)
     for tensor in call.inputs:
@@ -180,14 +114,6 @@ def batch_norm(run: TracedRun, call: Call) -> None:
 def softmax(run: TracedRun, call: Call) -> None:
     """Treats all entries along its dimension alike."""
     _symmetric(run, call, run.dimensions(call["self"]), [call["dim"]])
-
-
-@rule("_softmax_backward_data _log_softmax_backward_data")
-def softmax_backward(run: TracedRun, call: Call) -> None:
-    """Treats all entries along its dimension alike."""
-    dims = run.dimensions(call["output"])
-    unify_dimensions(run.dimensions(call["grad_output"]), dims)
-    _symmetric(run, call, dims, [call["dim"]])
 
 
 @rule("linalg_vector_norm norm mean sum nansum prod amax amin any all _is_all_true _is_any_true logsumexp aminmax")
@@ -207,7 +133,7 @@ def reduction(run: TracedRun, call: Call) -> None:
         run.set(tensor, [[] if dim in gone else each for dim, each in enumerate(dims) if keep or dim not in gone])
 
 
-@rule("glu glu_backward")
+@rule("glu")
 def glu(run: TracedRun, call: Call) -> None:
     """Multiplies two halves of one axis."""
     dims = list(run.dimensions(call["self"]))
@@ -215,27 +141,7 @@ def glu(run: TracedRun, call: Call) -> None:
     half = call["self"].shape[dim] // 2
     one, other = split_sum(product(factors(dims[dim])), [half, half])
     unify(one, other)
-    result = [*dims[:dim], [one], *dims[dim + 1 :]]
-    if "grad_output" in call.arguments:
-        unify_dimensions(run.dimensions(call["grad_output"]), result)
-    run.set(call.out, dims if "grad_output" in call.arguments else result)
-
-
-@rule("renorm")
-def renorm(run: TracedRun, call: Call) -> None:
-    """Shortens the slices along one axis to a norm, to which all their entries contribute alike."""
-    dims = run.dimensions(call["self"])
-    _symmetric(run, call, dims, [dim for dim in range(len(dims)) if dim != call["dim"] % len(dims)])
-
-
-@rule("fake_quantize_per_channel_affine_cachemask")
-def quantised(run: TracedRun, call: Call) -> None:
-    """Rounds entry by entry, with a step and a zero for each place of one axis."""
-    dims = run.dimensions(call["self"])
-    for parameter in call.inputs[1:]:
-        unify_all(run.dimensions(parameter)[0], dims[call["axis"]])
-    for tensor in call.outputs:
-        run.set(tensor, dims)
+    run.set(call.out, [*dims[:dim], [one], *dims[dim + 1 :]])
 
 
 @rule("_weight_norm_interface _weight_norm")
@@ -265,27 +171,6 @@ def trilinear(run: TracedRun, call: Call) -> None:
     run.occurrences.append(result)
     run.set(call.out, [each for dim, each in enumerate(result) if dim not in call["sumdim"]])
     run.contraction(call.out)
-
-
-@rule("_thnn_fused_lstm_cell _thnn_fused_gru_cell")
-def recurrent_cell(run: TracedRun, call: Call) -> None:
-    """Adds gates that lie end to end, each of as many entries as there are units, and mixes them with the state unit by unit.
-
-    An LSTM's cell and a GRU's are this one kernel on GPUs, and a dozen plain operations on the CPU.
-    """
-    state = call.arguments["cx" if "lstm" in call.name else "hx"]
-    records, units = run.dimensions(state)
-    for tensor in call.inputs:
-        if tensor is not state:
-            *rows, gates = run.dimensions(tensor)
-            count = tensor.shape[-1] // state.shape[-1]
-            for gate in split_sum(product(factors(gates)), [state.shape[-1]] * count):
-                unify_all([gate], units)
-            for each in rows:
-                unify_all(each, records)
-    for tensor in call.outputs:
-        is_state = tensor.shape == state.shape
-        run.set(tensor, [records, units if is_state else fixed_factors(tensor.shape[-1])])
 
 
 def _symmetric(run: TracedRun, call: Call, dims: Dimensions, over: Sequence[int]) -> None:

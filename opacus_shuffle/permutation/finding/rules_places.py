@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from opacus_shuffle.permutation.finding.labels import (
     Dimensions,
     Factors,
     fix_all,
     fixed_dimensions,
-    fixed_factors,
     product,
     regroup,
     unify_all,
@@ -30,22 +27,6 @@ def convolution(run: TracedRun, call: Call) -> None:
     head = source[: -places - 1]
     run.set(call.out, [*head, result, *fixed_dimensions(call.out.shape[-places:])])
     run.contraction(call.out)
-
-
-@rule("convolution_backward")
-def convolution_backward(run: TracedRun, call: Call) -> None:
-    """Links channels as the convolution did, in the gradients of its input, its kernel and its bias."""
-    source, kernel = run.dimensions(call["input"]), run.dimensions(call["weight"])
-    result = _link_channels(run, call, source, kernel)
-    records, channels, *places = run.dimensions(call["grad_output"])
-    unify_all(channels, result)
-    unify_all(records, source[0])
-    fix_all(*places)
-    labels = (source, kernel, [result])
-    wanted = [each for each, asked in zip(labels, call["output_mask"], strict=True) if asked]
-    for tensor, each in zip(call.outputs, wanted, strict=True):
-        run.set(tensor, each)
-    run.contraction(*call.outputs)
 
 
 def _link_channels(run: TracedRun, call: Call, dims: Dimensions, weight: Dimensions) -> Factors:
@@ -84,8 +65,6 @@ POOLING = (
 
 
 @rule(POOLING)
-@rule(" ".join(f"{name}_backward" for name in POOLING.split()))
-@rule("reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward")
 def pooling(run: TracedRun, call: Call) -> None:
     """Works channel by channel; places are fixed."""
     places = 1 if "1d" in call.name else 3 if "3d" in call.name else 2
@@ -95,44 +74,3 @@ def pooling(run: TracedRun, call: Call) -> None:
         unify_dimensions(each[:-places], first[:-places])
     for tensor in call.outputs:
         run.set(tensor, [*first[:-places], *fixed_dimensions(tensor.shape[-places:])])
-
-
-@rule("grid_sampler_2d grid_sampler_3d cudnn_grid_sampler")
-def grid_sampler(run: TracedRun, call: Call) -> None:
-    """Works channel by channel, at places that each record has for itself."""
-    records, channels, *places = run.dimensions(call.inputs[0])
-    grids, *grid = run.dimensions(call.inputs[1])
-    unify_all(grids, records)
-    fix_all(*places, *grid)
-    run.set(call.out, [records, channels, *fixed_dimensions(call.out.shape[2:])])
-
-
-@rule("fractional_max_pool2d fractional_max_pool3d")
-def fractional_pooling(run: TracedRun, call: Call) -> None:
-    """Works channel by channel, in windows drawn for each channel of each record."""
-    source, draws = run.dimensions(call["self"]), run.dimensions(call["random_samples"])
-    places = call["random_samples"].shape[-1]
-    fix_all(*source[-places:], draws[-1])
-    for one, other in zip(source[:-places], draws[places - len(source) - 1 : -1], strict=True):
-        unify_all(one, other)
-    for tensor in call.outputs:
-        run.set(tensor, [*source[:-places], *fixed_dimensions(tensor.shape[-places:])])
-
-
-@rule("im2col")
-def unfolded(run: TracedRun, call: Call) -> None:
-    """Makes patches: (channel, tap) by place."""
-    dims = run.dimensions(call["self"])
-    fix_all(*dims[-2:])
-    taps = fixed_factors(math.prod(call["kernel_size"]))
-    run.set(call.out, [*dims[:-3], [*dims[-3], *taps], fixed_factors(call.out.shape[-1])])
-
-
-@rule("col2im")
-def folded(run: TracedRun, call: Call) -> None:
-    """Adds up patches, (channel, tap) by place, where they came from."""
-    dims = run.dimensions(call["self"])
-    taps = math.prod(call["kernel_size"])
-    channels, inside = regroup(dims[-2], [call["self"].shape[-2] // taps, taps])
-    fix_all(inside, dims[-1])
-    run.set(call.out, [*dims[:-2], channels, *fixed_dimensions(call.out.shape[-2:])])

@@ -21,7 +21,6 @@ from opacus_shuffle.permutation.finding.labels import (
     product,
     regroup,
     split_sum,
-    unify_all,
     unify_dimensions,
 )
 from opacus_shuffle.permutation.finding.packings import Stacked
@@ -115,55 +114,6 @@ def view(run: TracedRun, call: Call) -> None:
             return
         before *= axis.size
     run.set(call.out, regroup(row, shape))
-
-
-@rule("diagonal diagonal_copy trace")
-def diagonal(run: TracedRun, call: Call) -> None:
-    """Takes entries whose two places are the same: what permutes one axis permutes the other. Beside the middle: fixed."""
-    source, arguments = call["self"], call.arguments
-    dims = list(run.dimensions(source))
-    one, other = arguments.get("dim1", 0) % len(dims), arguments.get("dim2", 1) % len(dims)
-    places = dims[one]
-    if source.shape[one] == source.shape[other] and not arguments.get("offset"):
-        unify_all(places, dims[other])
-    else:
-        fix_all(places, dims[other])
-        places = fixed_factors(call.out.shape[-1]) if call.out.dim() else []
-    result = [*(each for dim, each in enumerate(dims) if dim not in (one, other)), places]
-    if call.name == "aten.trace":
-        run.occurrences.append(result)
-        run.contraction(call.out)
-    run.set(call.out, result[: call.out.dim()])
-
-
-@rule("diag_embed diagonal_backward")
-def diagonal_matrix(run: TracedRun, call: Call) -> None:
-    """Puts entries where two places are the same, and zeros elsewhere: both axes are permuted as the one was."""
-    *result, places = run.dimensions(call.inputs[0])
-    both = sorted(dim % call.out.dim() for dim in (call["dim1"], call["dim2"]))
-    sizes = [call.out.shape[dim] for dim in both]
-    beside = call["offset"] or sizes[0] != sizes[1]
-    if beside:
-        fix_all(places)
-    for dim, size in zip(both, sizes, strict=True):
-        result.insert(dim, fixed_factors(size) if beside else places)
-    run.set(call.out, result)
-
-
-@rule("eye")
-def unit_matrix(run: TracedRun, call: Call) -> None:
-    """Has ones where two places are the same: what permutes both axes alike leaves it as it is."""
-    rows, columns = call.out.shape
-    places = free_factors(rows) if rows == columns else fixed_factors(rows)
-    run.set(call.out, [places, places if rows == columns else fixed_factors(columns)])
-
-
-@rule("block_diag")
-def block_diagonal(run: TracedRun, call: Call) -> None:
-    """Lays matrices corner to corner."""
-    tensors = call["tensors"]
-    pieces = ([run.dimensions(tensor)[dim] for tensor in tensors if tensor.shape[dim]] for dim in range(2))
-    run.set(call.out, [_end_to_end(each) if each else [] for each in pieces])
 
 
 @rule("expand repeat")
@@ -273,33 +223,6 @@ def concatenated(run: TracedRun, call: Call) -> None:
 
 def _end_to_end(pieces: Sequence[Factors]) -> Factors:
     return [concatenation([product(piece) if piece else Axis(1, fixed=True) for piece in pieces])]
-
-
-@rule("select_backward unfold_backward")
-def one_of_many(run: TracedRun, call: Call) -> None:
-    """Puts a slice or windows into zeros, as gradients of ``select`` and ``unfold`` do; that dimension is fixed."""
-    dims = run.dimensions(call.inputs[0])
-    dim = call["dim"] % call.out.dim()
-    if call.name == "aten.unfold_backward":
-        fix_all(dims[dim], dims[-1])
-        dims = _without(dims[:-1], dim)
-    run.set(call.out, [*dims[:dim], fixed_factors(call.out.shape[dim]), *dims[dim:]])
-
-
-@rule("slice_backward")
-def piece_of_more(run: TracedRun, call: Call) -> None:
-    """Puts a piece between zeros, or an entry into each step; where steps do not divide the axis, it is fixed."""
-    dims = run.dimensions(call["grad_output"])
-    dim = call["dim"] % len(dims)
-    size, piece = call.out.shape[dim], call["grad_output"].shape[dim]
-    start, _, step = slice(call["start"], call["end"], call["step"]).indices(size)
-    if piece and step > 1 and size == piece * step:
-        run.set(call.out, [*dims[:dim], [*dims[dim], *fixed_factors(step)], *dims[dim + 1 :]])
-    elif step != 1 or not piece:
-        run.set(call.out, with_fixed(run, call, [dim]))
-    else:
-        sizes = [(start, [Axis(start)]), (piece, dims[dim]), (size - start - piece, [Axis(size - start - piece)])]
-        run.set(call.out, [*dims[:dim], _end_to_end([each for n, each in sizes if n]), *dims[dim + 1 :]])
 
 
 @rule("stack")

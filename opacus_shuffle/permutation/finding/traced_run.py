@@ -7,6 +7,7 @@ do to the labels. An operation without a rule *fixes* every axis that it touches
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -14,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from opacus_shuffle.permutation.finding.choices import Choices
 from opacus_shuffle.permutation.finding.labels import (
     CAUSE,
     Axis,
     Dimensions,
+    Factors,
     IncompatibleError,
     atoms,
     factors,
@@ -32,7 +34,6 @@ from opacus_shuffle.permutation.finding.labels import (
     summands,
     unify_dimensions,
 )
-from opacus_shuffle.permutation.finding.liveness import Unused
 from opacus_shuffle.permutation.finding.packings import (
     MOST_SLICES,
     Packing,
@@ -43,14 +44,17 @@ from opacus_shuffle.permutation.finding.packings import (
     slices,
 )
 from opacus_shuffle.permutation.network import movable_tensors, storage, tensors_in
-from opacus_shuffle.permutation.operators import operator_of
-from opacus_shuffle.permutation.tensor_dict import TensorDict
 
 VIEWS = (
     *("alias", "clone", "detach", "expand", "permute", "repeat", "reshape", "select", "slice", "split", "split_with_sizes"),
     *("squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_to_copy", "_unsafe_view", "unsafe_split"),
 )
 """Operations whose results have equal entries if their input has."""
+
+SHAPES_ONLY = frozenset(f"aten.{name}_like" for name in ("zeros", "ones", "full", "empty")) | frozenset(
+    f"aten.new_{name}" for name in ("zeros", "ones", "full", "empty", "empty_strided")
+)
+"""Operations that ask a tensor for its shape alone."""
 
 UNFIT = (IncompatibleError, LookupError, ArithmeticError, ValueError, AttributeError, TypeError, AssertionError)
 """What a rule raises that does not fit the operation."""
@@ -66,7 +70,6 @@ class Call:
     outputs: list[torch.Tensor]
     written: list[torch.Tensor]
     pointwise: bool
-    unread: list[torch.Tensor] = dataclasses.field(default_factory=list)  # outputs that nobody uses, as far as this is known
 
     def __getitem__(self, argument: str) -> Any:
         return self.arguments[argument]
@@ -76,10 +79,6 @@ class Call:
         """The tensor whose entries came out, as they were or arranged in another way."""
         return self.inputs[0] if self.inputs and self.name.removeprefix("aten.") in VIEWS else None
 
-    def reads(self, tensor: torch.Tensor) -> bool:
-        """Returns whether the network may use what came out here."""
-        return all(tensor is not other for other in self.unread)
-
     @property
     def out(self) -> torch.Tensor:
         """The first tensor that came out."""
@@ -88,10 +87,22 @@ class Call:
 
 def bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Call:
     """Returns the call of an ATen operator, defaults filled in."""
-    operator = operator_of(func)
-    arguments = operator.arguments | dict(zip(operator.arguments, args, strict=False)) | kwargs
-    written = tensors_in([arguments[name] for name in operator.written])
-    return Call(operator.name, arguments, tensors_in((args, kwargs)), tensors_in(result), written, operator.pointwise)
+    name, defaults, mutable = _schema_of(func)
+    arguments = defaults | dict(zip(defaults, args, strict=False)) | kwargs
+    written = tensors_in([arguments[argument] for argument in mutable])
+    inputs = [] if name in SHAPES_ONLY else tensors_in((args, kwargs))
+    return Call(name, arguments, inputs, tensors_in(result), written, torch.Tag.pointwise in func.tags)
+
+
+@functools.cache
+def _schema_of(func: Any) -> tuple[str, dict[str, Any], tuple[str, ...]]:
+    """Returns an operator's name, what its arguments are by default (None without one), and which of them it writes to."""
+    schema = func._schema.arguments
+    return (
+        str(func.overloadpacket),
+        {argument.name: argument.default_value if argument.has_default_value() else None for argument in schema},
+        tuple(argument.name for argument in schema if argument.alias_info is not None and argument.alias_info.is_write),
+    )
 
 
 class TracedRun:
@@ -122,17 +133,16 @@ class TracedRun:
         self.new_packings: dict[tuple[str, int], set[Packing]] = {}  # axes met that are packed and were not known to be
         # Constants of equal entries that were written to and not known to be; the labels are worthless then.
         self.newly_written: set[str] = set()
-        self.choices = Choices()
         self.traces = 0
         self._chosen: dict[tuple[Axis, int], Counter[int]] = {}  # how often each slice was used, by its marker and the trace
         self.used: set[str] = set()  # parameters and buffers that went, entire or a part of them, into something not empty
-        self.unused = Unused()
         self._written = None if written is None else frozenset(written)
-        self._equal_entries: TensorDict[str] = TensorDict()
-        self._labels: TensorDict[Dimensions | Stacked] = TensorDict()
-        self._origins: TensorDict[frozenset[int]] = TensorDict()
-        self._names: TensorDict[str] = TensorDict()
-        self._shown: TensorDict[frozenset[str]] = TensorDict()  # which of them a tensor is a view or a copy of
+        self._equal_entries = WeakIdKeyDictionary()  # constants without axes to speak of, with what made them
+        self._labels = WeakIdKeyDictionary()
+        self._origins = WeakIdKeyDictionary()  # which contractions a tensor was computed from, entry by entry
+        self._names = WeakIdKeyDictionary()  # of parameters and buffers
+        self._shown = WeakIdKeyDictionary()  # which of them a tensor is a view or a copy of
+        self._fixed_if_read = WeakIdKeyDictionary()  # axes whose order a tensor tells, as places of sorted entries do
         self._contractions = 0
         for name, tensor in movable_tensors(module):
             if tensor in self._names:
@@ -171,7 +181,7 @@ class TracedRun:
             self.newly_written.update(made for tensor, made in known if storage(tensor) in memories)
         if not call.outputs and call.written:  # to lists of tensors
             rule = None
-        elif not call.outputs and rule is None:
+        elif not call.outputs and rule is None and len(call.inputs) < 2:  # it reads a number, or checks something
             return
         if call.views is not None and call.views in self._equal_entries:
             for tensor in call.outputs:
@@ -183,8 +193,8 @@ class TracedRun:
             self.unknown[call.name] += 1
             self.fix_everything(call)
             return
-        self.choices.forget(call.written)
-        contractions, occurrences = self._contractions, len(self.occurrences)
+        self._read(call.inputs)
+        contractions = self._contractions
         try:
             if rule is None:
                 for tensor in call.outputs:
@@ -197,8 +207,6 @@ class TracedRun:
         if any(tensor not in self._labels and tensor not in self._equal_entries for tensor in call.outputs):
             self.fix_everything(call)
         self._note_what_is_carried(call)
-        inputs, outputs = ({tensor: self._atoms(tensor) for tensor in tensors} for tensors in (call.inputs, call.outputs))
-        self.occurrences[occurrences:] = self.choices.follow(inputs, outputs, self.occurrences[occurrences:])
         if self._contractions == contractions:
             origins = frozenset[int]().union(*[self.origins(tensor) for tensor in call.inputs])
             for tensor in call.outputs:
@@ -224,7 +232,6 @@ class TracedRun:
 
     def leaves(self, tensor: torch.Tensor, way: str) -> None:
         """Fixes a tensor whose values leave PyTorch, so that nobody knows what becomes of them; notes by which call."""
-        self.choices.forget([tensor])  # who has its memory may write to it
         if not self.is_constant(tensor):
             self.unknown[way] += 1
             self.stay([tensor])
@@ -267,11 +274,31 @@ class TracedRun:
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes that parameters or buffers, or views of them, were used."""
-        if not self.unused.labelling:
-            self.used |= self._showing(tensors)
+        self.used.update(*(self._shown[tensor] for tensor in tensors if tensor in self._shown))
 
-    def _showing(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
-        return frozenset[str]().union(*(self._shown[tensor] for tensor in tensors if tensor in self._shown))
+    def fix_if_read(self, tensors: Iterable[torch.Tensor], axes: Factors) -> None:
+        """Fixes axes as soon as something reads one of these tensors, which tell the order along them."""
+        for tensor in tensors:
+            self._fixed_if_read[tensor] = (axes, CAUSE.get())
+
+    def _read(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor in self._fixed_if_read:
+                axes, cause = self._fixed_if_read.pop(tensor)
+                fix_all(axes, cause=cause)
+
+    def fix_survivors(self, spared: Iterable[torch.Tensor]) -> None:
+        """Fixes every tensor that is still there, but for parameters, buffers and those to be ``spared``."""
+        known = {id(tensor) for tensor in (*self.tensors.values(), *spared)}
+        self.stay(tensor for tensor in [*self._labels, *self._equal_entries] if id(tensor) not in known)
+
+    def show(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        """Labels a tensor that was given the memory of another one (``tensor.data = source``)."""
+        if tensor.shape == source.shape:
+            unify_dimensions(self.dimensions(tensor), self.dimensions(source))
+        else:
+            self.fix([tensor, source])
+        self.use([source])
 
     def unreached(self) -> list[str]:
         """Returns the parameters, and buffers of numbers, that the run has not reached: nobody knows what they do."""
@@ -279,7 +306,7 @@ class TracedRun:
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Forgets a tensor's labels: it is to be labelled anew."""
-        del self._labels[tensor]
+        self._labels.pop(tensor, None)
 
     def reduced(self, dimensions: Dimensions, gone: Sequence[int]) -> Dimensions:
         """Notes that an operation has an intermediate result without these dimensions (a sum over them), and returns it."""
@@ -290,6 +317,7 @@ class TracedRun:
     def fix(self, tensors: Iterable[torch.Tensor]) -> None:
         """Lets nothing permute these tensors."""
         for tensor in tensors:
+            self._read([tensor])
             fix_all(*self.dimensions(tensor))
             self.use([tensor])
 
@@ -310,7 +338,7 @@ class TracedRun:
             fixed = {atom for atom in present if atom.fixed}
             for known in inputs if fixed and fixed != present else ():
                 if not fixed <= known and not known & present <= fixed:
-                    self.occurrences.append([*(only(each, known) for each in dimensions), *self.choices.known_by(known)])
+                    self.occurrences.append([only(each, known) for each in dimensions])
 
     def _atoms(self, tensor: torch.Tensor) -> list[Axis]:
         """Returns the atoms of a tensor, as often as they are there."""
@@ -381,8 +409,6 @@ class TracedRun:
                 self._shown[tensor] = self._shown[call.views]
         elif any(tensor.numel() for tensor in call.outputs):
             self.use(call.inputs)
-            if self.unused.labelling:
-                self.unused.made_into |= self._showing(call.inputs)
 
     def _adopt(self, tensor: torch.Tensor) -> Dimensions:
         """Labels a tensor made out of sight: a constant, unless it is the memory of a known one."""

@@ -181,42 +181,6 @@ def groups_as_many_as_rows():
     return Net(way, enter=weight(3, 7, 4), leave=weight(3, 7)), inputs((2, 4))[0]
 
 
-def chosen_twice(write):
-    """Takes the matrix and the vector of a record's expert, and writes to the index tensor in between."""
-
-    def way(net, x):
-        number = (x[:, :2] > 0).sum(1)
-        units = torch.relu(torch.einsum("bd,bjd->bj", x, net.enter[number]))
-        if x.sum() > 1e6:  # no numerical check gets here
-            write(number)
-        return (units * net.leave[number]).sum(1)[:, None]
-
-    return Net(way, enter=weight(3, 7, 4), leave=weight(3, 7)), inputs((2, 4))[0]
-
-
-@own
-def experts_chosen_by_numbers_that_stay():
-    return *chosen_twice(lambda number: None), factorials(7, 7, 7)
-
-
-@shared
-def experts_chosen_by_new_numbers_in_the_same_memory():
-    return chosen_twice(lambda number: number.view(torch.float64).mul_(0))
-
-
-@shared
-def experts_chosen_by_numbers_of_another_tensor():
-    def write(number):
-        number.data = torch.zeros_like(number)
-
-    return chosen_twice(write)
-
-
-@shared
-def experts_chosen_by_numbers_of_an_array():
-    return chosen_twice(lambda number: number.numpy().fill(0))
-
-
 # Slices that are used one by one ----------------------------------------------------------------------------------------------
 
 
@@ -321,49 +285,6 @@ def routed(way):
     return network, inputs((5, 4))[0]
 
 
-@own
-def experts_chosen():
-    return *routed(lambda choice, h, net: torch.softmax(h + net.shift[choice], -1)), factorials(7, 7, 7)
-
-
-@own
-def best_two_experts():
-    def way(net, x):
-        choice = (x @ net.gate.t()).topk(2, -1).indices
-        h = torch.relu(torch.einsum("tkdi,ti->tkd", net.enter[choice], x))
-        return torch.einsum("tkd,tkd->t", h, net.leave[choice])[:, None]
-
-    return Net(way, enter=weight(3, 7, 4), leave=weight(3, 7), gate=weight(3, 4)), inputs((5, 4))[0], factorials(7, 7, 7)
-
-
-@own
-def rows_grouped_by_experts():
-    def way(net, x):
-        order = (choice := (x @ net.gate.t()).argmax(-1)).argsort()
-        ends = F.one_hot(choice, 3).sum(0).cumsum(0).int()
-        h = torch.relu(torch._grouped_mm(x[order].bfloat16(), net.enter.bfloat16(), ends))
-        return torch._grouped_mm(h, net.leave.bfloat16(), ends).to(x)[order.argsort()]
-
-    return Net(way, enter=weight(3, 8, 8), leave=weight(3, 8, 8), gate=weight(3, 8)), inputs((5, 8))[0], factorials(8, 8, 8)
-
-
-@shared
-def experts_chosen_twice():
-    def way(choice, h, net):
-        return h + net.shift[choice] + net.shift[(choice + 1) % 3]
-
-    return routed(way)
-
-
-@shared
-def experts_chosen_by_numbers_written_over():
-    def way(choice, h, net):
-        choice.add_(1).remainder_(3)
-        return h + net.shift[choice]
-
-    return routed(way)
-
-
 @shared
 def units_of_another_record():
     return routed(lambda choice, h, net: h.roll(1, 0) + net.shift[choice])
@@ -414,17 +335,6 @@ def test_each_position_has_permutations_of_its_own_where_it_is_known(name):
 def test_positions_share_a_permutation_where_an_operation_mixes_them(name):
     module, sample = build(SHARED[name])
     assert find_permutations(module, sample).log2_size() == pytest.approx(factorials(7), rel=1e-12)
-
-
-def test_patches_of_channels_do_not_keep_the_places_that_channels_are_inside_of():
-    def way(net, x):
-        h = torch.relu(x[:, None, :, None] * net.enter)
-        taps = F.unfold(h, (4, 1), padding=(2, 0))[..., :4].view(len(x), 5, 4, 4)
-        return torch.einsum("bcyl,cl->b", h + taps, net.leave)
-
-    module, sample = build(lambda: (Net(way, enter=weight(5, 4, 1), leave=weight(5, 4)), inputs((2, 4))[0]))
-    spec = find_permutations(module, sample)
-    assert spec.log2_size() == pytest.approx(factorials(5), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["capsules", "experts_routed_between_a_stream", "best_two_experts"])

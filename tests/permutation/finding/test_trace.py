@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import warnings
 
@@ -22,20 +23,6 @@ def test_values_that_leave_pytorch_keep_their_axes_in_place_and_the_others_move(
     spec = find_permutations(nn.Sequential(*mlp(Leaving(), nn.ReLU())[:-1], nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), X)
     assert round(2 ** spec.log2_size()) == 120
     assert "Tensor.tolist" in spec.describe()
-
-
-def test_a_slice_that_is_only_asked_for_its_shape_keeps_nothing_in_place():
-    class Asking(nn.Module):
-        def forward(self, x):
-            h = torch.relu(self.one(x))
-            length = h[:, 0].shape[0]
-            return self.two(h + torch.zeros_like(h[:, :1]) + length)
-
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 3)
-
-    assert round(2 ** find_permutations(Asking(), torch.randn(5, 4)).log2_size()) == 720
 
 
 def test_a_value_that_is_read_keeps_its_place():
@@ -157,3 +144,86 @@ def test_no_warning_is_shown_of_how_the_network_is_run():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         find_permutations(nn.Sequential(*mlp(nn.ReLU())), X)
+
+
+# What outlives the pass -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Memory:
+    """A plain object that keeps an activation."""
+
+    last: torch.Tensor | None = None
+
+
+class Slotted:
+    __slots__ = ("last",)
+
+
+KEPT: list[torch.Tensor] = []
+
+
+def keep_in_a_global(net, h):
+    KEPT[:] = [h]
+
+
+def keep_in_a_class_attribute(net, h):
+    type(net).last = h
+
+
+def keep_in_a_dataclass(net, h):
+    net.memory.last = h
+
+
+def keep_in_slots(net, h):
+    net.slotted.last = h
+
+
+def keep_in_a_closure(net, h):
+    net.remember(h)
+
+
+def keep_in_a_dictionary_of_a_hook(net, h):
+    net.hooked(h)
+
+
+def keep_a_list_of_views(net, h):
+    net.views = [(h.unflatten(1, (2, 3)),)]
+
+
+class Keeping(nn.Module):
+    """A network that keeps its hidden units for a loss to read."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.keep, self.one, self.two = keep, nn.Linear(4, 6), nn.Linear(6, 3)
+        self.memory, self.slotted, self.hooked = Memory(), Slotted(), nn.Identity()
+        closed: list[torch.Tensor] = []
+        self.remember = lambda h: closed.append(h)
+        caught: dict[str, torch.Tensor] = {}
+        self.hooked.register_forward_hook(lambda module, inputs, output: caught.update(seen=output))
+
+    def forward(self, x):
+        h = torch.relu(self.one(x))
+        self.keep(self, h)
+        return self.two(h)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        *(keep_in_a_global, keep_in_a_class_attribute, keep_in_a_dataclass, keep_in_slots, keep_in_a_closure),
+        *(keep_in_a_dictionary_of_a_hook, keep_a_list_of_views),
+    ],
+)
+def test_an_activation_that_is_kept_stays_wherever_it_is_kept(keep):
+    with pytest.raises(ValueError, match="an activation that is kept after the pass"):
+        find_permutations(Keeping(keep), torch.randn(5, 4))
+
+
+def test_activations_that_nothing_but_their_own_circle_keeps_may_move():
+    def keep_in_a_circle(net, h):
+        circle = [h]
+        circle.append(circle)
+
+    assert round(2 ** find_permutations(Keeping(keep_in_a_circle), torch.randn(5, 4)).log2_size()) == 720

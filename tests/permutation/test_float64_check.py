@@ -275,3 +275,40 @@ def test_constants_that_python_keeps_by_length_stay_in_single_precision():
     kept.clear()
     spec.check(module, torch.ones(2, 5, 4))
     assert kept[5].dtype == torch.float32
+
+
+class SlopesByPlace(torch.autograd.Function):
+    """Does nothing forward; backward, each unit has a slope of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, slope):
+        return slope * torch.arange(1, slope.shape[-1] + 1).to(slope)
+
+
+class SlopesTurned(SlopesByPlace):
+    """Turns gradients around, each like all others."""
+
+    @staticmethod
+    def backward(ctx, slope):
+        return -slope
+
+
+def through(function):
+    class Through(nn.Module):
+        def forward(self, x):
+            return function.apply(x)
+
+    return mlp(nn.Tanh(), Through())
+
+
+def test_a_backward_of_its_own_that_knows_positions_is_refused():
+    with pytest.raises(ValueError, match=r"outputs or gradients by .* in a backward of its own"):
+        find_permutations(through(SlopesByPlace), X)
+
+
+def test_a_backward_of_its_own_that_treats_entries_alike_is_not():
+    assert round(2 ** find_permutations(through(SlopesTurned), X).log2_size()) == 720
