@@ -192,6 +192,8 @@ class _Check:
         def run() -> Outcome:
             seed_draws(0)
             network.train(training)
+            for part in network.modules():  # those of Opacus, for one, take this for a pass of training
+                part._backward_hooks.clear()
             own = _each_once(weights, torch.clone)  # which a forward pass may write to
             with torch.no_grad():
                 leaves = _each_once({name: own[name] for name in trained}, lambda tensor: tensor.requires_grad_())
