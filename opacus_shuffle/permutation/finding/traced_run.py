@@ -179,10 +179,10 @@ class TracedRun:
         if memories := {storage(tensor) for tensor in call.written} - {0}:  # of views, too, that have labels of their own
             known = self._equal_entries.items()
             self.newly_written.update(made for tensor, made in known if storage(tensor) in memories)
-        if not call.outputs and call.written:  # to lists of tensors
+        if not call.outputs:  # it writes to lists of tensors, compares two, or reads a number
+            if len(call.inputs) < 2 and not call.written:
+                return
             rule = None
-        elif not call.outputs and rule is None and len(call.inputs) < 2:  # it reads a number, or checks something
-            return
         if call.views is not None and call.views in self._equal_entries:
             for tensor in call.outputs:
                 self._equal_entries[tensor] = self._equal_entries[call.views]
