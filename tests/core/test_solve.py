@@ -93,17 +93,6 @@ def test_a_safe_end_that_is_not_safe_is_refused(value: float) -> None:
         safe_root(lambda x: 1.0 if x < 2 else value, unsafe=1.0, safe=2.0, tolerance=1e-9)
 
 
-def test_each_point_is_evaluated_once() -> None:
-    seen: list[float] = []
-
-    def excess(x: float) -> float:
-        seen.append(x)
-        return 1 - x
-
-    safe_root(excess, unsafe=0.0, safe=3.0, tolerance=1e-6)
-    assert len(seen) == len(set(seen))
-
-
 @given(root=st.floats(-20.0, 20.0), upwards=st.booleans())
 def test_bracket_ends_on_both_sides(root: float, upwards: bool) -> None:
     sign = 1 if upwards else -1

@@ -69,16 +69,17 @@ def test_a_count_is_that_of_the_bits_a_user_of_the_protocol_sends():
 
 
 @every_format
-@given(values=st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=5, max_size=5))
+@given(values=st.lists(st.floats(), min_size=5, max_size=5))
 def test_no_vector_is_longer_than_the_norm_after_clipping(reports, values):
-    vector = torch.tensor(values)
+    """Also where squares over- or underflow in double precision, and where entries are no numbers."""
+    vector = torch.tensor(values, dtype=torch.float64)
     clipped = reports.clip(vector)
     norm = math.hypot(*clipped.tolist())
     assert norm <= reports.max_norm
     if not torch.isfinite(vector).all():
         assert norm == 0
-    elif 0 < math.hypot(*values) <= reports.max_norm:
-        assert torch.equal(clipped, vector.double())
+    elif math.hypot(*values) <= reports.max_norm:
+        assert torch.equal(clipped, vector)
 
 
 @every_format
