@@ -116,12 +116,18 @@ class _Yielded:
         return batch
 
 
-def with_batch_sampler(data_loader: DataLoader, sampler: TicketedSampler, tickets: TicketBook) -> DataLoader:
+def with_batch_sampler(
+    data_loader: DataLoader,
+    sampler: TicketedSampler,
+    tickets: TicketBook,
+    kind: type[TicketedLoader] = TicketedLoader,
+) -> DataLoader:
     """A copy of the loader, with another batch sampler and tickets, and with workers of its own."""
-    loader = copy.copy(data_loader)
-    vars(loader).update(_iterator=None, in_order=True)
+    loader: Any = copy.copy(data_loader)
+    vars(loader).update(_iterator=None, in_order=True, tickets=tickets)
     set_batch_sampler(loader, sampler)
-    return with_tickets(loader, TicketedLoader, tickets)
+    loader.__class__, tickets.loader = kind, weakref.ref(loader)
+    return loader  # type: ignore[no-any-return]
 
 
 def ticketed_copy(data_loader: DataLoader, tickets: TicketBook) -> DataLoader:
@@ -149,13 +155,6 @@ def seeded_copy(data_loader: DataLoader, generator: torch.Generator) -> DataLoad
         order.generator, batches.sampler = generator, order  # type: ignore[union-attr]
         set_batch_sampler(loader, batches)  # type: ignore[arg-type]
     return loader  # type: ignore[no-any-return]
-
-
-def with_tickets(loader: Any, kind: type[TicketedLoader], tickets: TicketBook) -> DataLoader:
-    """The loader itself, which issues tickets from now on."""
-    loader.__class__, loader.tickets, tickets.loader = kind, tickets, weakref.ref(loader)
-    made: DataLoader = loader
-    return made
 
 
 def set_batch_sampler(loader: DataLoader, sampler: TicketedSampler) -> None:

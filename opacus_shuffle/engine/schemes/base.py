@@ -37,11 +37,8 @@ from opacus_shuffle.engine.raw_gradients import hold
 from opacus_shuffle.engine.sampling.fresh_inputs import watch_inputs
 from opacus_shuffle.engine.sampling.loaders import (
     TicketedDPDataLoader,
-    TicketedLoader,
-    set_batch_sampler,
     ticketed_copy,
     with_batch_sampler,
-    with_tickets,
 )
 from opacus_shuffle.engine.sampling.samplers import (
     ExactPoissonSampler,
@@ -251,17 +248,17 @@ class Scheme:
         tickets = TicketBook(drop_outs=self.covers_drop_outs(run), random_record=run.request.rand_on_empty)
         if plan.kind == "own":
             return ticketed_copy(loader, tickets)
-        if plan.kind == "fixed_size":
-            fixed = FixedSizeSampler(
-                num_samples=plan.num_users,
-                batch_size=plan.batch_size,
-                steps=plan.steps_per_epoch,
-                generator=generator,
-                ranks=run.request.ranks,
-            )
-            return with_batch_sampler(loader, fixed, tickets)
-        set_batch_sampler(loader, self.poisson_sampler(run, generator, loader.batch_sampler))
-        return with_tickets(loader, TicketedDPDataLoader, tickets)
+        if plan.kind == "poisson":
+            coins = self.poisson_sampler(run, generator, loader.batch_sampler)
+            return with_batch_sampler(loader, coins, tickets, TicketedDPDataLoader)
+        fixed = FixedSizeSampler(
+            num_samples=plan.num_users,
+            batch_size=plan.batch_size,
+            steps=plan.steps_per_epoch,
+            generator=generator,
+            ranks=run.request.ranks,
+        )
+        return with_batch_sampler(loader, fixed, tickets)
 
     def poisson_sampler(self, run: Run, generator: torch.Generator | None, opacus: Any) -> TicketedSampler:
         """Every record's own coin, in every step, in the place of the sampler that Opacus made."""
@@ -378,17 +375,15 @@ class Scheme:
             generator = self.fresh_generator("permutations")
         self.engine.shuffler = start_shuffling(run.request.module, module, optimizer, run.spec, generator=generator)
         optimizer.step_hook = None  # Opacus's has the rate 1/L; a fixed-size batch has B/n
-        if (tickets := self.tickets(made[-1])) is not None:
+        # None if any batch may be stepped on, as with Opacus's accountants and the user's own loader.
+        tickets: TicketBook | None = getattr(made[-1], "tickets", None)
+        if tickets is not None:
             tickets.unsplit = isinstance(run.request.module, DistributedDataParallel)
         watch_inputs(run.request.module, module, tickets)
         optimizer.tickets = tickets
         self.told = self.named_before(run, optimizer)
         optimizer.account_with(self.accountant, self.account(run), tickets)
         hold(unwrap(run.request.module), module, optimizer)
-
-    def tickets(self, loader: DataLoader) -> TicketBook | None:
-        """Where the loader issues tickets; None if any batch may be stepped on."""
-        return loader.tickets if isinstance(loader, TicketedLoader) else None
 
     def account(self, run: Run) -> Callable[[PrivateOptimizer], None]:
         """What records every round, before its noise is drawn.

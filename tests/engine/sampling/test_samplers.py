@@ -29,7 +29,7 @@ def test_each_accountant_gets_its_sampler():
 @pytest.mark.parametrize("name", ["shuffled_checkin", "shuffled_sums"])
 def test_every_record_s_coin_has_exactly_the_rate_that_is_accounted(name, records, batch, monkeypatch):
     rates = []
-    monkeypatch.setattr(samplers, "heads", lambda count, rate, generator: rates.append((count, rate)) or [0])
+    monkeypatch.setattr(samplers, "bernoulli_indices", lambda count, rate, generator: rates.append((count, rate)) or [0])
     engine = PrivacyEngine(accountant=name)
     _, _, loader = engine.make_private(**make_toy(records=records, batch_size=batch), noise_multiplier=4.0)
     list(loader.batch_sampler)
