@@ -1,4 +1,4 @@
-"""The Opacus side of accounting: what ran, as mechanisms, and every bound on it.
+"""Accounts a training run for Opacus: records every round as a mechanism, and answers with any bound on them.
 
 >>> from opacus_shuffle.accountants.mechanisms import ShuffledCheckIn
 >>> accountant = ShuffleAccountant(ShuffledCheckIn, num_users=60_000, local_noise=True)
@@ -39,7 +39,7 @@ _STOCK_GENERATOR = "the state of the generator of opacus.PrivacyEngine's noise, 
 
 
 class ShuffleAccountant(RecordedRounds):
-    """Accounts rounds of one mechanism, whichever it is.
+    """Accounts for the rounds of one run, all of one mechanism.
 
     Arguments and attributes are those of :class:`~opacus_shuffle.accountants.history.RecordedRounds`.
 
@@ -56,7 +56,7 @@ class ShuffleAccountant(RecordedRounds):
         orders: Iterable[float] | None = None,
         **fields: Any,
     ) -> float:
-        """Returns ε spent so far; the first one that does not cover every data set warns and names the value that does.
+        """Returns ε spent so far; warns once if it does not cover every data set, and names the value that does.
 
         Args:
             delta: δ in (0, 1).
@@ -89,7 +89,7 @@ class ShuffleAccountant(RecordedRounds):
         return answer.epsilon
 
     def _with_fields(self, facts: dict[str, Any]) -> ShuffleAccountant:
-        """An accountant of the same rounds that knows these facts besides."""
+        """Returns an accountant of the same rounds that knows these fields, too; refuses what contradicts what is known."""
         given = {name: value for name, value in facts.items() if value is not None}
         told = copy.copy(self)
         for name in ("num_users", "batch_size"):

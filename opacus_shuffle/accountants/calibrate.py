@@ -1,4 +1,4 @@
-"""The one calibrator: the smallest noise that keeps a run within its budget.
+"""Finds the smallest noise that keeps a run within its privacy budget.
 
 >>> from opacus_shuffle.analysis import gaussian
 >>> sigma = smallest_noise(lambda noise: gaussian.compute_epsilon(mu=1 / noise, delta=1e-6), target_epsilon=1.0)
@@ -228,7 +228,7 @@ def _smallest(
 
 
 def _steps(start: float, end: float, step: float) -> list[float]:
-    """Points from ``start`` on to ``end``, each three times as far from the last as that from the one before."""
+    """Returns points from ``start`` to ``end`` whose distances grow by a factor of three."""
     points = []
     while start != end:
         start = max(start + step, end) if step < 0 else min(start + step, end)

@@ -24,7 +24,7 @@ from opacus_shuffle.core.validation import integer, one_of, open_unit_interval
 
 
 def privacy_bound(mechanism: Mechanism | str, *, steps: int, delta: float, **options: Any) -> PrivacyBound:
-    """Returns what :func:`compute_epsilon` does with these arguments, its meaning attached, no warning; at least one step."""
+    """Returns the ε of :func:`compute_epsilon` with its meaning, and no warning; at least one step."""
     asked = {name: options.pop(name) for name in ("bound", "adjacency", "orders") if name in options}
     return compute_bound([(_mechanism(mechanism, options), integer("steps", steps))], delta=delta, **asked)
 
@@ -146,7 +146,7 @@ def compute_noise_multiplier(
 
 
 def _mechanism(mechanism: Mechanism | str, fields: dict[str, Any]) -> Mechanism:
-    """The mechanism, or the one of that name with these fields."""
+    """Returns the mechanism, or builds the one of that name from these fields."""
     if not isinstance(mechanism, Mechanism):
         return MECHANISMS[one_of("mechanism", mechanism, MECHANISMS)].build(**fields)
     if fields:
@@ -155,7 +155,7 @@ def _mechanism(mechanism: Mechanism | str, fields: dict[str, Any]) -> Mechanism:
 
 
 def _warn_of_assumption(answer: PrivacyBound, function: str) -> None:
-    """One sentence, the same for every call, so that Python shows it once per place in the user's code."""
+    """Warns of an ε that is not proved, in the same words for every call: Python shows it once per place."""
     if answer.guarantee is not Guarantee.PROVED:
         warnings.warn(
             f"{function} with bound={answer.bound!r} covers {answer.covers}, which is no guarantee for every data set; "

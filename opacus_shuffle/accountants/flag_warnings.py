@@ -1,4 +1,4 @@
-"""What to say where a flag of this package was forgotten, or was given to Opacus's own engine, which does not read it.
+"""Warnings about flags that were forgotten, or given to Opacus's own engine, which does not read them.
 
 >>> print(unread_flags({"local_noise": True, "shuffle_weights": False}))
 opacus.PrivacyEngine does not read local_noise: nothing was done for it; use opacus_shuffle.PrivacyEngine, or leave it out
@@ -25,7 +25,7 @@ DELTA = 1e-5
 
 
 def unread_flags(keywords: Mapping[str, Any]) -> str:
-    """Returns the sentence to say of keywords that a stock engine's ``make_private`` took without reading; empty if none asks.
+    """Returns a warning about keywords that a stock engine's ``make_private`` ignores; empty if there are none.
 
     Args:
         keywords: What it took besides its own arguments.
@@ -40,7 +40,7 @@ def unread_flags(keywords: Mapping[str, Any]) -> str:
 
 
 def little_noise(mechanism: Mechanism, noise_of_sum: float) -> str:
-    """Returns the sentence to say where noise of the sum was likely meant for each report; empty where one step is worth it.
+    """Returns a warning where noise of the sum was likely meant for each report; empty where one step protects.
 
     Args:
         mechanism: One round whose reports' noise is added once to their sum.
@@ -58,7 +58,7 @@ def little_noise(mechanism: Mechanism, noise_of_sum: float) -> str:
 
 
 def little_local_noise(mechanism: Mechanism) -> str:
-    """Returns the sentence to say where each report's own noise protects next to nothing; empty where one step is worth it.
+    """Returns a warning where each report's own noise protects next to nothing; empty where one step protects.
 
     Args:
         mechanism: One round of reports that carry their noise.
@@ -74,7 +74,7 @@ def little_local_noise(mechanism: Mechanism) -> str:
 
 
 def weak_step(mechanism: Mechanism) -> float | None:
-    """Returns what a single round costs, if that protects next to nothing, and None if not."""
+    """Returns the ε of a single round if it protects next to nothing, else None."""
     if gaussian.compute_epsilon(mu=1 / mechanism.noise_multiplier, delta=DELTA) <= WEAK:  # shuffled or not
         return None
     spent = compute_bound([(mechanism, 1)], delta=DELTA).epsilon

@@ -1,4 +1,4 @@
-"""What ran: the rounds of one run as mechanisms, Opacus's own words for them, and the state that checkpoints keep."""
+"""The history of one run: which rounds ran, what Opacus calls them, and the state that checkpoints keep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SAID = ("predictable", "unchecked")
 
 
 class RecordedRounds(IAccountant):
-    """The rounds of one mechanism that ran.
+    """Records the rounds of one run, all of one mechanism, and saves and loads them.
 
     Args:
         mechanism_class: What is accounted, such as ``ShuffledCheckIn``.
@@ -76,7 +76,7 @@ class RecordedRounds(IAccountant):
         return self.mechanism_class.name
 
     def plan(self, mechanism: Mechanism, *, emulated: bool | None = None) -> None:
-        """Says what every round of a run is, before it starts.
+        """Sets what every round of a run will be, before it starts.
 
         Args:
             mechanism: One round; its noise may change from step to step.
@@ -106,7 +106,7 @@ class RecordedRounds(IAccountant):
         self._append(mechanism, integer("steps", steps))
 
     def _append(self, entry: Entry, steps: int) -> None:
-        """Records what ran, and names it; an interrupt between the two is made up for by :attr:`lineage`."""
+        """Records what ran, and names it in the lineage."""
         self._ran, rounds = True, self._lineage.rounds + steps
         append(self._entries, entry, steps)
         self._lineage.reach(rounds)
@@ -135,7 +135,7 @@ class RecordedRounds(IAccountant):
 
     @property
     def lineage(self) -> Lineage:
-        """Of which run the rounds are: of every round, should an interrupt have come between it and its name."""
+        """Which run the rounds are of. Names a round first that an interrupt has left without a name."""
         self._lineage.reach(len(self))
         return self._lineage
 
@@ -167,7 +167,7 @@ class RecordedRounds(IAccountant):
         return rounds
 
     def _recorded(self) -> list[Mechanism]:
-        """The rounds that are known whatever else is told."""
+        """Lists the rounds that were recorded as mechanisms, not as Opacus's steps."""
         return [entry for entry, _ in self._entries if isinstance(entry, Mechanism)]
 
     @property
@@ -189,7 +189,7 @@ class RecordedRounds(IAccountant):
         self._entries = entries
 
     def _unknown(self) -> list[str]:
-        """What is needed to turn one of Opacus's steps into a round, and not known."""
+        """Lists the fields that turn one of Opacus's steps into a round and are not known yet."""
         if self.planned is not None:
             return []
         known = {"noise_multiplier", "sample_rate", *self._fields}
@@ -198,7 +198,7 @@ class RecordedRounds(IAccountant):
         return sorted({*self.mechanism_class.required_fields()} - known, reverse=True)
 
     def _round(self, noise_multiplier: float, sample_rate: float) -> Mechanism:
-        """The round that one of Opacus's steps was."""
+        """Turns one of Opacus's steps into a round."""
         kind, batch, users, planned = self.mechanism_class, self.batch_size, self.num_users, self.planned
         if planned is not None:
             mechanism = planned if kind.sampling is None else dataclasses.replace(planned, sample_rate=sample_rate)
@@ -251,7 +251,7 @@ class RecordedRounds(IAccountant):
         return destination
 
     def load_state_dict(self, state_dict: Any, *, allow_rewind: bool = False) -> None:
-        """Goes on from a :meth:`state_dict`; refused whole if it is not one, was changed, or is of another run.
+        """Loads a :meth:`state_dict` of the same run; refuses it whole if it was changed or is of another run.
 
         What ran here was released, whatever is loaded. So an earlier state of the same run leaves its later rounds in the
         history, a later one adds those that are missing here, and one that has parted from what ran here is refused.
@@ -298,7 +298,7 @@ class RecordedRounds(IAccountant):
         self.__dict__.update(saved.__dict__)
 
     def _parsed(self, state_dict: Any) -> RecordedRounds:
-        """An accountant that holds what a state says; refuses what is no state."""
+        """Builds an accountant from a state; refuses what is no state."""
         keys = [key for key in self.state_dict() if key not in _SAID]
         if not isinstance(state_dict, dict) or set(state_dict) - {*_SAID} != set(keys):
             got = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else repr(state_dict)
@@ -361,7 +361,7 @@ class RecordedRounds(IAccountant):
 
 
 def _read(triple: Any) -> tuple[tuple[float, float], int]:
-    """One of Opacus's triples, checked."""
+    """Checks one of Opacus's triples."""
     if not isinstance(triple, tuple | list) or len(triple) != 3:
         raise ValueError(f"history must hold (noise_multiplier, sample_rate, steps) triples, got {triple!r}")
     sigma, rate, steps = triple
@@ -369,19 +369,19 @@ def _read(triple: Any) -> tuple[tuple[float, float], int]:
 
 
 def optional_count(name: str, value: Any) -> int | None:
-    """A whole number of at least 1, or None."""
+    """Checks a whole number of at least 1, or None."""
     return None if value is None else integer(name, value)
 
 
 def _pairs(name: str, value: Any) -> list[tuple[Any, Any]]:
-    """A list of pairs, as ``state_dict`` writes it."""
+    """Checks a list of pairs, as ``state_dict`` writes it."""
     if not isinstance(value, list | tuple) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
         raise ValueError(f"{name} in state_dict must be a list of pairs, got {value!r}")
     return [tuple(pair) for pair in value]
 
 
 def _run(accountant: RecordedRounds) -> str:
-    """What an accountant accounts for, in words."""
+    """Describes what an accountant accounts for, in words."""
     known = {"num_users": accountant.num_users, "batch_size": accountant.batch_size, "emulated": accountant.emulated}
     said = ", ".join(f"{name}={value}" for name, value in {**known, **accountant._fields}.items())
     return f"{said}, {accountant.planned or accountant._recorded()[-1:]}"

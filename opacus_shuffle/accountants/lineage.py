@@ -38,7 +38,7 @@ _NAME_LENGTH = 32
 
 @dataclasses.dataclass
 class Lineage:
-    """How many rounds a history holds under each name, in the history's order.
+    """Counts the rounds of a history under each name, in the history's order.
 
     Attributes:
         held: The rounds of the history, by name.
@@ -64,7 +64,7 @@ class Lineage:
         self.__dict__.update(held=held, seen=seen, _own=(os.getpid(), name))
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the name under which this very object counts on."""
+        """Returns all but the object's own name, so that no copy counts on under it."""
         return {"held": dict(self.held), "seen": dict(self.seen), "_own": None}
 
     @property
@@ -113,13 +113,13 @@ class Lineage:
         return {name: max(self.seen.get(name, 0), other.seen.get(name, 0)) for name in {**self.seen, **other.seen}}
 
     def as_state(self, content: Any) -> dict[str, Any]:
-        """Plain values for a checkpoint, with a digest of the content that they belong to."""
+        """Returns plain values for a checkpoint, with a digest of the content that they belong to."""
         known = [(name, self.held.get(name, 0), self.seen[name]) for name in {**self.held, **self.seen}]
         return {"rounds": known, "digest": _digest(content)}
 
     @classmethod
     def from_state(cls, state: Any, content: Any, rounds: int) -> Lineage:
-        """Reads :meth:`as_state`.
+        """Restores a lineage from :meth:`as_state`.
 
         Args:
             state: What it returned.
@@ -144,11 +144,6 @@ class Lineage:
                 "it was changed after it was saved; load the checkpoint as it was"
             )
         return lineage
-
-    @classmethod
-    def named(cls, name: str, rounds: int) -> Lineage:
-        """Returns the lineage of a history that says nothing of its own, under a name for its content."""
-        return cls({name: rounds}, {name: rounds}) if rounds else cls()
 
 
 def _begins(short: dict[str, int], long: dict[str, int]) -> bool:

@@ -1,4 +1,4 @@
-"""What ran: a frozen record of one round, apart from how it is accounted and how it trains.
+"""A mechanism: the frozen record of one round, apart from how it is accounted and how it trains.
 
 A mechanism is a frozen dataclass derived from :class:`Mechanism`, which registers it under its name. Its fields are the
 keywords of :func:`~opacus_shuffle.accountants.compute.compute_epsilon` and the flags of the command line; its bounds are
@@ -42,7 +42,7 @@ def described(text: str, metavar: str, *, varies: bool = False, **options: Any) 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """One round.
+    """One round of a run.
 
     Attributes:
         name: The accountant that goes with it.

@@ -1,4 +1,4 @@
-"""The report on a run that one of Opacus's own accountants accounts for: a single bound, trusting a server, with its meaning.
+"""Reports what one of Opacus's own accountants has for a run: one bound, which trusts a server.
 
 >>> from opacus.accountants import RDPAccountant
 >>> accountant = RDPAccountant()
@@ -97,7 +97,7 @@ class OpacusReport(PrivacyReport):
         super().__init__(rounds, delta=delta, **facts)
 
     def _spent(self, rounds: Any, *, delta: float, **options: Any) -> Answer:
-        """What the accountant has for some rounds."""
+        """Asks the accountant for the ε of some rounds."""
         history = [(step.noise_multiplier, step.sample_rate, count) for step, count in rounds]
         self._accountant.history = history
         try:

@@ -1,4 +1,4 @@
-"""Planning a run before there is one: what noise a privacy budget costs under each kind of trust, and who could afford it.
+"""Plans a run: what noise a privacy budget costs under each kind of trust.
 
 >>> found = plan(num_users=400, steps=3, sample_rate=0.25, target_epsilon=10.0, target_delta=1e-5)
 >>> for row in found.rows:

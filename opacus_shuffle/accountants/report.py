@@ -1,4 +1,4 @@
-"""The ladder of bounds on one run, written so that no ε stands without its meaning.
+"""Reports every bound on one run, from the least trust to the most, each with its meaning.
 
 >>> from opacus_shuffle.accountants.mechanisms import ShuffleGauss
 >>> report = PrivacyReport([(ShuffleGauss(noise_multiplier=9.48, num_users=60_000), 7)], delta=1 / 60_000)
@@ -128,11 +128,11 @@ class PrivacyReport:
         return kind_of(rounds)
 
     def _entries(self) -> dict[str, Bound]:
-        """What there is to report, whether it has a value here or not."""
+        """Maps the name of every bound to its entry, whether it has a value here or not."""
         return {entry.name: entry for entry in entries_of(self.kind)}
 
     def _ladder(self, rounds: Rounds) -> list[PrivacyBound]:
-        """Every bound on some rounds."""
+        """Computes every bound on some rounds."""
         return ladder(rounds, delta=self.delta, adjacency=self.adjacency, orders=self.orders)
 
     @property
@@ -395,7 +395,7 @@ def promise(bound: PrivacyBound) -> str:
 
 
 def not_private(predictable: Sequence[str]) -> str:
-    """The sentence to say of a run whose randomness others can draw again."""
+    """Returns a warning about a run whose randomness others can draw again."""
     return (
         f"This run is not private: whoever knows {' or '.join(predictable)} can draw its randomness again and take it off. "
         "Every ε of it is that of the same run with secret randomness: for experiments alone."
@@ -403,14 +403,14 @@ def not_private(predictable: Sequence[str]) -> str:
 
 
 def on_trust(unchecked: Sequence[str]) -> str:
-    """The sentence to say of an account whose rounds were loaded from files that may say anything; empty if there are none."""
+    """Returns a warning about rounds that were loaded from files that may say anything; empty if there are none."""
     if not unchecked:
         return ""
     return f"Rounds of this account were loaded from {' and from '.join(unchecked)}: every epsilon here takes that on trust."
 
 
 def contradiction(estimate: PrivacyBound, pair: PrivacyBound) -> str:
-    """The sentence to say where an estimate is below what one pair of data sets has for certain; empty if it is not.
+    """Returns a warning where an estimate is below what one pair of data sets has for certain; else nothing.
 
     Nothing is said of two values that are about different adversaries, data sets, rounds or δ: they contradict nothing.
     """

@@ -16,7 +16,7 @@ Entries = list[tuple[tuple[float, float], int]]
 
 
 class OpacusLineage:
-    """Follows an accountant's history, and holds it against those of checkpoints.
+    """Follows the history of one of Opacus's accountants, and compares it with those of checkpoints.
 
     Attributes:
         lineage: Of which run the history is, as far as is known.
@@ -92,7 +92,10 @@ class OpacusLineage:
             return trial, after
         saved = entries_of(trial.history)
         rounds = count(saved)
-        lineage = Lineage.from_state(told, saved, rounds) if told is not None else Lineage.named(name, rounds)
+        if told is not None:
+            lineage = Lineage.from_state(told, saved, rounds)
+        else:
+            lineage = Lineage({name: rounds}, {name: rounds}) if rounds else Lineage()
         ran = after.follow(accountant)
         if allow_rewind or not ran:
             after.lineage = after.lineage.replaced_by(lineage)

@@ -1,4 +1,4 @@
-"""The open tables of bounds: which function answers for which mechanism, with what meaning, and in which place of a report.
+"""The registry of bounds: which function computes which ε of which mechanism, and what that ε means.
 
 A bound is a function registered for a mechanism; nothing here knows what it computes. A *baseline* is the same for another
 trust model with the same noise: what no shuffler would give, or a trusted server. It is no ε of the mechanism, so nothing
@@ -38,7 +38,7 @@ Rounds = Sequence[tuple[Mechanism, int]]
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a bound function found: fields of :class:`PrivacyBound`, None for what was registered with the bound."""
+    """The result of a bound function: fields of :class:`PrivacyBound`, None for what was registered with the bound."""
 
     epsilon: float
     lower: float | None = None
@@ -65,7 +65,7 @@ class RoughFunction(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """A bound's place in a report, from the least trust to the most and from proved to not, and its line in the picture."""
+    """A bound's place in a report, from least trust to most, and its line in the picture."""
 
     place: float
     color: str = "#444444"
@@ -218,12 +218,12 @@ def ladder(
         with contextlib.suppress(NotCovered):
             chosen = orders if entry.uses_orders else None
             rows.append(ask(entry, rounds, delta=delta, adjacency=adjacency, orders=chosen))
-    _refuse_contradictions(rows, own=bounds_of(kind))
+    _check_contradictions(rows, own=bounds_of(kind))
     return rows
 
 
-def _refuse_contradictions(rows: Iterable[PrivacyBound], *, own: Collection[str]) -> None:
-    """Compares the rows of one ladder: what holds for every data set holds for a pair, too (10.16).
+def _check_contradictions(rows: Iterable[PrivacyBound], *, own: Collection[str]) -> None:
+    """Raises if two rows of one ladder contradict each other: what holds for every data set holds for a pair (10.16).
 
     Raises:
         InconsistentBound: If a proved ε of the mechanism's ``own`` bounds is below a lower value of
@@ -265,7 +265,7 @@ def entries_of(mechanism: type[Mechanism]) -> list[Bound]:
 def ask(
     entry: Bound, rounds: Rounds, *, delta: float, adjacency: str = "zero_out", orders: Iterable[float] | None = None
 ) -> PrivacyBound:
-    """Returns what the function of a bound or baseline answers, with its meaning (arguments as :func:`compute_bound`)."""
+    """Computes a bound or baseline, and returns it with its meaning (arguments as :func:`compute_bound`)."""
     delta, adjacency = open_unit_interval("delta", delta), Adjacency(adjacency)
     if adjacency is not Adjacency.ZERO_OUT and entry.zero_out_only:
         raise NotCovered(

@@ -65,7 +65,7 @@ def step_epsilon(mechanism: ShuffledWeights, delta: float) -> float:
 
 
 def _estimate(delta_split: float | None, rounds: Rounds, delta: float) -> Answer:
-    """Theorem 6, 2 and 1."""
+    """Composes WS Theorem 6 over the steps by WS Theorems 2 and 1."""
     steps = [(functools.partial(step_epsilon, mechanism), mechanism.sample_rate, count) for mechanism, count in rounds]
     epsilon = advanced_composition.compute_epsilon(steps, delta=delta, delta_split=delta_split)
     if any(mechanism.layers != (1,) for mechanism, _ in rounds):
