@@ -9,7 +9,6 @@ import warnings
 import mpmath
 import numpy as np
 import pytest
-from helpers.changed_files import through_json
 from opacus.accountants import PRVAccountant
 from scipy.integrate import trapezoid
 from scipy.stats import norm as normal
@@ -283,23 +282,6 @@ def test_it_can_be_told_of_the_weights_when_it_is_asked():
             known.get_epsilon(DELTA, **other)
     unknown.plan(planned())
     assert unknown.get_epsilon(DELTA, bound="published") == told[0]
-
-
-@pytest.mark.parametrize(
-    "weights", [{}, {"dimension": (400, 30)}, {"batch_clip": math.inf, "unshuffled_noise_multiplier": 3.0}]
-)
-def test_the_state_keeps_the_weights(weights):
-    saved = accountant(**weights)
-    state = saved.state_dict()
-    restored = ShuffleAccountant(ShuffledWeights)
-    restored.load_state_dict(through_json(state))  # lists in place of tuples
-    assert restored.state_dict() == state
-    assert restored.get_epsilon(DELTA) == saved.get_epsilon(DELTA)
-    other = ShuffleAccountant(ShuffledWeights)
-    other.plan(planned(dimension=7))
-    with pytest.raises(ValueError, match="made private with the same"):
-        other.load_state_dict(state)
-    assert len(other) == 0
 
 
 STEP = {"num_users": 10, "steps": 1, "sample_rate": 1.0, "dimension": 5}
