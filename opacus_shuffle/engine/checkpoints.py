@@ -138,10 +138,10 @@ class CheckpointMixin(opacus.PrivacyEngine):
         does not write a new digest.
 
         An engine that has run nothing holds the checkpoint's accounting afterwards, as Opacus's does. One that has run holds
-        every round that ran *and* every round of the checkpoint, each once: going back to an earlier checkpoint of this run
-        leaves the rounds since in the account, because they were released; the rounds of another run are added to those that
-        ran here. A checkpoint of Opacus's own engine does not say which rounds it holds; it counts as another run's, and
-        reports say that its word was taken. A warning names the rounds that stay. Permutations of weights go on from where the
+        the longer one of its account and the checkpoint's, if one is the beginning of the other: going back to an earlier
+        checkpoint of this run leaves the rounds since in the account, because they were released, and a warning names them.
+        The checkpoint of another run is refused, and so are one that has parted from this run and one of Opacus's own engine,
+        which does not say which rounds it holds: load those into a new engine. Permutations of weights go on from where the
         saved run was. Gradients that wait for a step are forgotten: they belong to the weights of before.
 
         Args:
