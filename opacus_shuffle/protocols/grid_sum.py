@@ -178,9 +178,10 @@ class GridSum(ABC):
         Raises:
             ValueError: If there are none, too many or too few of them, or some are not this protocol's.
         """
-        if isinstance(messages, Messages) or not isinstance(messages, Iterable):
-            raise ValueError(f"messages must be a list of Messages, one per user, got {messages!r}")
-        sent = list(messages)
+        try:
+            sent = [messages] if isinstance(messages, Messages) else list(messages)
+        except TypeError:
+            raise ValueError(f"messages must be a list of Messages, got {messages!r}") from None
         if not sent:
             raise ValueError("messages must hold at least one user's messages, got none")
         for report in sent:

@@ -5,10 +5,8 @@ This is Algorithm 1 of Cheu, Joseph, Mao and Peng's shuffle-private convex optim
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 
 from opacus_shuffle.core.validation import integer, moderate
@@ -86,18 +84,17 @@ class ShuffleScalarSum(GridSum):
         """Draws what ``analyze(shuffle([randomize(value) for value in x]))`` answers, without the messages.
 
         Args:
-            x: One number per user, shape (n,); or an iterable of such blocks.
+            x: One number per user, shape (n,), dense or sparse.
             generator: On the CPU; by default secret.
 
         Raises:
             ValueError: If ``x`` is nothing of the kind, a number lies outside of [0, ``max_value``], or there are too few or
                 too many of them.
         """
-        if isinstance(x, str | bytes) or not isinstance(x, Iterable):
-            raise ValueError(f"x must be a vector of numbers, one per user, got {x!r}")
-        tensors = torch.Tensor | np.ndarray
-        whole = isinstance(x, tensors) or (isinstance(x, list | tuple) and not any(isinstance(block, tensors) for block in x))
-        return float(self._simulate((_column(block) for block in ([x] if whole else x)), generator))
+        numbers = real_numbers("x", x)
+        if numbers.ndim != 1:
+            raise ValueError(f"x must have shape (n,), one number per user, got {tuple(numbers.shape)}")
+        return float(self._simulate(numbers.unsqueeze(1), generator))
 
     def _within(self, values: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
         slack = TOLERANCE * self.max_value
@@ -108,11 +105,3 @@ class ShuffleScalarSum(GridSum):
                 "clip them first"
             )
         return values.clamp(0, self.max_value)
-
-
-def _column(values: Any) -> torch.Tensor:
-    """Returns numbers as the one coordinate of points."""
-    vector = real_numbers("x", values)
-    if vector.ndim != 1:
-        raise ValueError(f"x must have shape (n,), one number per user, got {tuple(vector.shape)}")
-    return vector.unsqueeze(1)

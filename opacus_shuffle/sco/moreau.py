@@ -145,12 +145,13 @@ class MoreauEnvelope(Objective):
             )
         scale = self.lipschitz / self.smoothness
         relative = min(_ROUGH if accuracy is None else positive("accuracy", accuracy) / scale, 1.0)
-        self._steps = steps_for(relative)
-        if self._steps > _MOST_STEPS:
+        least = relative_error(_MOST_STEPS)
+        if relative < least:
             raise ValueError(
-                f"accuracy must not need more than {_MOST_STEPS} steps, got {accuracy!r}, which may need {self._steps:.3g}; "
-                f"accept {scale * relative_error(_MOST_STEPS):.3g}"
+                f"accuracy must not need more than {_MOST_STEPS} steps, got {accuracy!r} for "
+                f"lipschitz={self.lipschitz!r} and smoothness={self.smoothness!r}: accept {scale * least:.3g}"
             )
+        self._steps = steps_for(relative)
         return relative * scale
 
     def _solve(self, theta: Tensor, batch: Any) -> tuple[ProximalPoints, Tensor]:

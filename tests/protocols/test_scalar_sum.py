@@ -59,8 +59,6 @@ FORMS = {
     "float64": lambda: COLUMN,
     "numpy": lambda: VALUES,
     "list": lambda: VALUES.tolist(),
-    "blocks": lambda: [COLUMN[:2], VALUES[2:]],
-    "generator": lambda: (COLUMN[k : k + 1] for k in range(3)),
     "sparse": lambda: COLUMN.to_sparse(),
 }
 
@@ -117,7 +115,6 @@ def test_numbers_out_of_range_are_refused_with_their_value(value):
         lambda: HELD.randomize(value),
         lambda: HELD.simulate(column),
         lambda: HELD.simulate(column.to_sparse()),
-        lambda: HELD.simulate([column[:20], column[20:]]),
         lambda: HELD.simulate(torch.tensor(value).expand(50)),
     ):
         with pytest.raises(ValueError, match=r"max_value is 1, got the number .*clip"):
