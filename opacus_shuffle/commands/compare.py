@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from opacus_shuffle.accountants.communication import size_of
 from opacus_shuffle.accountants.report import not_private, promise
 from opacus_shuffle.commands import flags
-from opacus_shuffle.commands.flags import generator_of, setting
+from opacus_shuffle.commands.flags import check_file, check_picture, generator_of, setting
 from opacus_shuffle.commands.image_datasets import DATASETS, load_image_dataset
-from opacus_shuffle.commands.pictures import check_file, check_picture
 from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.progress import enter_phase, progress
 from opacus_shuffle.core.rounding import round_up

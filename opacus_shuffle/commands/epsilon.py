@@ -10,7 +10,6 @@ from opacus_shuffle.accountants.compute import compute_noise_multiplier, privacy
 from opacus_shuffle.accountants.mechanisms import MECHANISMS
 from opacus_shuffle.accountants.report import contradiction
 from opacus_shuffle.commands import flags
-from opacus_shuffle.commands.pictures import check_picture
 from opacus_shuffle.core.guarantees import Adjacency, Guarantee, PrivacyBound
 from opacus_shuffle.core.rounding import round_up
 from opacus_shuffle.core.tables import paragraph
@@ -97,7 +96,7 @@ def print_report(options: dict[str, Any]) -> Printed:
 def draw_report(options: dict[str, Any]) -> Printed:
     """Draws the ladder over the number of rounds into a file, and returns the file's name."""
     output = options.pop("output")
-    check_picture(output)
+    flags.check_picture(output)
     figure: Any = privacy_report(**flags.fields_of_run(options), **options).plot().get_figure(root=True)
     figure.savefig(output, dpi=150)
     return {"output": output}, output

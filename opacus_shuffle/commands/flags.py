@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
+import os
 import re
 import typing
 from collections.abc import Collection, Iterable
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from opacus_shuffle.accountants.bounds.registry import bounds_of
 from opacus_shuffle.accountants.mechanisms import MECHANISMS, Mechanism
 from opacus_shuffle.analysis.mean_ratio import MAX_ORDER
+from opacus_shuffle.core import extras
 from opacus_shuffle.core.guarantees import Adjacency
 from opacus_shuffle.core.validation import integer
 
@@ -85,6 +88,20 @@ def generator_of(seed: int | None, stream: int) -> torch.Generator | None:
     import torch
 
     return None if seed is None else torch.Generator().manual_seed(integer("seed", seed, minimum=0) + stream)
+
+
+def check_file(flag: str, path: str, endings: tuple[str, ...]) -> None:
+    """Refuses a file that has another ending, or nowhere to go."""
+    if not path.endswith(endings) or os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or "."):
+        named = ", ".join(endings)
+        raise ValueError(f"{flag} must name a file in a folder that is there and end in one of {named}, got {path!r}")
+
+
+def check_picture(path: str) -> None:
+    """Refuses a picture that cannot be drawn, or has nowhere to go."""
+    check_file("--output", path, (".png", ".pdf", ".svg"))
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(extras.missing("a picture", "matplotlib", "plots"))
 
 
 def fields_of_run(options: dict[str, Any], *, without: Collection[str] = ()) -> dict[str, Any]:

@@ -72,8 +72,6 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         mechanism = MECHANISMS[one_of("accountant", self.accountant, MECHANISMS)]
-        if self.target_epsilon is not None:
-            positive("target_epsilon", self.target_epsilon)
         if self.local_noise is None:
             object.__setattr__(self, "local_noise", mechanism.noise_is_local)
         if self.shuffle_weights is None:

@@ -12,10 +12,10 @@ from torch.utils.data import TensorDataset
 
 from opacus_shuffle.analysis import gaussian
 from opacus_shuffle.commands import compare, linear_training
+from opacus_shuffle.commands.flags import check_picture
 from opacus_shuffle.commands.image_datasets import load_image_dataset
 from opacus_shuffle.commands.linear_training import KINDS, train_kind
 from opacus_shuffle.commands.main import main
-from opacus_shuffle.commands.pictures import check_picture
 from opacus_shuffle.core.guarantees import Guarantee
 
 RECORDS, ROUNDS = 200, 2
@@ -40,7 +40,7 @@ def ran(tmp_path_factory):
         values, found = compare.run_comparison({**written, "epsilon": 2.0, "seed": 0})
     assert json.loads((folder / "found.json").read_text()) == json.loads(json.dumps(values))
     assert (folder / "found.png").read_bytes().startswith(b"\x89PNG")
-    return found, values
+    return found, json.loads(json.dumps(values))
 
 
 def test_every_kind_of_trust_stays_within_the_same_proved_budget(ran):
