@@ -11,9 +11,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
-
-from opacus_shuffle.networks.running import ATTRIBUTES
 
 
 @contextlib.contextmanager
@@ -67,19 +64,6 @@ def storage(tensor: torch.Tensor) -> int:
             return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
         return 0
-
-
-def kept_activations(network: nn.Module) -> list[torch.Tensor]:
-    """Returns the tensors that the modules keep as plain attributes after a run; a loss may read them."""
-    attributes = [
-        value
-        for module in network.modules()
-        for name, value in vars(module).items()
-        if name not in ATTRIBUTES
-        # What torch.nn.utils computes a weight into.
-        and not {f"{name}_g", f"{name}_orig"} & {key for key, _ in module.named_parameters(recurse=False)}
-    ]
-    return [leaf for leaf in tree_leaves(attributes) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)]
 
 
 def recomputed_weights(network: nn.Module) -> Iterator[torch.Tensor]:
