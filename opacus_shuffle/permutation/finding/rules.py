@@ -66,6 +66,12 @@ def elementwise(run: TracedRun, call: Call) -> None:
             run.streams += [axis for each in run.dimensions(call.out) for axis in each]
 
 
+@rule("normal")
+def normal(run: TracedRun, call: Call) -> None:
+    """Draws entry by entry with the means and spreads that are tensors; with numbers alone, entries that are all alike."""
+    elementwise(run, call) if call.inputs else run.equal_entries(call.out)
+
+
 def broadcast(operands: Iterable[Dimensions], rank: int) -> Dimensions:
     """Returns the labels of a result in which every entry meets those at its own place: all agree but those of size 1."""
     waiting = list(operands)

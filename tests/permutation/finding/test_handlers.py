@@ -104,17 +104,6 @@ def test_with_a_handler_its_axes_take_part(inputs, outputs, bits):
     assert keeps_its_function(network, spec, INPUT)
 
 
-def test_the_handler_comes_back_from_its_registration_and_the_last_one_counts():
-    def pinned(module):
-        return ModuleAxes({})
-
-    assert register_permutation(Opaque)(lambda module: None) is not pinned
-    assert register_permutation(Opaque)(pinned) is pinned
-    # nothing is named, and by default outputs have the inputs' axes, all of them behind "..."
-    with pytest.raises(ValueError, match="changes what"):
-        find_permutations(around(Opaque()), INPUT)
-
-
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -204,13 +193,6 @@ def test_patterns_that_do_not_fit_are_named(axes, match):
         find_permutations(around(Opaque(), nn.Tanh()), INPUT)
 
 
-def test_a_mistake_in_a_handler_is_not_put_down_to_the_sample():
-    register_permutation(Opaque)(lambda module: ModuleAxes({"up": "unit"}, "... in", "... out"))
-    with pytest.raises(ValueError, match="Opaque") as caught:
-        find_permutations(around(Opaque()), INPUT)
-    assert "sample_input" not in str(caught.value)
-
-
 def test_the_network_is_left_as_it_was_even_when_a_handler_fails():
     network = around(Opaque())
     for axes in (ModuleAxes(PARAMETERS, "... in", "... out"), ModuleAxes({"up": "unit"})):
@@ -218,51 +200,6 @@ def test_the_network_is_left_as_it_was_even_when_a_handler_fails():
         with pytest.raises(ValueError, match="unit") if "down" not in axes.parameters else torch.no_grad():
             find_permutations(network, INPUT)
         assert "forward" not in vars(network[4])
-
-
-def test_a_forward_that_was_put_on_the_instance_stays_there():
-    register_permutation(Opaque)(lambda module: ModuleAxes(PARAMETERS, "... in", "... out"))
-    network = around(Opaque())
-    plain = network[4].forward
-    network[4].forward = patched = lambda x: 2 * plain(x)
-    find_permutations(network, INPUT)
-    assert network[4].forward is patched
-
-
-@torch.library.custom_op("opacus_shuffle_tests::opaque_perceptron", mutates_args=())
-def opaque_perceptron(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    return torch.relu(x @ up.T) @ down.T
-
-
-class Perceptron(nn.Module):
-    """A perceptron that tracing cannot see into."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(7, 6)), nn.Parameter(torch.randn(5, 7))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return opaque_perceptron(x, self.up, self.down)
-
-
-@pytest.mark.parametrize(("down", "found"), [("out unit", symmetric(6) + symmetric(7) + symmetric(5)), ("out _", None)])
-def test_axes_declared_by_hand_are_used_and_checked(down, found):
-    class Declared(Perceptron):
-        pass
-
-    @register_permutation(Declared)
-    def axes(module: Declared) -> ModuleAxes:
-        return ModuleAxes(parameters={"up": "unit in", "down": down}, inputs="... in", outputs="... out")
-
-    sample = torch.randn(4, 4)
-    undeclared = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 6), Perceptron(), nn.Linear(5, 2))
-    assert find_permutations(undeclared, sample).log2_size() == pytest.approx(symmetric(3))
-    module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), Declared(), nn.Linear(5, 2))
-    if found is None:
-        with pytest.raises(ValueError, match=r"2\.up"):
-            find_permutations(module, sample)
-    else:
-        assert find_permutations(module, sample).log2_size() == pytest.approx(found)
 
 
 # Fused layers -----------------------------------------------------------------------------------------------------------------
@@ -311,35 +248,6 @@ def test_axes_made_of_several_are_permuted_inside_every_part():
     assert torch.equal(numbered[2].w_hh.detach().long(), expected)
 
 
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_of_pytorch_can_be_declared_layer_by_layer(layer):
-    gate = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}[layer]
-
-    def axes(module):
-        parameters = {}
-        for i in range(module.num_layers):
-            below = f"unit{i - 1}" if i else "in"
-            parameters |= {f"weight_ih_l{i}": f"(gate unit{i}) {below}", f"weight_hh_l{i}": f"(gate unit{i}) unit{i}"}
-            parameters |= {f"bias_{kind}_l{i}": f"(gate unit{i})" for kind in ("ih", "hh")}
-        last = module.num_layers - 1
-        outputs = ("... unit" + str(last), *["_ _ _"] * (2 if layer is nn.LSTM else 1))
-        return ModuleAxes(parameters, "... in", outputs, sizes={"gate": gate}, fixed=("gate",))
-
-    class First(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.into, self.rnn, self.out = nn.Linear(4, 6), layer(6, 5, num_layers=2, batch_first=True), nn.Linear(5, 3)
-
-        def forward(self, x):
-            return self.out(self.rnn(torch.tanh(self.into(x)))[0])
-
-    network, x = First().double(), torch.randn(2, 3, 4, dtype=torch.float64)
-    register_permutation(layer)(axes)
-    spec = find_permutations(network, x)
-    assert spec.log2_size() == pytest.approx(symmetric(6) + 2 * symmetric(5))
-    assert keeps_its_function(network, spec, x)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -365,23 +273,3 @@ def test_declared_modules_may_share_weights_with_traced_ones():
     spec = find_permutations(network, INPUT)
     assert spec.aliases == {"4.up": ("5.weight",)}
     assert keeps_its_function(network, spec, INPUT)
-
-
-def test_a_declared_network_trains_shuffled():
-    from helpers.shuffled_runs import contents, distance, prepare, unshuffle
-    from torch.utils.data import TensorDataset
-
-    class Layer(nn.Linear):
-        """Traced it would do as well; Opacus knows how to train it."""
-
-    from opacus.grad_sample import register_grad_sampler
-    from opacus.grad_sample.linear import compute_linear_grad_sample
-
-    register_grad_sampler(Layer)(compute_linear_grad_sample)
-    register_permutation(Layer)(lambda module: ModuleAxes({"weight": "out in", "bias": "out"}, "... in", "... out"))
-    network = nn.Sequential(Layer(4, 8), nn.Tanh(), Layer(8, 6), nn.Tanh(), Layer(6, 3)).double()
-    data = TensorDataset(torch.randn(32, 4, dtype=torch.float64), torch.randint(3, (32,)))
-    plain, run = (prepare(network=copy.deepcopy(network), data=data, shuffle=each).train(1) for each in (False, True))
-    assert run.shuffler.spec.log2_size() == pytest.approx(symmetric(8) + symmetric(6))
-    unshuffle(run)
-    assert distance(contents(plain), contents(run)) <= EXACT
