@@ -332,7 +332,8 @@ class _LoadHook:
 @functools.cache
 def _look_at_first_steps() -> None:
     """Has PyTorch ask before all steps of the process whether a shuffler waits for that optimizer."""
-    register_optimizer_step_pre_hook(_attach_waiting)
+    # Compiled steps ask outside of their graph, or it would hold the answer of the first one.
+    register_optimizer_step_pre_hook(torch.compiler.disable(_attach_waiting))  # type: ignore[no-untyped-call]
 
 
 def _attach_waiting(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -31,7 +31,7 @@ from helpers.shuffled_runs import (
 from opacus import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from opacus_shuffle import PrivacyEngine, ShuffleGradSampleModule
 from opacus_shuffle.engine.weights.shuffler import WeightShuffler
@@ -110,30 +110,6 @@ def test_epsilon_is_the_same_with_and_without_shuffling(accountant):
     assert spent[0] == spent[1] > 0
 
 
-def test_a_target_epsilon_goes_with_shuffling():
-    found = []
-    for shuffle in (False, True):
-        engine, network = PrivacyEngine(accountant="gdp"), build("mlp")
-        model, optimizer, loader = engine.make_private_with_epsilon(
-            module=network,
-            optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-            data_loader=DataLoader(records("mlp"), batch_size=BATCH),
-            target_epsilon=5.0,
-            target_delta=1e-5,
-            epochs=1,
-            max_grad_norm=1.0,
-            **({"shuffle_weights": "heads"} if shuffle else {}),
-        )
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-        found.append((optimizer.noise_multiplier, engine.get_epsilon(1e-5)))
-    assert found[0] == found[1]
-    assert isinstance(model, ShuffleGradSampleModule)
-    assert engine.shuffler.spec.level == "heads"
-
-
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
 def test_in_every_mode_the_model_is_opacus_and_ours(mode):
     run, plain = prepare(mode=mode, shuffle=True), prepare(mode=mode)
@@ -157,17 +133,6 @@ def test_without_wrapping_opacus_hooks_come_back_and_the_engine_has_the_shuffler
     run.train(1)
     assert run.engine.shuffler.shuffles == RECORDS // BATCH
     run.returned.cleanup()
-
-
-def test_what_the_wrapper_passes_through_stays():
-    run = prepare("encoder", shuffle=True)
-    assert run.model.attention is run.network.attention
-    assert run.model.forbid_grad_accumulation() is None
-    with pytest.raises(AttributeError):
-        run.model.no_such_thing  # noqa: B018
-    run.model.eval()
-    assert not run.network.training
-    run.model.zero_grad()
 
 
 # By hand -----------------------------------------------------------------------------------------------------------------
@@ -349,16 +314,6 @@ def contents_of(module):
     return weights(getattr(module, "_module", module))
 
 
-def test_step_hooks_that_were_there_before_see_permuted_weights():
-    network, seen = build("mlp"), []
-    optimizer = momentum(network)
-    optimizer.register_step_post_hook(lambda *_: seen.append(weights(network)))
-    WeightShuffler(network, find_permutations(network), optimizer)
-    network(records("mlp")[:5][0]).sum().backward()
-    optimizer.step()
-    assert distance(seen[0], weights(network)) == 0
-
-
 def test_a_network_that_has_got_new_parameters_is_refused_by_their_names():
     network = build("mlp")
     optimizer = momentum(network)
@@ -493,18 +448,19 @@ def test_a_network_whose_only_child_is_called_module_is_run_as_a_whole():
     assert distance(contents(plain), contents(run)) <= EXACT
 
 
-def test_a_plain_optimizer_is_followed_without_opacus():
-    network, other = build("mlp"), build("mlp")
+def test_a_plain_optimizer_is_followed_without_opacus_and_its_earlier_hooks_see_permuted_weights():
+    network, other, seen = build("mlp"), build("mlp"), []
     x, y = records("mlp")[:]
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.03, eps=0.03) for each in (network, other)]
-    shuffler = WeightShuffler(
-        network, find_permutations(network), optimizers[0], generator=torch.Generator().manual_seed(20_260_101)
-    )
+    optimizers[0].register_step_post_hook(lambda *_: seen.append(weights(network)))
+    generator = torch.Generator().manual_seed(20_260_101)
+    shuffler = WeightShuffler(network, find_permutations(network), optimizers[0], generator=generator)
     for _ in range(5):
         for each, optimizer in zip((network, other), optimizers, strict=True):
             optimizer.zero_grad()
             nn.functional.cross_entropy(logits(each, x), y).backward()
             optimizer.step()
-    assert shuffler.shuffles == 5
+    assert len(seen) == shuffler.shuffles == 5
+    assert distance(seen[-1], weights(network)) == 0
     shuffler.spec.apply_(network, shuffler.spec.invert(drawn(shuffler)))
     assert distance(weights(network), weights(other)) <= EXACT
