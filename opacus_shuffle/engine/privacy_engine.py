@@ -146,7 +146,7 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
                 function stays as it is, and **so does ε**. ``True`` for every permutation that
                 :func:`~opacus_shuffle.permutation.find.find_permutations` finds, ``"heads"`` or ``"paper"`` for fewer, a
                 ``PermutationSpec``, or a :class:`~opacus_shuffle.engine.weights.weight_shuffling.WeightShuffling`, which says
-                how and when, and how a batch's sum is clipped.
+                how, and how a batch's sum is clipped. Where much stays, a warning says why.
             aggregator: ``shuffled_sums`` alone, in place of ``noise_multiplier``: a protocol of your own, with ``num_users``
                 the batch size, ``dimension`` the trainable parameters' entries and ``max_norm`` = ``max_grad_norm``.
             **others: The five keywords of ``clipping="adaptive"``; any other is refused.

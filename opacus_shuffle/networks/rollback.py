@@ -75,16 +75,12 @@ def rolled_back_if_refused(*owners: Any) -> Iterator[None]:
 
     Args:
         *owners: A module or an optimizer with all that is inside of it, or any other object with its attributes. None is
-            skipped. An object with a method ``remember`` says itself what puts it back. Tensors are kept on the CPU
-            meanwhile.
+            skipped. Tensors are kept on the CPU meanwhile.
     """
     known: dict[int, Any] = {}
     undo: list[Callable[[], object]] = []
     for owner in owners:
-        if hasattr(owner, "remember") and not isinstance(owner, _ENTERED_WHOLE):
-            undo.append(owner.remember())
-        else:
-            undo += _remember(owner, known, None)
+        undo += _remember(owner, known, None)
     try:
         yield
     except BaseException:
