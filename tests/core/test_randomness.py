@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import multiprocessing
 import os
 import pickle
 import sys
@@ -62,23 +61,6 @@ def test_a_forked_child_has_secrets_of_its_own_and_two_children_differ():
 def test_a_fork_leaves_the_generators_of_users_and_of_seeds_alone():
     own, seeded = torch.Generator().manual_seed(3), seeded_generator("cpu", 0, "noise")
     assert in_child(lambda: (drawn(own), drawn(seeded))) == (drawn(own), drawn(seeded))
-
-
-def _draw_in(queue, generator):
-    queue.put(drawn(generator))
-
-
-@pytest.mark.parametrize("method", [pytest.param("fork", marks=forks), pytest.param("spawn", marks=pytest.mark.slow)])
-def test_processes_of_multiprocessing_share_no_secret(method):
-    context = multiprocessing.get_context(method)
-    secret, queue = SecretGenerator(), context.SimpleQueue()
-    processes = [context.Process(target=_draw_in, args=(queue, secret)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    draws = [queue.get() for _ in processes] + [drawn(secret)]
-    for process in processes:
-        process.join()
-    assert len(set(map(tuple, draws))) == 3
 
 
 @forks

@@ -12,6 +12,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from helpers.federation import all_report
 
 import opacus_shuffle
 from opacus_shuffle.federated import (
@@ -34,11 +35,6 @@ GAUSSIAN = GaussianReports(**COMMON, noise_multiplier=1.0)
 SUMS = BitSums(**COMMON, noise_multiplier=1.0, delta=1e-6)
 FORMATS = pytest.mark.parametrize("reports", [GAUSSIAN, SUMS], ids=["gaussian", "sums"])
 CLIENTS, SERVER = [f"the-secret-of-client-{number}" for number in range(6)], "the-secret-of-the-server"
-
-
-def all_report(shuffler: Shuffler, number: int) -> None:
-    for sender in range(shuffler.format.num_users):
-        shuffler.submit(str(sender), shuffler.format.encode(number, torch.ones(3)))
 
 
 # Randomness
