@@ -28,9 +28,10 @@ class ModuleObjective(RecordObjective):
     do.)
 
     Args:
-        module: Any that Opacus accepts; a ``GradSampleModule`` is taken for the module that it wraps. Layers that mix records
-            (BatchNorm) are refused, and so are dropouts in training mode: the theorems need one fixed loss per record, so
-            switch them off (p = 0, or ``module.eval()``).
+        module: Any that Opacus accepts and ``torch.func`` can differentiate; a ``GradSampleModule`` is taken for the
+            module that it wraps. Layers that mix records (BatchNorm) are refused, and so are, when gradients are
+            first asked for, dropouts in training mode: the theorems need one fixed loss per record, so switch them
+            off (p = 0, or ``module.eval()``).
         criterion: From outputs and targets to a loss; called on batches of one, so its reduction does not matter.
 
     Attributes:
