@@ -1,7 +1,8 @@
 """May a network train? Whether its per-sample gradients are what clipping takes them for: one of each record, of it alone.
 
 Opacus takes the i-th row of every layer's batch for record i, and clips what it finds there together. So a few records run
-through Opacus's own hooks, then again with half of them changed and their part of the loss reweighted. Three things must hold:
+through Opacus's own hooks, then again with all of them but one changed and their part of the loss reweighted. Three things
+must hold:
 
 1. Every trained layer has as many rows as there are records, at two numbers of records that no other axis of the run has. A
    layer that sees ``[time, batch, ...]`` has a row for each time step, and each of these would be clipped by itself; where a
@@ -40,7 +41,7 @@ from opacus_shuffle.networks.running import has_records, results, seed_draws
 from opacus_shuffle.networks.sample_input import Call
 
 FEWEST = 6
-"""Records in the larger look: few cost little, and of fewer a layer may get all by chance where it picks some."""
+"""Records in the look that counts rows; the one that compares records has fewer, as it is repeated."""
 TRIES = 4
 """Numbers of records that are tried from there on; some may be sizes of another axis, or not be taken by the network."""
 
@@ -110,7 +111,7 @@ def per_sample_check(
 ) -> NetworkCheck:
     """Tells whether every record's gradient is its own, and whether Opacus finds it where it looks for it.
 
-    The network runs on three times six records, and once on fewer, with the same random numbers each time.
+    The network runs once on six records, and three times on fewer, with the same random numbers each time.
 
     Args:
         network: As it trains; left without a trace.
@@ -145,14 +146,18 @@ def per_sample_check(
         taken |= look.sizes - {records}
         looks = {size: earlier for size, earlier in looks.items() if size not in taken}
         looks[records] = call, look
-    if not looks:
-        return NetworkCheck(seen=False, failure=failure)
-    records = max(looks)
-    call, look = looks[records]
+    seen_by_hooks = bool(looks)
     try:
+        if not looks:  # Opacus's hooks fail in some networks; outputs can be compared without them
+            names, call = {}, call_of(FEWEST)
+            looks[FEWEST] = call, _look(network, names, call, axis, torch.ones(FEWEST))
+        records = min(looks)
+        call, look = looks[records]
         problem = _dependence(network, names, call, look, records, axis, ghost=ghost)
     except Exception as error:
-        return NetworkCheck(seen=False, failure=error)
+        return NetworkCheck(seen=False, failure=failure or error)
+    if not seen_by_hooks:
+        return NetworkCheck(seen=False, problem=problem, failure=failure)
     if ghost and not problem:
         problem = _unseen_gradients(look)
     return NetworkCheck(seen=True, problem=problem, call=call, records=records)
@@ -184,7 +189,7 @@ def check_criterion(criterion: Callable[..., Any], args: tuple[Any, ...], keywor
 
     with random_states_kept():
         before = losses(call)
-        for keep in _halves(records):
+        for keep in _kept_one_by_one(records):
             for change in _CHANGES:
                 try:
                     after = losses(_with_others(call, keep, 0, change))
@@ -207,7 +212,7 @@ def _unusual_sizes(taken: Collection[int]) -> Iterator[int]:
     """
     larger = (size for size in itertools.count(FEWEST) if size not in taken)
     yield next(larger)
-    yield from (size for size in range(2, FEWEST) if size not in taken)
+    yield from (size for size in range(3, FEWEST) if size not in taken)
     yield from itertools.islice(larger, TRIES)
 
 
@@ -224,7 +229,7 @@ def _look(
 
     Args:
         network: It runs, and is left as it was.
-        names: Of the parameters to look at, by their identity.
+        names: Of the parameters to look at, by their identity; if there are none, at outputs alone, without hooks.
         call: On these arguments.
         axis: Where tensors have their records.
         factors: One for each record.
@@ -262,7 +267,8 @@ def _look(
 
     with rolled_back(network), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of hooks that fire for inputs without gradients, as they are to
-        GradSampleModule(network, batch_first=axis == 0, loss_reduction="sum", strict=False)
+        if names:
+            GradSampleModule(network, batch_first=axis == 0, loss_reduction="sum", strict=False)
         for module in network.modules():
             module.register_forward_hook(note)
             if module._backward_hooks:  # Opacus's; outputs that pass a hook may not be written to, so there are no others
@@ -303,10 +309,9 @@ def _few_numbers(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([pieces, rows[:, whole:]], dim=1)
 
 
-def _halves(records: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns masks of two halves of the records, drawn at random: another order of rows hardly maps each half to itself."""
-    first = torch.randperm(records, generator=torch.Generator().manual_seed(1)) < records // 2
-    return first, ~first
+def _kept_one_by_one(records: int) -> list[torch.Tensor]:
+    """Returns masks of two records, each of which is kept while all others change: neither the first nor the last."""
+    return [torch.arange(records) == place for place in ((1, 2) if records > 2 else range(records))]
 
 
 def _rescaled(value: torch.Tensor, axis: int) -> torch.Tensor:
@@ -323,8 +328,14 @@ def _next(value: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def _other_numbers(value: torch.Tensor, axis: int) -> torch.Tensor:
-    """Returns other numbers in the same order of size, and what counts or chooses, such as lengths, as it is."""
-    return 1.5 * value + 0.25 if _is_number(value) else value
+    """Returns other numbers in the same order of size, and what counts or chooses, such as lengths, as it is.
+
+    Numbers of either sign change theirs: a network may choose by it.
+    """
+    if not _is_number(value):
+        return value
+    signed = value.is_floating_point() and bool((value < 0).any())
+    return (-1.5 if signed else 1.5) * value + 0.25
 
 
 def _other_labels(value: torch.Tensor, axis: int) -> torch.Tensor:
@@ -378,7 +389,7 @@ def _dependence(
                 failure = error
         raise failure
 
-    for keep in _halves(records):
+    for keep in _kept_one_by_one(records):
         other, found = look_again(keep, growth)
         if not all_same([rows[keep] for rows in look.outputs], [rows[keep] for rows in found.outputs]):
             return (
