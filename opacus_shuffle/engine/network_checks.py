@@ -323,8 +323,7 @@ class FirstBatch:
         seen = per_sample_check(network, call_of, axis=self.axis, ghost=self.ghost, more=sizes, trained=self.trained)
         if seen.problem:
             raise ValueError(seen.problem)
-        if seen.seen:
-            check_batch_state(network, seen.call, seen.records, axis=self.axis)
+        check_batch_state(network, seen.changed, seen.call, seen.records, axis=self.axis)
         return seen
 
     def wait_on(self, module: Any) -> None:

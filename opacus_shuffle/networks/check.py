@@ -66,6 +66,8 @@ class NetworkCheck:
         seen: Whether it ran on several records. If not, nothing is known of it.
         problem: Why no network like this may be clipped: the module, what was seen, the remedy. Empty if it may.
         failure: What the network raised, if it was not seen for that.
+        changed: The parameters, buffers and attributes that a run leaves changed: :mod:`~opacus_shuffle.networks.batch_state`
+            tells whether records act on later batches by these.
         call: The arguments that it ran on.
         records: How many records there were.
     """
@@ -73,6 +75,7 @@ class NetworkCheck:
     seen: bool
     problem: str = ""
     failure: Exception | None = None
+    changed: Sequence[str] = ()
     call: Call = ((), {})
     records: int = 0
 
@@ -89,6 +92,7 @@ class _Look:
         rows: A few numbers of each record's gradient.
         whole: The same few numbers of the batch's gradient.
         sizes: Of the axes of everything that modules get and give.
+        changed: What the run leaves changed in the network.
     """
 
     outputs: list[torch.Tensor]
@@ -98,6 +102,7 @@ class _Look:
     rows: dict[str, torch.Tensor]
     whole: dict[str, torch.Tensor]
     sizes: set[int]
+    changed: list[str]
 
 
 def per_sample_check(
@@ -156,11 +161,9 @@ def per_sample_check(
         problem = _dependence(network, names, call, look, records, axis, ghost=ghost)
     except Exception as error:
         return NetworkCheck(seen=False, failure=failure or error)
-    if not seen_by_hooks:
-        return NetworkCheck(seen=False, problem=problem, failure=failure)
     if ghost and not problem:
         problem = _unseen_gradients(look)
-    return NetworkCheck(seen=True, problem=problem, call=call, records=records)
+    return NetworkCheck(seen_by_hooks, problem, failure, look.changed, call, records)
 
 
 def check_criterion(criterion: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
@@ -265,7 +268,7 @@ def _look(
     def note(_: nn.Module, inputs: Any, output: Any) -> None:
         sizes.update(size for leaf in tree_leaves((inputs, output)) if isinstance(leaf, torch.Tensor) for size in leaf.shape)
 
-    with rolled_back(network), torch.enable_grad(), warnings.catch_warnings():
+    with rolled_back(network) as changed, torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of hooks that fire for inputs without gradients, as they are to
         if names:
             GradSampleModule(network, batch_first=axis == 0, loss_reduction="sum", strict=False)
@@ -295,7 +298,9 @@ def _look(
         if id(parameter) in names and gradient is not None and gradient.layout == torch.strided
     }
     has_rows = any(output.requires_grad for output in rowed)
-    return _Look(shown, has_rows, bool(others), wrong_counts, rows, whole, sizes)
+    by_hooks = {f"{place}.activations".lstrip(".") for place, module in network.named_modules() if module._parameters}
+    changed = [name for name in changed if name not in {*by_hooks, "autograd_grad_sample_hooks"}]
+    return _Look(shown, has_rows, bool(others), wrong_counts, rows, whole, sizes, changed)
 
 
 def _few_numbers(rows: torch.Tensor) -> torch.Tensor:

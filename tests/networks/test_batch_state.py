@@ -13,6 +13,7 @@ from torch import nn
 
 from opacus_shuffle import PrivacyEngine
 from opacus_shuffle.networks.batch_state import check_batch_state
+from opacus_shuffle.networks.check import per_sample_check
 
 
 class Keeping(nn.Module):
@@ -212,7 +213,9 @@ def _seeded():
 
 
 def check(network, rows=None):
-    check_batch_state(network.train(), ((torch.randn(6, 5) if rows is None else rows,), {}), 6)
+    rows = torch.randn(6, 5) if rows is None else rows
+    seen = per_sample_check(network.train(), lambda records: ((rows[torch.arange(records) % 6],), {}))
+    check_batch_state(network, seen.changed, seen.call, seen.records)
 
 
 @pytest.mark.parametrize(("name", "function"), CASES)
