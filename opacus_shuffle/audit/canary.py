@@ -96,7 +96,7 @@ class GradientCanary:
                 "the same training on one"
             )
         instance_of("parameter", parameter, (torch.Tensor,))
-        numbers = [number for number, each in enumerate(optimizer.params) if each is parameter]
+        numbers = [number for number, trained in enumerate(optimizer.params) if trained is parameter]
         if not numbers:
             raise ValueError("parameter must be one that optimizer trains: take it from model.parameters()")
         check_generator("generator", generator)
@@ -142,10 +142,8 @@ class GradientCanary:
     def _batch_factor(self) -> float:
         """Returns the factor by which batch clipping will shrink the sum as it is now."""
         optimizer = self._optimizer
-        if getattr(optimizer, "batch_clip", None) is None:
-            return 1.0
-        if id(self.parameter) not in optimizer.shuffled:
-            return 1.0
-        sums = [each.summed_grad for each in optimizer.params if id(each) in optimizer.shuffled]
-        length = math.sqrt(sum(float(torch.linalg.vector_norm(each)) ** 2 for each in sums))
+        if getattr(optimizer, "batch_clip", None) is None or id(self.parameter) not in optimizer.shuffled:
+            return 1.0  # what stays where it is is not clipped as a batch
+        sums = [moving.summed_grad for moving in optimizer.params if id(moving) in optimizer.shuffled]
+        length = math.sqrt(sum(float(torch.linalg.vector_norm(total)) ** 2 for total in sums))
         return min(1.0, optimizer.batch_clip / length) if length else 1.0

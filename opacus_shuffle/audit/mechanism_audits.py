@@ -269,11 +269,11 @@ def chunks(total: int, width: int = 1) -> Iterator[slice]:
 
 def claimed(rounds: Rounds, bounds: Iterable[str], *, delta: float, adjacency: str = "zero_out") -> tuple[Claim, ...]:
     """Returns what these bounds say of the rounds, but for those that have no value for the adjacency or an infinite one."""
-    found = []
+    covered = []
     for bound in bounds:
         with contextlib.suppress(NotCovered):
-            found.append(compute_bound(rounds, delta=delta, bound=bound, adjacency=adjacency))
-    return tuple(Claim(each) for each in found if math.isfinite(each.epsilon))
+            covered.append(compute_bound(rounds, delta=delta, bound=bound, adjacency=adjacency))
+    return tuple(Claim(bound) for bound in covered if math.isfinite(bound.epsilon))
 
 
 def gaussian_step(sigma: float, delta: float) -> Claim:

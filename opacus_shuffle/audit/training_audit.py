@@ -182,7 +182,7 @@ class ReleasedWeights:
         canary: In one of its tensors, of this name.
         optimizer: Opacus's or ours.
         shuffler: Of the network.
-        name: As of the specification, if the tensor moves.
+        name: As of the specification: the tensor is one that moves.
 
     Attributes:
         orbit: Where the canary's entry can get to, as a mask of its tensor.
@@ -236,7 +236,7 @@ class ReleasedWeights:
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """What is released: a copy."""
-        tensors = {self._name: self._canary.parameter, **self._shuffler.spec.tensors(self._network)}
+        tensors = self._shuffler.spec.tensors(self._network)
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
@@ -245,7 +245,7 @@ def orbit(spec: PermutationSpec, name: str, tensor: torch.Tensor, place: tuple[i
     reached = torch.zeros(tensor.shape)
     reached[place] = 1
     generator = torch.Generator().manual_seed(0)  # any permutations will do
-    for _ in range(64 if name in spec.blocks else 0):  # then it is complete but for a chance of 2^-64
+    for _ in range(64):  # then it is complete but for a chance of 2^-64
         moved = reached.clone()
         spec.move({name: [moved]}, spec.sample(generator))
         reached = torch.maximum(reached, moved)

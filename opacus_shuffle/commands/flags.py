@@ -72,7 +72,7 @@ def add_run_flags(parser: argparse.ArgumentParser, *, without: Collection[str] =
     parser.add_argument("--steps", required=True, type=number, metavar="T", help="rounds (training steps)")
     parser.add_argument(
         "--adjacency",
-        choices=[each.value for each in Adjacency],
+        choices=[adjacency.value for adjacency in Adjacency],
         default=Adjacency.ZERO_OUT.value,
         help="zero_out: a record's report becomes one of zero (the default); replace: the record becomes any other",
     )
@@ -159,7 +159,7 @@ def orders(text: str) -> tuple[float, ...]:
 def _add(parser: argparse.ArgumentParser, field: dataclasses.Field, owners: Iterable[type], *, help: str) -> None:
     """Adds one flag, of all types that the field has in the classes that own it."""
     hints = [typing.get_type_hints(owner)[field.name] for owner in owners]
-    kinds = {typing.get_origin(each) or each for hint in hints for each in typing.get_args(hint) or (hint,)}
+    kinds = {typing.get_origin(kind) or kind for hint in hints for kind in typing.get_args(hint) or (hint,)}
     options: dict[str, Any] = {"help": help.replace("%", "%%"), "default": argparse.SUPPRESS}
     if bool in kinds:
         options["action"] = argparse.BooleanOptionalAction

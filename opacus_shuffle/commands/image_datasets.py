@@ -61,7 +61,7 @@ def load_image_dataset(name: str, root: str | Path | None = None) -> tuple[Tenso
     import torch
     from torch.utils.data import TensorDataset
 
-    mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in _MEAN_AND_STD[one_of("name", name, DATASETS)])
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in _MEAN_AND_STD[one_of("name", name, DATASETS)])
     try:
         splits = _mnist_5k(root) if name == "mnist-5k" else _splits(name, root)
     except OSError as error:
@@ -102,7 +102,7 @@ def _splits(name: str, root: str | Path | None) -> tuple[Split, Split]:
 
     def find(*names: str) -> Path:
         found = [
-            path for folder in folders for each in names for path in (folder / each, folder / f"{each}.gz") if path.is_file()
+            path for folder in folders for file in names for path in (folder / file, folder / f"{file}.gz") if path.is_file()
         ]
         if not found:
             raise ValueError(
@@ -111,7 +111,7 @@ def _splits(name: str, root: str | Path | None) -> tuple[Split, Split]:
         return found[0]
 
     if name == "cifar10":
-        *train, test = [_cifar_batch(find(each)) for each in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")]
+        *train, test = [_cifar_batch(find(file)) for file in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")]
         return (np.concatenate([batch[0] for batch in train]), np.concatenate([batch[1] for batch in train])), test
     splits = []
     for stem in ("train", "t10k"):
