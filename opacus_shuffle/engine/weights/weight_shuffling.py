@@ -34,7 +34,8 @@ OTHER_RECORDS = 8
 MUCH = 0.1
 """Where a larger share of the parameters stays, although all that can move was asked for, a warning says why."""
 
-MOST_REASONS = 3
+MOST_REASONS, MOST_NAMED = 3, 5
+"""How many reasons, and how many parameters that nothing reached, the warning names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,10 +184,11 @@ def warn_of_what_stays(spec: PermutationSpec, network: nn.Module) -> None:
         for reason in {axis.partition(": ")[2] or axis for axis in axes}:
             held[reason] += size
     reasons = [f"{reason} ({size:,} entries)" for reason, size in held.most_common(MOST_REASONS)]
-    unreached = f" Not reached by the first records: {', '.join(spec.unreached)}." if spec.unreached else ""
+    named, more = ", ".join(spec.unreached[:MOST_NAMED]), len(spec.unreached) - MOST_NAMED
+    unreached = f" Not reached by the first records: {named}{f' and {more} more' if more > 0 else ''}." if named else ""
     warnings.warn(
         f"shuffle_weights moves {share:.1%} of the parameters of {type(network).__name__}; the others stay where they "
-        f"are, and the order of their units shows in what is released. What holds most of them: {'; '.join(reasons)}."
+        f"are in all that is released. What holds most of them: {'; '.join(reasons)}."
         f"{unreached} Have the network return no more than the loss needs (logits, no hidden states); delete "
         "parameters that nothing uses, or pass shuffle_weights=find_permutations(module, sample_input, "
         "more_samples=[...]) with inputs that reach them, which also ends this warning; print what it returns "
