@@ -78,8 +78,8 @@ class BuilderMixin(OpenEngine):
         del self._plan
         if plan.first_batch is not None:
             plan.first_batch.wait_on(plan.wrapped if isinstance(plan.wrapped, nn.Module) else module)
-        for each in (module, plan.wrapped):
-            leave_out_records(each)
+        for model in (module, plan.wrapped):
+            leave_out_records(model)
         StateWatch(unwrap(module))
         watch_packs(unwrap(module))
 

@@ -111,8 +111,8 @@ class GhostPasses:
         network = wrapped_network(self.module)
         hooked = [
             name
-            for name, each in network.named_parameters()
-            if each.requires_grad and (each._backward_hooks or each._post_accumulate_grad_hooks)
+            for name, parameter in network.named_parameters()
+            if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
         ]
         if hooked:
             raise ValueError(
@@ -121,7 +121,7 @@ class GhostPasses:
             )
         records = records_of_calls(self.module)
         if records is None:
-            asleep = [name or "the module itself" for name, each in network.named_modules() if not each.training]
+            asleep = [name or "the module itself" for name, layer in network.named_modules() if not layer.training]
             raise ValueError(
                 f"no gradient per record can be had: {', '.join(asleep[:3])} ran in evaluation mode; call model.train() before "
                 "the forward pass"
@@ -150,11 +150,11 @@ def _capture_backprops(
 def _capture_activations(self: Any, module: nn.Module, forward_input: Any, output: Any) -> None:
     """Opacus's hook; embeddings get their indices written out in memory, as their norms need them."""
     if isinstance(module, nn.Embedding):
-        forward_input = [each.contiguous() for each in forward_input]
+        forward_input = [tensor.contiguous() for tensor in forward_input]
     try:
         GradSampleHooksFastGradientClipping.capture_activations_hook(self, module, forward_input, output)
     except NotImplementedError as error:
-        name = next(name for name, each in wrapped_network(self).named_modules() if each is module)
+        name = next(name for name, layer in wrapped_network(self).named_modules() if layer is module)
         raise ValueError(
             f"{name or 'the module itself'} ({type(module).__name__}) runs twice before a backward pass, which "
             "grad_sample_mode='ghost' does not support: run what is not trained on under torch.no_grad() or in evaluation "

@@ -192,8 +192,8 @@ class ShuffleMixin(BuilderMixin, CheckpointMixin):
         self.runs += 1
         self.num_users = run.sampling.num_users
         tell_of_weights_alone(unwrap(module), self.known_lineage)
-        if found := [each for each in scheme.predictable(run) if not each.startswith("seed=")]:
-            warnings.warn(not_private(found), stacklevel=2)
+        if names := [name for name in scheme.predictable(run) if not name.startswith("seed=")]:
+            warnings.warn(not_private(names), stacklevel=2)
         planned = getattr(self.accountant, "planned", None)  # Opacus's own plan nothing
         sentence = ""
         if planned is not None and self.accountant.emulated:

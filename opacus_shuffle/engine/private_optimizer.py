@@ -420,8 +420,8 @@ class PrivateOptimizer(OpenOptimizer):
     def _refuse_parameters(self, held: list[torch.Tensor]) -> None:
         """Refuses these parameters, unless they are the planned ones in another order."""
         planned = set(map(id, self.planned))
-        frozen = [each for each in held if id(each) in planned and not each.requires_grad]
-        thawed = [each for each in held if id(each) not in planned and each.requires_grad]
+        frozen = [parameter for parameter in held if id(parameter) in planned and not parameter.requires_grad]
+        thawed = [parameter for parameter in held if id(parameter) not in planned and parameter.requires_grad]
         changes = [("frozen", frozen), ("thawed or added", thawed)]
         changed = [f"{what}: {names_of(which)}" for what, which in changes if which]
         if not changed and not planned <= set(map(id, held)):

@@ -61,7 +61,7 @@ def hold(network: nn.Module, private: Any, optimizer: Any) -> None:
     """
     _look_at_all_steps()
     vars(network)[OWNER] = optimizer
-    optimizer.names = {id(each): name for name, each in network.named_parameters()}
+    optimizer.names = {id(parameter): name for name, parameter in network.named_parameters()}
     vars(private)[END] = functools.partial(_end, weakref.ref(private), weakref.ref(network))
     _HELD.add(network)
 
@@ -87,13 +87,13 @@ def held_parameters() -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """Every parameter that a private network has now: the network, the name in it, the parameter."""
     for network in list(_HELD):
         if OWNER in vars(network) or is_copy(network):
-            yield from ((network, name, each) for name, each in network.named_parameters())
+            yield from ((network, name, parameter) for name, parameter in network.named_parameters())
 
 
 def private_optimizers(module: Any) -> list[Any]:
     """The optimizers of private networks that train parameters of a module."""
     own = set(map(id, module.parameters())) if isinstance(module, nn.Module) else set()
-    return [each for each in _owners() if not own.isdisjoint(map(id, each.planned))]
+    return [owner for owner in _owners() if not own.isdisjoint(map(id, owner.planned))]
 
 
 def _owners() -> list[Any]:
@@ -104,8 +104,8 @@ def _owners() -> list[Any]:
 def names_of(parameters: Iterable[torch.Tensor]) -> str:
     """Names of parameters in a private network, now or when it was made so; else their shapes."""
     known = {number: name for owner in _owners() for number, name in owner.names.items()}
-    known |= {id(each): name for _, name, each in held_parameters()}
-    names = [known.get(id(each), f"one of shape {tuple(each.shape)}") for each in parameters]
+    known |= {id(parameter): name for _, name, parameter in held_parameters()}
+    names = [known.get(id(parameter), f"one of shape {tuple(parameter.shape)}") for parameter in parameters]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -118,19 +118,19 @@ def _look_at_all_steps() -> None:
 
 def _refuse_raw(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     """Refuses a step that would move a private network by another gradient than the released."""
-    moved = [each for group in optimizer.param_groups for each in group["params"] if _moves(each)]
-    itself, memory = set(map(id, moved)), {_memory(each): id(each) for each in moved}
+    moved = [parameter for group in optimizer.param_groups for parameter in group["params"] if _moves(parameter)]
+    itself, memory = set(map(id, moved)), {_memory(parameter): id(parameter) for parameter in moved}
     # A closure would make other gradients.
-    closure = any(each is not None for each in (*args[1:], *keywords.values()))
+    closure = any(value is not None for value in (*args[1:], *keywords.values()))
     raw, owners = [], []
-    for network, _, each in held_parameters():
+    for network, _, parameter in held_parameters():
         owner = vars(network).get(OWNER)
-        another = memory.get(_memory(each), id(each)) != id(each)  # a second tensor over this one
-        if another or (id(each) in itself and (closure or owner is None or not owner.wrote(each))):
-            raw.append(each)
+        another = memory.get(_memory(parameter), id(parameter)) != id(parameter)  # a second tensor over this one
+        if another or (id(parameter) in itself and (closure or owner is None or not owner.wrote(parameter))):
+            raw.append(parameter)
             owners.append(owner)
     if raw:
-        inside = any(each and each.original_optimizer is optimizer and not each.written for each in owners)
+        inside = any(owner and owner.original_optimizer is optimizer and not owner.written for owner in owners)
         raise ValueError(
             f"{type(optimizer).__name__}.step() "
             + ("was called on the optimizer inside of a private one, and " if inside else "")
@@ -205,15 +205,15 @@ def refuse_second_pass(module: Any, parameters: Iterable[torch.Tensor], current:
     Raises:
         ValueError: If it would.
     """
-    stale = [each for each in parameters if _waits(each)]
+    stale = [parameter for parameter in parameters if _waits(parameter)]
     if not stale:
         return
     network = wrapped_network(module)
     optimizers = private_optimizers(network)
-    planned = {id(each) for optimizer in optimizers for each in optimizer.planned}
-    books = [each.tickets for each in optimizers if each.tickets is not None]
+    planned = {id(parameter) for optimizer in optimizers for parameter in optimizer.planned}
+    books = [optimizer.tickets for optimizer in optimizers if optimizer.tickets is not None]
     to_come = [each for layer in network.modules() if vars(layer).get("activations") for each in layer._parameters.values()]
-    outside = not any(id(each) in planned for each in (*stale, *filter(_waits, to_come)))
+    outside = not any(id(parameter) in planned for parameter in (*stale, *filter(_waits, to_come)))
     raise ValueError(
         f"gradient accumulation is refused, for a record might be in it twice ({names_of(stale)} "
         "hold gradients still): "

@@ -106,7 +106,7 @@ class Request:
     @classmethod
     def of(cls, **keywords: Any) -> Request:
         """Reads keywords as they were given to ``make_private``."""
-        known = {each.name for each in dataclasses.fields(cls)} - {"others"}
+        known = {field.name for field in dataclasses.fields(cls)} - {"others"}
         missing = [name for name in ("module", "optimizer", "data_loader", "max_grad_norm") if name not in keywords]
         if missing:
             raise ValueError(f"{', '.join(missing)} missing: pass {', '.join(f'{name}=...' for name in missing)}")
@@ -127,7 +127,7 @@ class Request:
     @property
     def trainable(self) -> list[torch.Tensor]:
         """What the optimizer trains."""
-        return [each for group in self.optimizer.param_groups for each in group["params"] if each.requires_grad]
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
 
     @property
     def device(self) -> torch.device:
@@ -199,7 +199,7 @@ class Run:
     def for_opacus(self, noise_generator: torch.Generator | None) -> dict[str, Any]:
         """The keywords of Opacus's own ``make_private``."""
         asked = self.request
-        keywords = {each.name: getattr(asked, each.name) for each in dataclasses.fields(asked) if each.name not in OURS}
+        keywords = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked) if field.name not in OURS}
         if asked.criterion is None:
             keywords["criterion"] = nn.CrossEntropyLoss(reduction=asked.loss_reduction)
         return {
@@ -213,7 +213,7 @@ class Run:
 
 def _hints() -> dict[str, str]:
     """For every keyword that could be meant, and every field of the record behind ``shuffle_weights``, how it is written."""
-    own = {each.name: each.name for each in dataclasses.fields(Request) if each.name != "others"}
-    fields = [each.name for each in dataclasses.fields(WeightShuffling)]
+    own = {field.name: field.name for field in dataclasses.fields(Request) if field.name != "others"}
+    fields = [field.name for field in dataclasses.fields(WeightShuffling)]
     record = {name: f"shuffle_weights=WeightShuffling({each}=...)" for each in fields for name in (each, f"shuffle_{each}")}
     return {**record, **own}

@@ -99,17 +99,17 @@ def _unless_empty(compute: Any, parameters: Any, activations: torch.Tensor, back
     """Each record's gradients of a layer's parameters, of no records too."""
     if len(activations):
         return compute(parameters, activations, backprops)
-    return [each.new_zeros((0, *each.shape)) for each in parameters]
+    return [parameter.new_zeros((0, *parameter.shape)) for parameter in parameters]
 
 
 def _odd(value: Any, path: str) -> Iterator[str]:
     """What is neither a tensor nor a plain container, and where."""
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _odd(each, f"{path}[{key!r}]")
+        for key, part in value.items():
+            yield from _odd(part, f"{path}[{key!r}]")
     elif type(value) in (list, tuple):
-        for number, each in enumerate(value):
-            yield from _odd(each, f"{path}[{number}]")
+        for number, part in enumerate(value):
+            yield from _odd(part, f"{path}[{number}]")
     elif not (isinstance(value, torch.Tensor) and value.dim()):
         what = "tensor of one number" if isinstance(value, torch.Tensor) else type(value).__name__
         yield f"a {what} at {path}"

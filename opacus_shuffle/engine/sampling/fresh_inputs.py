@@ -73,9 +73,9 @@ class FreshInputs:
                     "or added up over several batches), whose records are accounted no more; " + REMEDY
                 )
 
-        for each in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
-            if isinstance(each, torch.Tensor) and each.requires_grad:
-                each.register_hook(refuse_late)  # type: ignore[no-untyped-call]
+        for tensor in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(refuse_late)  # type: ignore[no-untyped-call]
 
     def _watches(self) -> bool:
         """Whether a forward pass has gradients of records."""
@@ -90,8 +90,8 @@ class FreshInputs:
 
 def origin_of(inputs: Any) -> Origin:
     """What the inputs of a forward pass are."""
-    asked = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.requires_grad]
-    return "records" if not asked else "a leaf" if all(each.is_leaf for each in asked) else "a network"
+    asked = [tensor for tensor in tree_leaves(inputs) if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
+    return "records" if not asked else "a leaf" if all(tensor.is_leaf for tensor in asked) else "a network"
 
 
 def watch_inputs(network: nn.Module, private: Any, tickets: TicketBook | None) -> None:
@@ -104,7 +104,7 @@ def watch_inputs(network: nn.Module, private: Any, tickets: TicketBook | None) -
         tickets.when_issued = functools.partial(_forget, weakref.ref(network), weakref.ref(private))
         # Layers with hooks of their own may be called without the whole; expanded weights know the whole alone.
         called = _entrances(network) if hasattr(private, "autograd_grad_sample_hooks") else [network]
-        before = [each.register_forward_pre_hook(fresh, with_kwargs=True) for each in called]
+        before = [layer.register_forward_pre_hook(fresh, with_kwargs=True) for layer in called]
         _HANDLES[network] = *before, network.register_forward_hook(fresh.answered, with_kwargs=True)
 
 

@@ -165,16 +165,16 @@ class TicketBook:
             return
         if len(rows) == 1 and max(rows) < expected and (more or self.drop_outs):
             return
-        found = " and ".join(map(str, sorted(rows)))
+        counts = " and ".join(map(str, sorted(rows)))
         if len(rows) == 1 and max(rows) < expected and self.warns_of_fewer:
             warnings.warn(
-                f"optimizer.step() got gradients of {found} records, this batch has {expected}: unless others were left out, "
+                f"optimizer.step() got gradients of {counts} records, this batch has {expected}: unless others were left out, "
                 "these are no records (is batch_first right?), and no ε is meant for what is released",
                 stacklevel=2,
             )
             return
         raise ValueError(
-            f"optimizer.step() got gradients of {found} records, this batch has {expected}: each of its records must have one "
+            f"optimizer.step() got gradients of {counts} records, this batch has {expected}: each of its records must have one "
             "gradient, clipped as a whole; pass the batch as the loader yields it, and let no layer turn one record into "
             "several (or several into one) along the batch axis"
         )
@@ -240,7 +240,7 @@ class YieldedTensors:
     def remember(self, batch: Any, ticket: Any) -> None:
         """Note a batch's tensors; what is gone is forgotten now and then."""
         if len(self._known) > 2 * self._kept + 16:
-            self._known = {key: each for key, each in self._known.items() if not each[0].expired()}
+            self._known = {key: memory for key, memory in self._known.items() if not memory[0].expired()}
             self._kept = len(self._known)
         for storage in _storages(batch):
             self._known[storage._cdata] = StorageWeakRef(storage), ticket  # type: ignore[no-untyped-call]

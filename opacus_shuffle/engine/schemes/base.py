@@ -300,7 +300,9 @@ class Scheme:
         asked = run.request
         named = [asked.noise_generator, asked.data_loader.generator]
         drawing = [generator for _, generator in _no_secrets(optimizer)]
-        return [each for each in drawing if self.engine.seed is not None or any(each is other for other in named)]
+        return [
+            generator for generator in drawing if self.engine.seed is not None or any(generator is other for other in named)
+        ]
 
     @property
     def tells_of_generators(self) -> Any:
@@ -309,15 +311,15 @@ class Scheme:
 
     def predictable(self, run: Run) -> tuple[str, ...]:
         """What a user has passed that lets whoever knows it draw the run's randomness again."""
-        asked, found = run.request, []
+        asked, names = run.request, []
         if self.engine.seed is not None:
-            found.append(f"seed={self.engine.seed}")
+            names.append(f"seed={self.engine.seed}")
         loader, secure = asked.data_loader.generator, self.engine.secure_mode
         if not (loader is None or secure or run.sampling.kind == "own" or is_secret(loader)):
-            found.append("the generator of data_loader")
+            names.append("the generator of data_loader")
         if not (asked.noise_generator is None or is_secret(asked.noise_generator)):
-            found.append("noise_generator")
-        return tuple(found)
+            names.append("noise_generator")
+        return tuple(names)
 
     def build_optimizer(self, run: Run, *, distributed: bool, noise_generator: Any, **keywords: Any) -> PrivateOptimizer:
         """The optimizer that adds the noise that is accounted for; its keywords are Opacus's."""
@@ -413,7 +415,7 @@ class Scheme:
         """
         self.engine.max_grad_norms.add(float(optimizer.max_grad_norm))
         for name, generator in _no_secrets(optimizer):
-            if not any(generator is each for each in self.told):
+            if not any(generator is known for known in self.told):
                 self.told.append(generator)
                 keeper = self.tells_of_generators
                 keeper.predictable = tuple(dict.fromkeys((*keeper.predictable, name)))
@@ -425,9 +427,9 @@ class Scheme:
         Raises:
             ValueError: If it is not one of this run's.
         """
-        found = self.mechanism(run, optimizer.noise_multiplier, optimizer.accumulated_iterations)
-        found.check_optimizer(optimizer)
-        return found
+        mechanism = self.mechanism(run, optimizer.noise_multiplier, optimizer.accumulated_iterations)
+        mechanism.check_optimizer(optimizer)
+        return mechanism
 
     def covers_drop_outs(self, run: Run) -> bool:
         """Whether fewer records than were drawn may report."""
@@ -450,7 +452,7 @@ def refuse_ranks(accountant: str, request: Request) -> None:
     Raises:
         ValueError: If there is any of it.
     """
-    sharded = [each for each in request.module.modules() if isinstance(each, FSDPModule | FullyShardedDataParallel)]
+    sharded = [layer for layer in request.module.modules() if isinstance(layer, FSDPModule | FullyShardedDataParallel)]
     if sharded:
         raise ValueError(
             f"{accountant} does not train sharded networks, got a {type(sharded[0]).__name__}: wrap the network in "
@@ -469,7 +471,7 @@ def refuse_ranks(accountant: str, request: Request) -> None:
         raise ValueError(
             "rand_on_empty=True puts a random record where a rank has none, which another rank may have, too: leave it out"
         )
-    if half := [each.dtype for each in request.trainable if each.dtype in (torch.bfloat16, torch.float16)]:
+    if half := [parameter.dtype for parameter in request.trainable if parameter.dtype in (torch.bfloat16, torch.float16)]:
         raise ValueError(
             f"parameters of {half[0]} are added up among ranks in that precision, which moves sums by more than is accounted: "
             "keep them in float32 (torch.autocast computes in half precision all the same), or train on one process"

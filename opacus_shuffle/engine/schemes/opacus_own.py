@@ -148,7 +148,7 @@ class OpacusOwn(Scheme):
                 f"above, got {budget.target_epsilon!r}: ask for less, or pass noise_multiplier to make_private"
             )
         try:
-            found = get_noise_multiplier(
+            sigma = get_noise_multiplier(
                 target_epsilon=budget.target_epsilon,
                 target_delta=budget.target_delta,
                 sample_rate=rate,
@@ -160,7 +160,7 @@ class OpacusOwn(Scheme):
                 f"accountant {self.name!r} finds no noise for target_epsilon={budget.target_epsilon!r} at "
                 f"target_delta={budget.target_delta!r} ({error}): ask for other ones, or use another accountant"
             ) from error
-        return {"noise_multiplier": float(found)}
+        return {"noise_multiplier": float(sigma)}
 
     def describe(self, run: Run) -> None:
         """Warns where batches are not what Opacus's accountants assume; all else they learn from the step hook."""

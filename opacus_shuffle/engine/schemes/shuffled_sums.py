@@ -129,10 +129,10 @@ class VectorSums(Scheme):
         if protocol is None:
             protocol = _protocol_for(budget, steps, sampling, request)
         self.check_aggregator(protocol, request, sampling)
-        found = budget.spent([(_mechanism(protocol, sampling), steps)]).epsilon
-        if found > budget.target_epsilon * (1 + 1e-9):
+        epsilon = budget.spent([(_mechanism(protocol, sampling), steps)]).epsilon
+        if epsilon > budget.target_epsilon * (1 + 1e-9):
             raise ValueError(
-                f"target_epsilon={budget.target_epsilon} is not met by the aggregator: {steps} steps spend {found:.6g} by "
+                f"target_epsilon={budget.target_epsilon} is not met by the aggregator: {steps} steps spend {epsilon:.6g} by "
                 f"bound={budget.bound!r}; leave the aggregator out, so that one is built for the budget, or train fewer epochs"
             )
         return {"aggregator": protocol}

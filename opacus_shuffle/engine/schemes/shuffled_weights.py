@@ -105,7 +105,7 @@ class ShuffledDPSGD(Scheme):
 
     def round(self, run: Run, optimizer: PrivateOptimizer) -> Mechanism:
         """The step, if parameters, norms and noises are still those that were planned."""
-        found, plan = super().round(run, optimizer), run.batch_clip
+        mechanism, plan = super().round(run, optimizer), run.batch_clip
         if plan is not None and plan.parameters:
             trained, shuffled = set(map(id, optimizer.params)), frozenset(map(id, plan.parameters))
             told = (optimizer.batch_clip, optimizer.unshuffled_noise_ratio, optimizer.shuffled)
@@ -116,7 +116,7 @@ class ShuffledDPSGD(Scheme):
                     "parameters were frozen or thawed, or the optimizer's batch_clip or unshuffled_noise_ratio set, after "
                     "make_private: shuffled_fw accounts for what make_private found; call it on a new engine"
                 )
-        return found
+        return mechanism
 
 
 def calibrated_noise(each: ShuffledWeights, steps: int, budget: Budget) -> tuple[float, float]:
