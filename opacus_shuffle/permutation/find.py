@@ -98,7 +98,6 @@ def find_on_calls(network: nn.Module, calls: Sequence[Call], groups: str, *, eve
                 explorer.explore(calls[0], every_way=every_way)
                 if not _learn(run, packings, written):
                     break
-        run.merge_slices(constant=not explorer.reads)
         spec = build_spec(run, groups, explorer.decisions)
         if not spec.blocks:
             raise _nothing_found(run, spec, network, groups)
@@ -150,7 +149,6 @@ class _Explorer:
 
     Attributes:
         shortest: The shortest arguments that it ran on in both modes, for what can be found out on any.
-        reads: Whether values became numbers of Python.
     """
 
     def __init__(self, network: nn.Module, run: TracedRun) -> None:
@@ -159,7 +157,6 @@ class _Explorer:
         self._asks: dict[str, bool] = {}  # per line, whether it is answered by yes or no
         self._ways: dict[str, int] = {}
         self.shortest: Call | None = None
-        self.reads = False
 
     @property
     def decisions(self) -> Mapping[str, int]:
@@ -235,7 +232,6 @@ class _Explorer:
         with rolled_back(self._network):
             self._network.train(way.training)
             tracer = without_graph(run)
-        self.reads |= tracer.reads
         for line, asks in tracer.decisions.items():
             self._first.setdefault(line, way)
             self._ways.setdefault(line, 1)

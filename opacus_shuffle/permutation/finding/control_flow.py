@@ -47,13 +47,11 @@ class ControlFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         decisions: The lines at which values decided, each with whether what it asked for was yes or no.
-        reads: Whether a value became a number of Python.
     """
 
     def __init__(self, varying: Iterable[torch.Tensor] = (), otherwise: Collection[str] = (), *, always: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.decisions: dict[str, bool] = {}
-        self.reads = False
         self._otherwise, self._always = otherwise, always
         self._answered = Counter[str]()
         self._operations = 0
@@ -84,7 +82,6 @@ class ControlFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _answer(self, line: str, value: Any) -> Any:
         """Returns what reading a value gives: the value, or something else where that is asked for."""
-        self.reads = True
         self.decisions[line] = self.decisions.get(line, True) and isinstance(value, bool)
         if isinstance(value, bool) and self._always and self._may_answer(line):
             return True

@@ -135,13 +135,12 @@ def selected(run: TracedRun, call: Call) -> None:
     labels = run.labels(source)
     indices = [call["index"]] if "index" in call.arguments else range(len(call.outputs))
     if not isinstance(labels, list) and labels.alternatives[0][dim] == [labels.marker]:
-        slices = run.chosen(labels, indices)
+        slices = labels.alternatives
     else:
         slices = [run.dimensions(source)] * source.shape[dim]
         row = factors(slices[0][dim])
         if len(row) == 1:
             run.note_packing(row[0])
-            run.note_slices(source, row[0])
         fix_all(slices[0][dim])
     for index, tensor in zip(indices, call.outputs, strict=True):
         run.set(tensor, _without(slices[index], dim))

@@ -63,7 +63,6 @@ class Tracer(ControlFlow):
 
     def trace(self, forward: Callable[[], Any]) -> None:
         """Runs the forward, labels what it does, and fixes its results and whatever else outlives it."""
-        self.run.traces += 1
         # Fused kernels would make of a recurrent layer one operation that nobody can look into.
         recurrent = any(isinstance(part, nn.RNNBase) for part in self._network.modules())
         with warnings.catch_warnings():

@@ -34,15 +34,7 @@ from opacus_shuffle.permutation.finding.labels import (
     summands,
     unify_dimensions,
 )
-from opacus_shuffle.permutation.finding.packings import (
-    MOST_SLICES,
-    Packing,
-    Packings,
-    Stacked,
-    end_to_end,
-    first_labels,
-    slices,
-)
+from opacus_shuffle.permutation.finding.packings import Packing, Packings, Stacked, first_labels
 from opacus_shuffle.permutation.network import movable_tensors, storage, tensors_in
 
 VIEWS = (
@@ -133,8 +125,6 @@ class TracedRun:
         self.new_packings: dict[tuple[str, int], set[Packing]] = {}  # axes met that are packed and were not known to be
         # Constants of equal entries that were written to and not known to be; the labels are worthless then.
         self.newly_written: set[str] = set()
-        self.traces = 0
-        self._chosen: dict[tuple[Axis, int], Counter[int]] = {}  # how often each slice was used, by its marker and the trace
         self.used: set[str] = set()  # parameters and buffers that went, entire or a part of them, into something not empty
         self._written = None if written is None else frozenset(written)
         self._equal_entries = WeakIdKeyDictionary()  # constants without axes to speak of, with what made them
@@ -155,20 +145,8 @@ class TracedRun:
 
     @property
     def parameters(self) -> dict[str, Dimensions]:
-        """The labels of all that moves when nothing more is to be traced; of slices used one by one, those end to end."""
-        found = {}
-        for name, tensor in self.tensors.items():
-            labels = self.labels(tensor)
-            found[name] = (end_to_end(labels) if isinstance(labels, Stacked) else labels) or self.dimensions(tensor)
-        return found
-
-    def merge_slices(self, *, constant: bool) -> None:
-        """Takes slices that are used one by one for the same thing after all, unless a constant chooses each, equally often."""
-        for tensor in self.tensors.values():
-            if isinstance(labels := self.labels(tensor), Stacked):
-                uses = [chosen for (marker, _), chosen in self._chosen.items() if marker is labels.marker]
-                if not constant or any(len(each) < labels.marker.size or len(set(each.values())) > 1 for each in uses):
-                    self.dimensions(tensor)
+        """The labels of all that moves."""
+        return {name: self.dimensions(tensor) for name, tensor in self.tensors.items()}
 
     def atoms(self) -> list[Axis]:
         """Returns the atoms of all parameters and moving buffers."""
@@ -388,19 +366,6 @@ class TracedRun:
                     if minor > 1:
                         self.new_packings.setdefault((name, number), set()).add((offset, major, axis.size, minor))
                 offset += piece.size
-
-    def note_slices(self, source: torch.Tensor, axis: Axis) -> None:
-        """Notes that slices of a parameter, or of a view of it, are used one by one: they may be different things."""
-        for name in self._shown.get(source, ()) if axis.size <= MOST_SLICES else ():
-            labels = self.labels(self.tensors[name])
-            for place, each in enumerate(labels if isinstance(labels, list) and len(labels) > 1 else []):
-                if factors(each) == [axis]:
-                    self.new_packings.setdefault((name, place), set()).add(slices(axis.size))
-
-    def chosen(self, labels: Stacked, places: Iterable[int]) -> list[Dimensions]:
-        """Returns the labels of all slices, of which these are chosen."""
-        self._chosen.setdefault((labels.marker, self.traces), Counter()).update(place % labels.marker.size for place in places)
-        return labels.alternatives
 
     def follow(self, call: Call) -> None:
         """Notes which parameters an operation uses, or shows."""

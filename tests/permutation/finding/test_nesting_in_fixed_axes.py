@@ -194,40 +194,6 @@ def one(net, x, enter, leave):
     return torch.relu(x @ net.enter[enter].t()) @ net.leave[leave]
 
 
-@own
-def experts_in_a_loop():
-    return *bank(lambda net, x: torch.stack([one(net, x, each, each) for each in range(3)], 1)), factorials(7, 7, 7)
-
-
-@own
-def experts_crossed():
-    return *bank(lambda net, x: torch.stack([one(net, x, each, each - 1) for each in range(3)], 1)), factorials(7, 7, 7)
-
-
-@own
-def experts_unbound():
-    def way(net, x):
-        return torch.stack([torch.relu(x @ enter.t()) @ leave for enter, leave in zip(net.enter, net.leave, strict=True)], 1)
-
-    return *bank(way), factorials(7, 7, 7)
-
-
-@own
-def experts_routed_between_a_stream():
-    def way(net, x):
-        h = x @ net.first.t()
-        out = h
-        choice = (h @ net.gate.t()).argmax(-1)
-        for number in range(3):
-            rows = torch.where(choice == number)[0]
-            gate, up = F.linear(h[rows], net.enter[number], net.shift[number]).chunk(2, -1)
-            out = out.index_add(0, rows, F.linear(torch.relu(gate) * up, net.leave[number]))
-        return out @ net.last.t()
-
-    layers = {"enter": weight(3, 14, 5), "shift": weight(3, 14), "leave": weight(3, 5, 7), "gate": weight(3, 5)}
-    return Net(way, **layers, first=weight(5, 4), last=weight(2, 5)), inputs((2, 4))[0], factorials(7, 7, 7, 5)
-
-
 @shared
 def experts_by_the_values_of_inputs():
     def way(net, x):
@@ -337,7 +303,7 @@ def test_positions_share_a_permutation_where_an_operation_mixes_them(name):
     assert find_permutations(module, sample).log2_size() == pytest.approx(factorials(7), rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["capsules", "experts_routed_between_a_stream", "best_two_experts"])
+@pytest.mark.parametrize("name", ["capsules", "two_layers_of_units_of_classes"])
 def test_a_plan_for_each_class_keeps_the_outputs(name):
     module, sample = build(lambda: OWN[name]()[:2])
     spec, before = find_permutations(module, sample), run(module, 2 * sample)
