@@ -200,7 +200,8 @@ class _Check:
             slopes = _gradients(outputs, leaves) if torch.is_grad_enabled() else {}
             return [_as_real(output.detach()) for output in outputs], slopes
 
-        with rolled_back(network), plain_attention(), torch.backends.cudnn.flags(enabled=fused), _InDouble():
+        in_double = _InDouble()  # type: ignore[no-untyped-call]
+        with rolled_back(network), plain_attention(), torch.backends.cudnn.flags(enabled=fused), in_double:
             outcome = run() if self._gradients else without_graph(run)
         if not any(output.numel() for output in outcome[0]):
             raise ValueError(f"{type(network).__name__} returns no tensor on the sample input, so nothing can be checked")

@@ -37,7 +37,7 @@ REPLACING = (torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_
 """What gives a tensor another memory, or more of it."""
 
 
-class Tracer(ControlFlow):
+class Tracer(ControlFlow):  # type: ignore[no-untyped-call]
     """Tells a traced run every operation of a network.
 
     Args:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -127,12 +127,17 @@ class TracedRun:
         self.newly_written: set[str] = set()
         self.used: set[str] = set()  # parameters and buffers that went, entire or a part of them, into something not empty
         self._written = None if written is None else frozenset(written)
-        self._equal_entries = WeakIdKeyDictionary()  # constants without axes to speak of, with what made them
-        self._labels = WeakIdKeyDictionary()
-        self._origins = WeakIdKeyDictionary()  # which contractions a tensor was computed from, entry by entry
-        self._names = WeakIdKeyDictionary()  # of parameters and buffers
-        self._shown = WeakIdKeyDictionary()  # which of them a tensor is a view or a copy of
-        self._fixed_if_read = WeakIdKeyDictionary()  # axes whose order a tensor tells, as places of sorted entries do
+        # Constants without axes to speak of, with what made them.
+        self._equal_entries: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
+        self._labels: MutableMapping[torch.Tensor, Dimensions | Stacked] = WeakIdKeyDictionary()
+        # Which contractions a tensor was computed from, entry by entry.
+        self._origins: MutableMapping[torch.Tensor, frozenset[int]] = WeakIdKeyDictionary()
+        # Of parameters and buffers.
+        self._names: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
+        # Which of them a tensor is a view or a copy of.
+        self._shown: MutableMapping[torch.Tensor, frozenset[str]] = WeakIdKeyDictionary()
+        # Axes whose order a tensor tells, as places of sorted entries do.
+        self._fixed_if_read: MutableMapping[torch.Tensor, tuple[Factors, str]] = WeakIdKeyDictionary()
         self._contractions = 0
         for name, tensor in movable_tensors(module):
             if tensor in self._names:
