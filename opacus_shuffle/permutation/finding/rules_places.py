@@ -7,33 +7,51 @@ from opacus_shuffle.permutation.finding.labels import (
     Factors,
     fix_all,
     fixed_dimensions,
+    fixed_factors,
     product,
     regroup,
     unify_all,
     unify_dimensions,
 )
-from opacus_shuffle.permutation.finding.rules import rule
+from opacus_shuffle.permutation.finding.rules import as_list, rule
 from opacus_shuffle.permutation.finding.traced_run import Call, TracedRun
 
 
 @rule("convolution _convolution cudnn_convolution mkldnn_convolution")
 def convolution(run: TracedRun, call: Call) -> None:
-    """Links channels in and out, group by group; kernel taps and places are fixed."""
+    """Links channels in and out, group by group; kernel taps and places are fixed, unless they meet as in a matrix product."""
     source, kernel = map(run.dimensions, call.inputs[:2])
     result = _link_channels(run, call, source, kernel)
     places = len(kernel) - 2
+    left = [_meet(run, call, place - places, source[place - places], kernel[place - places]) for place in range(places)]
     for bias in call.inputs[2:3]:
         unify_all(run.dimensions(bias)[0], result)
     head = source[: -places - 1]
-    run.set(call.out, [*head, result, *fixed_dimensions(call.out.shape[-places:])])
+    run.set(call.out, [*head, result, *left])
     run.contraction(call.out)
+
+
+def _meet(run: TracedRun, call: Call, dim: int, places: Factors, taps: Factors) -> Factors:
+    """Returns what is left of the places along one dimension, after they have met the kernel's taps there.
+
+    A kernel of one tap does the same at every place, and leaves all of them where they are. One that spans all places sums over
+    them, as a matrix product does.
+    """
+    size, count = call.inputs[0].shape[dim], call.inputs[1].shape[dim]
+    plain = not call.arguments.get("transposed") and not any(as_list(call["padding"]))
+    if plain and count == 1 and call.out.shape[dim] == size:
+        return places
+    if plain and count == size and call.out.shape[dim] == 1:
+        unify_all(places, taps)
+        return []
+    fix_all(places, taps)
+    return fixed_factors(call.out.shape[dim])
 
 
 def _link_channels(run: TracedRun, call: Call, dims: Dimensions, weight: Dimensions) -> Factors:
     """Makes the channels of a source and of a kernel agree; returns those of the result."""
     groups, places = int(call["groups"]), len(weight) - 2
     channels = dims[-places - 1]
-    fix_all(*weight[2:], *dims[-places:])
     result, entering = weight[:2]
     if groups == 1:
         if call.arguments.get("transposed"):

@@ -108,3 +108,53 @@ def test_a_loop_over_what_was_chosen_needs_no_rule_where_nothing_was():
 
     spec = find_permutations(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), Apply(doubled), nn.Linear(5, 2)), torch.randn(4, 3))
     assert not spec.unknown
+
+
+class TextCNN(nn.Module):
+    """Kim's: kernels over some words, each as wide as an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.Embedding(20, 6), nn.Linear(8, 2)
+        self.kernels = nn.ModuleList(nn.Conv2d(1, 4, (count, 6)) for count in (2, 3))
+
+    def forward(self, x):
+        h = self.words(x)[:, None]
+        return self.out(torch.cat([kernel(h).relu().squeeze(3).amax(2) for kernel in self.kernels], 1))
+
+
+class Mixer(nn.Module):
+    """Mixes five tokens by convolutions over them, and then their features."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.norm, self.leave = nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 2)
+        self.tokens = nn.Sequential(nn.Conv1d(5, 7, 1), nn.GELU(), nn.Conv1d(7, 5, 1))
+
+    def forward(self, x):
+        h = self.enter(x)
+        return self.leave((h + self.tokens(self.norm(h))).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("network", "sample", "sizes"),
+    [(TextCNN, torch.arange(18).view(2, 9), (6, 4, 4)), (Mixer, torch.randn(2, 5, 3), (6, 7))],
+    ids=["a kernel that spans an axis", "a kernel of one tap"],
+)
+def test_a_convolution_that_is_a_matrix_product_moves_as_one(network, sample, sizes):
+    torch.manual_seed(0)
+    spec = find_permutations(network(), sample)
+    assert spec.log2_size() == pytest.approx(sum(map(by_hand.symmetric, sizes)))
+
+
+def test_a_kernel_that_spans_an_axis_of_the_sample_alone_stays():
+    class Sliding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.places, self.kernel = nn.Parameter(torch.randn(1, 4, 5)), nn.Conv1d(4, 2, 5)
+
+        def forward(self, x):
+            return self.kernel(x[:, None] * torch.cat([self.places, self.places], 2)[..., : x.shape[1]]).amax(2)
+
+    spec = find_permutations(Sliding(), torch.randn(2, 5))
+    assert spec.log2_size() == pytest.approx(by_hand.symmetric(4))
