@@ -193,9 +193,10 @@ class _Explorer:
             for line in waiting:  # other answers may lead to other lines
                 tried.add(line)
                 first = self._first[line]
-                error = self._try(dataclasses.replace(first, otherwise=first.otherwise | {line}))
+                other = dataclasses.replace(first, otherwise=first.otherwise | {line})
+                error = self._try(other)
                 # What a mask chose may be empty against the answer, as in ``if mask.any(): x[mask].max()``.
-                if error is None or self._try(dataclasses.replace(first, always=True)) is None:
+                if error is None or self._try(dataclasses.replace(other, always=True)) is None:
                     self._ways[line] += 1
                 elif self._asks[line] and not every_way and not was_raised(error):
                     raise _not_followed(self._network, line, error)

@@ -43,7 +43,7 @@ class ControlFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         varying: Tensors whose values vary: inputs, parameters, buffers. What is computed from them varies, and so does noise.
         otherwise: Lines at which to answer otherwise: no for yes, another number, all entries for those that a mask chose.
-        always: Whether to answer yes everywhere, and have every mask choose all entries.
+        always: Whether to answer yes everywhere else, and have every mask choose all entries.
 
     Attributes:
         decisions: The lines at which values decided, each with whether what it asked for was yes or no.
@@ -83,10 +83,10 @@ class ControlFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _answer(self, line: str, value: Any) -> Any:
         """Returns what reading a value gives: the value, or something else where that is asked for."""
         self.decisions[line] = self.decisions.get(line, True) and isinstance(value, bool)
-        if isinstance(value, bool) and self._always and self._may_answer(line):
-            return True
-        if line not in self._otherwise or not self._may_answer(line):
+        if (line not in self._otherwise and not (self._always and isinstance(value, bool))) or not self._may_answer(line):
             return value
+        if line not in self._otherwise:
+            return True
         if isinstance(value, bool):
             return not value
         return int(value == 0) if isinstance(value, int) else -value or 1.0
