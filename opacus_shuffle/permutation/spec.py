@@ -33,8 +33,7 @@ class PermutationSpec(GroupAction):
             axis whose size they have. Also those that stay because nobody used what was made of them.
         causes: Why parameters stay that do, by name: per axis the operation that has fixed it, where it is in the network, and
             the line of code.
-        decisions: Places where values, or sizes of inputs, decide what the network does next, with the number of ways that
-            were followed.
+        decisions: Places where values decide what the network does next, with the number of ways that were followed.
         level: ``"paper"``, ``"heads"`` or ``"residual"``; or what its maker calls it.
 
     Formal Guarantees:
