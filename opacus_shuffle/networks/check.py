@@ -408,6 +408,7 @@ def _dependence(
                 "module returns a loss of the batch that is not a sum or mean of one number per record: what one record's "
                 "gradient is depends on the others, so that clipping bounds nobody's influence; return one loss per record, or "
                 "their sum or mean, and let every layer see [batch, ...]"
+                + (" (or, where arguments are [time, batch, ...], pass batch_first=False)" if axis == 0 else "")
             )
         if differing and growth != 1 and not _differing(look, look_again(keep, 1.0)[1], keep, 1.0):
             return (
