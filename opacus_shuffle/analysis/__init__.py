@@ -7,7 +7,8 @@ subsampling             what the paper prints for sampled rounds; composition tu
 ratio_distribution      the distribution of R from above and from below; privacy_loss composes it over rounds
 opposite_reports        the same for a record that becomes its opposite; discretization is what both are made of
 shuffled_rounds         ε of rounds of shuffled reports: the pair's, without the shuffler, and DP-SGD's
-gaussian_fenton_wilkinson        the estimate for weight shuffling; advanced_composition adds steps up as that paper does
+gaussian_clones         proved for every data set: reports that look alike hide each other; monotone_epsilon, merge
+fenton_wilkinson        the estimate for weight shuffling; advanced_composition adds steps up as that paper does
 permuted_gaussian       the exact value of a pair under weight shuffling
 binomial_sums           sums under binomial noise; sampled_sums adds secret samples of fixed size
 ======================  ==================================================================================================
