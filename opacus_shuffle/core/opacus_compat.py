@@ -189,10 +189,11 @@ def forget_parameters(module: nn.Module) -> None:
 
 def without_records(state: dict[str, Any]) -> dict[str, Any]:
     """The attributes of a network, a layer, a parameter or a wrapper, without what Opacus keeps of single records there."""
-    left_out = {"_norm_sample", "_current_grad_sample", "max_batch_len"}
+    # By "_forward_counter" a parameter is told from one of a copy, which no hook clips.
+    left_out = {"_norm_sample", "_current_grad_sample", "max_batch_len", "_forward_counter"}
     if all(isinstance(call, list | tuple) for call in state.get("activations") or ()):  # a list of its own stays
         left_out.add("activations")
-    reset = {"grad_sample": None, "summed_grad": None, "_forward_counter": 0, "_per_sample_gradient_norms": None}
+    reset = {"grad_sample": None, "summed_grad": None, "_per_sample_gradient_norms": None}
     return {name: reset.get(name, value) for name, value in state.items() if name not in left_out}
 
 

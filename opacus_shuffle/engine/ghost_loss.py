@@ -251,12 +251,15 @@ def _keeping(name: str) -> Any:
 
     def operation(self: GhostLoss, *others: Any) -> GhostLoss:
         for other in others:
-            other = other.loss_per_sample if isinstance(other, DPTensorFastGradientClipping) else other
-            if isinstance(other, torch.Tensor) and other.requires_grad and other.shape != self.loss_per_sample.shape:
+            of_criterion = isinstance(other, DPTensorFastGradientClipping)
+            other = other.loss_per_sample if of_criterion else other
+            # Of a tensor of as many numbers nobody knows whether each is of one record alone.
+            unknown = isinstance(other, torch.Tensor) and (not of_criterion or other.shape != self.loss_per_sample.shape)
+            if unknown and other.requires_grad:
                 raise ValueError(
                     "a loss of ghost clipping goes with numbers and losses of the same records, got a tensor of shape "
-                    f"{tuple(other.shape)} that requires a gradient, which nobody would clip: use the optimizer's weight_decay "
-                    "for penalties, or grad_sample_mode='hooks'"
+                    f"{tuple(other.shape)} that requires a gradient, which nobody would clip: compute it in the criterion, use "
+                    "the optimizer's weight_decay for penalties, or grad_sample_mode='hooks'"
                 )
         result = getattr(DPTensorFastGradientClipping, name)(self, *others)
         return GhostLoss(result.module, result.optimizer, result.loss_per_sample, result.loss_reduction)

@@ -290,7 +290,8 @@ class FirstBatch:
     """
 
     def __init__(self, request: Request) -> None:
-        self.axis, self.ghost = 0 if request.batch_first else 1, request.grad_sample_mode == "ghost"
+        self.axis = 0 if request.batch_first else 1
+        self.modes = {"ghost": request.grad_sample_mode == "ghost", "expanded": request.grad_sample_mode == "ew"}
         network = unwrap(request.module)
         trained = set(map(id, request.trainable))
         self.trained = frozenset(name for name, each in network.named_parameters() if id(each) in trained)
@@ -320,7 +321,7 @@ class FirstBatch:
             return tree_map_only(torch.Tensor, cut, call)  # type: ignore[no-any-return]
 
         sizes = [size for size in (whole, batch) if size]
-        seen = per_sample_check(network, call_of, axis=self.axis, ghost=self.ghost, more=sizes, trained=self.trained)
+        seen = per_sample_check(network, call_of, axis=self.axis, **self.modes, more=sizes, trained=self.trained)
         if seen.problem:
             raise ValueError(seen.problem)
         check_batch_state(network, seen.changed, seen.call, seen.records, axis=self.axis)

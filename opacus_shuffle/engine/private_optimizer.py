@@ -73,6 +73,7 @@ class PrivateOptimizer(OpenOptimizer):
     world_size: int = 1
     _account: Callable[[Any], Any] | None = None
     _accounted: bool = False
+    _may_clip: bool = False
     _clipped_to: float | None = None
     _step_supports_amp_scaling = True  # else GradScaler would skip steps of its own accord
 
@@ -205,11 +206,24 @@ class PrivateOptimizer(OpenOptimizer):
                 "record moves is no longer bounded by max_grad_norm; change weights between a step "
                 "and the next forward pass alone"
             )
+        self._may_clip = True
         return rows
 
     def clip_and_accumulate(self) -> None:
-        """Clips one physical batch and adds it to the sum of the logical one."""
+        """Clips one physical batch and adds it to the sum of the logical one.
+
+        Raises:
+            ValueError: If it is called by hand, or the norm is not positive.
+        """
+        if self.tickets is not None and not self._may_clip:
+            raise ValueError(
+                "optimizer.clip_and_accumulate() was called by itself, so that a batch could be in "
+                "the sum twice: call optimizer.step(), which does all in its order"
+            )
+        self._may_clip = False
         records, norm = self.clipping.clip(self)
+        if not norm > 0:
+            raise ValueError(f"max_grad_norm must be positive, got {norm}: nothing bounds the sum of this batch")
         self.num_records += records
         # Of two norms the larger counts: the noise must be made for it.
         self._clipped_to = norm if self._clipped_to is None else max(norm, self._clipped_to)
@@ -466,6 +480,11 @@ class AdaptivePrivateOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
 
     sample_size: Any
     """How many records the batch has; beside it Opacus keeps how many were not clipped."""
+
+    def forget_sum(self) -> None:
+        """Forgets the counts of records, too, which a batch that is tried again would add to."""
+        super().forget_sum()
+        self.sample_size, self.unclipped_num = 0, 0
 
     def pre_step(self, closure: Any = None) -> bool:
         """All of a step but the update; then the norm follows the noised count."""

@@ -84,10 +84,16 @@ def _end(private: Callable[[], Any], network: Callable[[], nn.Module | None]) ->
 
 
 def held_parameters() -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Every parameter that a private network has now: the network, the name in it, the parameter."""
+    """Every parameter that a private network has now, or trains: the network, the name, the parameter."""
     for network in list(_HELD):
-        if OWNER in vars(network) or is_copy(network):
-            yield from ((network, name, parameter) for name, parameter in network.named_parameters())
+        owner = vars(network).get(OWNER)
+        if owner is not None or is_copy(network):
+            inside = dict(network.named_parameters())
+            yield from ((network, name, parameter) for name, parameter in inside.items())
+            present = set(map(id, inside.values()))
+            for parameter in getattr(owner, "planned", ()):
+                if id(parameter) not in present:  # a layer was taken out, and may be put back
+                    yield network, vars(owner)["names"].get(id(parameter), "one outside of it"), parameter
 
 
 def private_optimizers(module: Any) -> list[Any]:

@@ -32,7 +32,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 import torch
-from opacus.grad_sample import GradSampleModule
+from opacus.grad_sample import GradSampleModule, GradSampleModuleExpandedWeights
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -111,6 +111,7 @@ def per_sample_check(
     *,
     axis: int = 0,
     ghost: bool = False,
+    expanded: bool = False,
     more: Sequence[int] = (),
     trained: Collection[str] | None = None,
 ) -> NetworkCheck:
@@ -123,6 +124,8 @@ def per_sample_check(
         call_of: The arguments for so many records, which should be the same few again.
         axis: Where tensors have their records: 0, or 1 where layers see ``[time, batch, ...]``.
         ghost: Ask for the third condition, too.
+        expanded: Ask whether PyTorch's expanded weights, ``grad_sample_mode="ew"``, find the same rows as Opacus's hooks:
+            where a parameter is used in a function, they take the rows of what that function gets.
         more: Numbers of records to try besides, should the network take only some.
         trained: Names of the parameters that are clipped; all others may have any rows. By default all that need gradients.
     """
@@ -163,6 +166,8 @@ def per_sample_check(
         return NetworkCheck(seen=False, failure=failure or error)
     if ghost and not problem:
         problem = _unseen_gradients(look)
+    if expanded and seen_by_hooks and not problem:
+        problem = _expanded_weights(network, names, call, look, records, axis)
     return NetworkCheck(seen_by_hooks, problem, failure, look.changed, call, records)
 
 
@@ -261,9 +266,7 @@ def _look(
                 if len(samples) != records:
                     wrong_counts[name] = len(samples)
                     continue
-                if isinstance(padding := getattr(module, "padding_idx", None), int):
-                    samples[:, padding] = 0  # where PyTorch has no gradient
-                rows[name] = rows.get(name, 0) + _few_numbers(samples.detach().reshape(records, -1))
+                rows[name] = rows.get(name, 0) + _numbers_by_record(module, samples)
 
     def note(_: nn.Module, inputs: Any, output: Any) -> None:
         sizes.update(size for leaf in tree_leaves((inputs, output)) if isinstance(leaf, torch.Tensor) for size in leaf.shape)
@@ -277,17 +280,10 @@ def _look(
             if module._backward_hooks:  # Opacus's; outputs that pass a hook may not be written to, so there are no others
                 module.register_full_backward_hook(take)
         seed_draws(0)
-        outputs = results(network(*call[0], **call[1]))
+        outputs = [_records_moved(output, records, axis) for output in results(network(*call[0], **call[1]))]
         rowed = [output for output in outputs if has_records(output, records, axis)]
         others = [output for output in outputs if output.requires_grad and not has_records(output, records, axis)]
-        weights = torch.Generator().manual_seed(0)
-        total = torch.zeros(())
-        for output in [*rowed, *([] if rows_alone else others)]:
-            if output.requires_grad:
-                weighted = output * torch.randn(output.shape, generator=weights).to(output)
-                if has_records(output, records, axis):
-                    weighted = weighted.movedim(axis, -1) * factors.to(output)
-                total = total.to(weighted) + weighted.sum()
+        total = _loss([*rowed, *([] if rows_alone else others)], factors, axis)
         gradients = torch.autograd.grad(total, parameters, allow_unused=True)
         for module in network.modules():  # of those whose gradients came otherwise
             take(module)
@@ -301,6 +297,64 @@ def _look(
     by_hooks = {f"{place}.activations".lstrip(".") for place, module in network.named_modules() if module._parameters}
     changed = [name for name in changed if name not in {*by_hooks, "autograd_grad_sample_hooks"}]
     return _Look(shown, has_rows, bool(others), wrong_counts, rows, whole, sizes, changed)
+
+
+def _records_moved(output: torch.Tensor, records: int, axis: int) -> torch.Tensor:
+    """Moves the records of an output to their axis, where another one alone has so many entries: ``[time, batch, ...]``."""
+    places = [place for place, size in enumerate(output.shape) if size == records]
+    return output if len(places) != 1 or axis >= output.dim() else output.movedim(places[0], axis)
+
+
+def _loss(outputs: Iterable[torch.Tensor], factors: torch.Tensor, axis: int) -> torch.Tensor:
+    """Returns a random sum of outputs, in which each record's rows are multiplied by its factor."""
+    weights = torch.Generator().manual_seed(0)
+    total = torch.zeros(())
+    for output in outputs:
+        if output.requires_grad:
+            weighted = output * torch.randn(output.shape, generator=weights).to(output)
+            if has_records(output, len(factors), axis):
+                weighted = weighted.movedim(axis, -1) * factors.to(output)
+            total = total.to(weighted) + weighted.sum()
+    return total
+
+
+def _expanded_weights(network: nn.Module, names: Mapping[int, str], call: Call, look: _Look, records: int, axis: int) -> str:
+    """Returns which rows of PyTorch's expanded weights are not those of Opacus's hooks, an empty text if all are."""
+    rows: dict[str, torch.Tensor] = {}
+    with rolled_back(network), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            expanded = GradSampleModuleExpandedWeights(network, batch_first=axis == 0, loss_reduction="sum")
+            seed_draws(0)
+            outputs = [_records_moved(output, records, axis) for output in results(expanded(*call[0], **call[1]))]
+            rowed = [output for output in outputs if has_records(output, records, axis)]
+            _loss(rowed or outputs, torch.ones(records), axis).backward()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            return f"module cannot be trained with grad_sample_mode='ew' ({error}): use 'hooks'"
+        for module in network.modules():
+            for parameter in module.parameters(recurse=False):
+                samples = vars(parameter).pop("grad_sample", None)
+                parameter.grad = None
+                if samples is None or id(parameter) not in names:
+                    continue
+                name = names[id(parameter)]
+                if len(samples) != records:
+                    return _wrong_counts(network, {name: len(samples)}, records, axis)
+                rows[name] = _numbers_by_record(module, samples)
+    differing = _differing(look, dataclasses.replace(look, rows=rows), torch.ones(records, dtype=torch.bool), 1.0)
+    if not differing:
+        return ""
+    return (
+        f"module uses parameters of {_layers(network, differing)} in a function that sees other rows than the batch's, "
+        "which grad_sample_mode='ew' clips as if they were records: use 'hooks', or let it see [batch, ...]"
+    )
+
+
+def _numbers_by_record(module: nn.Module, samples: torch.Tensor) -> torch.Tensor:
+    """Returns a few numbers of each record's gradient of one of a module's parameters."""
+    if isinstance(padding := getattr(module, "padding_idx", None), int):
+        samples[:, padding] = 0  # where PyTorch has no gradient
+    return _few_numbers(samples.detach().reshape(len(samples), -1))
 
 
 def _few_numbers(rows: torch.Tensor) -> torch.Tensor:

@@ -210,6 +210,42 @@ def test_a_layer_that_sees_time_first_is_refused_by_every_mechanism_with_the_rem
         private(time_first(nn.Linear(1, 1), nn.Linear(1, 2)), data, accountant, mode, batch=2)
 
 
+class Functional(nn.Module):
+    """Uses a parameter in a function, which sees rows in this order."""
+
+    def __init__(self, seen, back):
+        super().__init__()
+        self.weight, self.seen, self.back = nn.Parameter(torch.randn(2, 5)), seen, back
+
+    def forward(self, x):
+        return self.back(nn.functional.linear(self.seen(x), self.weight)).flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("seen", "shape", "allowed"),
+    [
+        (lambda x: x, (5,), True),
+        (lambda x: x.flip(0), (5,), False),
+        (lambda x: x.transpose(0, 1), (RECORDS, 5), False),
+    ],
+    ids=["as they are", "flipped", "time first"],
+)
+def test_expanded_weights_take_the_rows_that_a_function_sees(seen, shape, allowed):
+    """Hooks find each record's own gradient there; with expanded weights one record moved the sum by 20 clipping norms."""
+    network = Functional(seen, seen)
+    data = TensorDataset(torch.randn(RECORDS, *shape), torch.randint(2, (RECORDS,)))
+    with contextlib.nullcontext() if allowed else pytest.raises(ValueError, match=r"grad_sample_mode='ew'.*use 'hooks'"):
+        private(network, data, mode="ew")
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_outputs_that_have_time_first_are_of_records_all_the_same(mixes):
+    """As the loss of connectionist temporal classification wants them."""
+    network = Net(lambda net, x: (net.layer(x) - mixes * net.layer(x).mean(0).detach()).transpose(0, 1), layer=nn.Linear(2, 2))
+    problem = per_sample_check(network, lambda n: ((torch.randn(n, TIME, 2),), {})).problem
+    assert ("mixes records" in problem) == mixes
+
+
 @pytest.mark.parametrize("time", range(1, 13))
 def test_a_layer_that_sees_time_first_is_refused_however_long_sequences_are(time):
     network = time_first(nn.Linear(1, 1), nn.Linear(1, 2))

@@ -93,6 +93,7 @@ class TicketBook:
         self.drop_outs, self.random_record = drop_outs, random_record
         self.latest: Part | None = None
         self.passes: list[Origin] = []
+        self._earlier_passes = 0  # on other parts of the latest batch
         self.tensors, self.weights = YieldedTensors(), SameWeights()
         self.loader: Callable[[], DataLoader | None] = lambda: None
         self.when_issued: Callable[[], None] | None = None
@@ -111,6 +112,7 @@ class TicketBook:
         if part is None or self.latest is None or part.ticket is not self.latest.ticket:
             self.weights.forget()
             self.passes.clear()
+        self._earlier_passes = len(self.passes)
         self.latest = part
         self.tensors.remember(batch, part)
         if self.when_issued is not None:
@@ -163,7 +165,9 @@ class TicketBook:
             )
         if not rows or rows == {expected} or (self.random_record and expected == 0 and rows == {1}):
             return
-        if len(rows) == 1 and max(rows) < expected and (more or self.drop_outs):
+        # Opacus adds the rows of several passes, where fewer rows are not fewer records.
+        one_pass = len(self.passes) - self._earlier_passes <= 1
+        if len(rows) == 1 and max(rows) < expected and (more or (self.drop_outs and one_pass)):
             return
         counts = " and ".join(map(str, sorted(rows)))
         if len(rows) == 1 and max(rows) < expected and self.warns_of_fewer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -118,6 +119,12 @@ def a_closure_for_the_optimizer_inside(run):
     run.optimizer.original_optimizer.step(lambda: run.network[0].weight.grad.add_(1.0).sum())
 
 
+def a_layer_taken_out(run):
+    run.backward()
+    layer, run.network[2] = run.network[2], nn.Identity()
+    sgd(layer.parameters()).step()
+
+
 def a_new_parameter(run):
     run.network[2].weight = nn.Parameter(run.network[2].weight.detach().clone())
     run.backward()
@@ -212,6 +219,7 @@ WAYS = [  # what is done, what is refused, where, and whether the first layer is
     *((the_optimizer_inside, "0.weight", mode, False) for mode in MODES),
     (the_optimizer_inside_after_the_step, "0.weight", "hooks", False),
     (a_closure_for_the_optimizer_inside, "0.weight", "functorch", False),
+    *((a_layer_taken_out, "2.weight", mode, False) for mode in ("hooks", "functorch", "ghost")),
     (a_new_parameter, "2.weight", "hooks", False),
     (a_new_parameter, "2.weight", "ew", False),
     (a_new_layer, "2.weight", "no wrapper", False),
@@ -245,6 +253,34 @@ def test_no_optimizer_moves_a_private_network_by_a_raw_gradient(way, name, mode,
         way(run)
     after = run.weights()
     assert all(torch.equal(each, after[name]) for name, each in run.seen.items() if name in after)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+def test_a_copy_of_a_private_network_does_not_train(copied):
+    run = Private("hooks")
+    other = copied(run.model)
+    with pytest.raises(ValueError, match="is a copy of a private network"):
+        other(run.batch()[0])
+
+
+def test_a_batch_is_clipped_by_the_step_alone():
+    """Else each of its records could be in the sum twice."""
+    run = Private("hooks")
+    run.optimizer.zero_grad()
+    run.backward()
+    with pytest.raises(ValueError, match=r"clip_and_accumulate\(\) was called by itself"):
+        run.optimizer.clip_and_accumulate()
+    run.optimizer.step()
+    assert (run.optimizer.num_records, run.rounds) == (8, 1)
+
+
+def test_a_norm_that_is_not_positive_bounds_nothing():
+    run = Private("hooks")
+    run.backward()
+    run.optimizer.max_grad_norm = -50.0
+    with pytest.raises(ValueError, match="max_grad_norm must be positive, got -50"):
+        run.optimizer.step()
+    assert not run.rounds
 
 
 @every_mode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 
@@ -124,6 +125,22 @@ def test_adaptive_clipping_counts_a_bad_record_once():
     assert all(torch.isfinite(parameter).all() for parameter in made[1].params)
 
 
+def test_adaptive_clipping_counts_a_batch_that_is_tried_again_once():
+    adaptive = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "max_clipbound": 10.0, "min_clipbound": 0.1}
+    model, optimizer, criterion, loader, engine = private("rdp", clipping="adaptive", unclipped_num_std=1.0, **adaptive)
+    x, y = next(batch for batch in loader if len(batch[0]) > 1)
+
+    def fail(_):
+        raise MemoryError
+
+    for account in (fail, fail, lambda _: None):
+        optimizer.account_with(engine.accountant, account, optimizer.tickets)
+        criterion(model(x), y).backward()
+        with pytest.raises(MemoryError) if account is fail else contextlib.nullcontext():
+            optimizer.step()
+    assert optimizer.sample_size == len(x)
+
+
 def test_adaptive_clipping_takes_batches_of_no_records_and_moves_its_norm_by_noise_alone():
     adaptive = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "max_clipbound": 1e6, "min_clipbound": 1e-6}
     model, optimizer, criterion, _, engine = private(
@@ -158,7 +175,7 @@ def test_no_record_exceeds_the_norm_in_half_precision(mode, clipping, half):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half == "autocast"):
             loss = criterion(model((3 * x[None]).to(next(network.parameters()).dtype)), y[None])
         loss.backward()
-        optimizer.clip_and_accumulate()
+        optimizer.clipping.clip(optimizer)
         worst = max(worst, math.hypot(*(float(each.summed_grad.double().norm()) for each in optimizer.params)))
         optimizer.zero_grad()
     assert 0.98 < worst <= 1.0

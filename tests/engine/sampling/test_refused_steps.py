@@ -60,6 +60,15 @@ def test_fewer_gradients_than_records_are_refused_where_nothing_covers_drop_outs
     run.refused("gradients of .* records, this batch has")
 
 
+def test_two_records_in_one_row_are_no_drop_outs():
+    """Opacus adds the rows of two passes, and clips them as one record's."""
+    run = Toy("shuffled_sums", records=12, batch_size=12)
+    assert run.optimizer.tickets.drop_outs
+    x, y = next(iter(run.loader))
+    sum(nn.functional.cross_entropy(run.model(x[half]), y[half]) for half in (slice(6), slice(6, 12))).backward()
+    run.refused("gradients of 6 records, this batch has 12")
+
+
 def test_a_layer_that_turns_a_record_into_several_is_refused():
     class Patches(nn.Module):
         """As networks that see each patch, token or crop by itself; after ``make_private``, which would refuse them."""
